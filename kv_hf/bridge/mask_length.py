@@ -7,7 +7,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..formats import ATTENTION_NAME
-from ..pages.group import PageGroup
+from ..pages.rows import Rows
 from .mask_watch import MaskWatch
 
 
@@ -28,12 +28,12 @@ class MaskLength(int):
         watch: compares masks with the padding that is known.
     """
 
-    groups: Sequence[PageGroup]
+    groups: Sequence[Rows]
     skippable: bool
     watch: MaskWatch
 
     def __new__(
-        cls, length: int, groups: Sequence[PageGroup], skippable: bool, watch: MaskWatch
+        cls, length: int, groups: Sequence[Rows], skippable: bool, watch: MaskWatch
     ) -> "MaskLength":
         """Make the length `length` that belongs to `groups`."""
         self = super().__new__(cls, length)
@@ -45,12 +45,12 @@ class MaskLength(int):
     @property
     def preallocated(self) -> bool:
         """Return whether the cache is of the preallocated form."""
-        return not any(isinstance(group, PageGroup) for group in self.groups)
+        return not any(isinstance(group, Rows) for group in self.groups)
 
     @property
     def stored(self) -> bool:
         """Return whether the cache holds tokens, so that attention gets handles."""
-        return any(group.seen for group in self.groups if isinstance(group, PageGroup))
+        return any(group.seen for group in self.groups if isinstance(group, Rows))
 
     @property
     def padded(self) -> bool:
@@ -76,13 +76,13 @@ class MaskLength(int):
                 group.forget_padding()
                 continue
             group.observe_padding(attention_mask)
-            if isinstance(group, PageGroup):
+            if isinstance(group, Rows):
                 group.note_mask(bool(group.batch.padding.any()), group.epoch + 1)
 
     def _check_unpadded(self) -> None:
         """Raise CacheMismatchError where a forward without any mask would see padding that was not stored."""
         for group in self.groups:
-            if not isinstance(group, PageGroup) or not group.seen:
+            if not isinstance(group, Rows) or not group.seen:
                 continue
             padding = group.batch.padding
             if (padding > group.offset).any():
@@ -93,7 +93,7 @@ class MaskLength(int):
                 )
 
     def _check_hidden(self, attention_mask: torch.Tensor) -> None:
-        growing = (group for group in self.groups if isinstance(group, PageGroup))
+        growing = (group for group in self.groups if isinstance(group, Rows))
         group = next((group for group in growing if group.seen and len(group.batch)), None)
         if group is None:
             return

@@ -7,7 +7,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..pages import moved
 from ..pages.awaited import Awaited
-from ..pages.batch import Numbers
+from ..pages.step import Numbers
 
 NOT_ALL_SHOWN = (
     "the attention_mask of an earlier forward of one token did not show all columns behind the left padding. On this device "

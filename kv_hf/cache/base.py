@@ -20,6 +20,7 @@ from ..checks import check_int
 from ..config import CacheConfig, shows_options
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..pages.arena import PageArena
+from ..pages.offload import OffloadArena
 from ..pages.host_heap import PrefillWatch
 from ..printable import short
 from ..spec import MemoryReport
@@ -201,15 +202,12 @@ class CacheBase(Portable, DynamicCache):
         model_signature: sizes of the model that it was built for.
         groups: what knows rows and lengths, one for all layers that see the same tokens.
         arena: where sealed pages lie.
-        halfway: a change of all layers is going on; outside of one, it was interrupted.
+        forward: the forward in progress, by which an interrupted one is noticed.
     """
 
     options: CacheConfig
     arena: PageArena
-    halfway = False
-    _first_paged = (
-        -1
-    )  # layer in front of which other groups are asked before an update; -1: there are none to ask
+    forward: Any
     _last_updated = sys.maxsize  # layer of the last update
     _dense_asked = False  # whether the model's attention is one that cannot be given handles
 
@@ -302,8 +300,6 @@ class CacheBase(Portable, DynamicCache):
         Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
         Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
         """
-        if self.halfway:
-            self._refuse_halfway()
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
         if layer_idx <= self._last_updated:
@@ -312,7 +308,7 @@ class CacheBase(Portable, DynamicCache):
             if not torch.compiler.is_compiling():
                 self._prefill.begin(key_states.shape[2], key_states.device)
         self._last_updated = layer_idx
-        if layer_idx <= self._first_paged:
+        if isinstance(self.arena, OffloadArena):
             self._prepare_update(key_states, value_states, layer_idx)
         if self.offloading:  # of whole layers, by transformers
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -326,15 +322,9 @@ class CacheBase(Portable, DynamicCache):
                 return view.dense("keys"), view.dense("values")
         return keys, values
 
-    def _refuse_halfway(self) -> None:
-        """Raise InterruptedForwardError: a change of all layers stopped half-way."""
-        raise InterruptedForwardError(
-            "an earlier forward stopped half-way, so that layers hold different texts; call reset() and start again"
-        )
-
     def _refuse_layer(self, layer_idx: int) -> None:
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
-        self.halfway = True
+        self.forward.changing = True
         raise CacheMismatchError(
             f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
             f"(model_type={self.model_signature['model_type']!r}), and a model of more layers writes to it. Its layers hold "

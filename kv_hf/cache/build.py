@@ -16,8 +16,9 @@ from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
 from ..pages.arena import PageArena
 from ..pages.device_budget import DeviceBudget
-from ..pages.group import PageGroup
+from ..pages.forward import Forward
 from ..pages.offload import OffloadArena
+from ..pages.rows import Rows, RowSizes
 from ..read_budget import ReadBudget
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
@@ -138,8 +139,8 @@ def page_layers(
     options: CacheConfig,
     kept: Container[int] = (),
     layer_class: type[PagedLayer] = PagedLayer,
-) -> tuple[list[Any], tuple[PageGroup, ...], PageArena]:
-    """Replace the layers that pages can hold; return all layers, the groups (full attention first) and the arena.
+) -> tuple[list[Any], Forward, PageArena]:
+    """Replace the layers that pages can hold; return all layers, their forward (full attention first) and the arena.
 
     Args:
         layers: those of a DynamicCache of the same model.
@@ -165,15 +166,18 @@ def page_layers(
         any(ranks[index] is not None for index in paged),
     )
     arena = _arena(layers, set(paged), config, options)
-    groups: dict[int | None, PageGroup] = {}
+    windows = {index: getattr(layers[index], "sliding_window", None) for index in paged}
+    # a prefix may be shared up to any of its pages: then sliding layers keep all of them
+    kept_windows = {w if options.prefix_store is None else None for w in windows.values()}
+    groups = {
+        window: _rows(window, options, arena, None if window else budget)
+        for window in sorted(kept_windows, key=lambda window: (window is not None, window))
+    }
+    forward = Forward(tuple(groups.values()))
     made = list(layers)
-    for index in paged:
-        window = getattr(layers[index], "sliding_window", None)
-        # a prefix may be shared up to any of its pages: then sliding layers keep all of them
-        shown = window if options.prefix_store is None else None
-        if shown not in groups:
-            groups[shown] = _new_group(shown, options, arena, None if shown else budget)
-        rest = (groups[shown], arena, formats[index], options.kernel, window)
+    for index, window in windows.items():
+        group = groups[window if options.prefix_store is None else None]
+        rest = (group, forward, arena, formats[index], options.kernel, window)
         if type(layers[index]).__name__ in HYBRID:
             states = layers[index].number_of_states
             made[index] = HybridLayer(index, *rest, number_of_states=states)
@@ -186,10 +190,7 @@ def page_layers(
     if isinstance(arena, OffloadArena):
         arena.choose_from(index for index in paged if made[index].group.reading.usual is not None)
     arena.grow_together(_alike(made[index] for index in paged))
-    ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
-    for group in ordered:
-        group.tracker.walk_with(peer.tracker for peer in ordered if peer is not group)
-    return made, ordered, arena
+    return made, forward, arena
 
 
 def _alike(layers: Iterable[PagedLayer]) -> list[list[int]]:
@@ -200,19 +201,11 @@ def _alike(layers: Iterable[PagedLayer]) -> list[list[int]]:
     return list(found.values())
 
 
-def _new_group(
+def _rows(
     window: int | None, options: CacheConfig, arena: PageArena, budget: ReadBudget | None
-) -> PageGroup:
-    return PageGroup(
-        options.page_size,
-        options.sink_tokens,
-        options.recent_tokens,
-        options.max_pages,
-        options.reserve_tokens,
-        window,
-        arena.pool(window),
-        budget,
-    )
+) -> Rows:
+    sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
+    return Rows(sizes, arena.pool(window), options.reserve_tokens, budget)
 
 
 def make_arena(options: CacheConfig) -> PageArena:

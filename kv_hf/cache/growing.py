@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -18,20 +18,19 @@ from ..errors import (
     InterruptedForwardError,
     UnsupportedModelError,
 )
-from ..pages.ahead import Expected
-from ..pages.group import PageGroup
-from ..pages.group_state import held_pages
+from ..pages.forward import Forward
 from ..pages.offload import OffloadArena
+from ..pages.rows import Expected, Rows, held_pages
 from ..pages.step import Row
 from ..spec import MemoryReport, page_capacity, reserved_pages
 from .base import CacheBase
 from .build import page_layers
 from .layer import HandleLayer, PagedLayer
-from .model_shape import forget_tokens, is_chunked, is_dummy, kept_layers
+from .layer_kinds import HybridLayer
+from .model_shape import forget_tokens, is_chunked, is_dummy, kept_layers, removed_by_crop
 from .prefix_store import HeldRow
 from .report import LayerReport, in_lines, measure_memory, one_line, report_layers, tensor_bytes
 from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
-from .store import chosen_rows
 
 
 def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
@@ -62,7 +61,7 @@ def _filled(layer: Any) -> bool:
 def make_room(
     arena: OffloadArena,
     layers: Sequence[Any],
-    groups: Sequence[PageGroup],
+    groups: Sequence[Rows],
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
@@ -77,13 +76,14 @@ def make_room(
     slots: dict[int, int] = {}
     batch, q_len = keys.shape[0], keys.shape[2]
     for group in groups:
-        count = group.check_append(batch, q_len)
+        count = group.plan(batch, q_len).num_pages
+        group.pool.check_room(count)
         reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
         whole = bool(group.rows) and _reads_everything(group, q_len)
         if not count and group.rows and not whole and _is_settled(arena, layers, group):
             continue
         held = {page for row in group.rows for page in row.pages}
-        capacity = max(page_capacity(group.pool.ids_after(count)), reserved)
+        capacity = max(page_capacity(group.pool.ids_with(count)), reserved)
         most = max(page_capacity(len(held) + count), min(reserved, capacity))
         budget = group.reading.usual
         if budget is not None and not whole:
@@ -102,13 +102,13 @@ def make_room(
     arena.settle(capacities, slots, expected)
 
 
-def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: PageGroup) -> bool:
+def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: Rows) -> bool:
     """Say whether room was made for the pages that a group holds: not so where they came out of a pickle."""
     known = any(arena.room_for(layer.layer_idx) for layer in layers if layer.group is group)
     return known or not any(row.pages for row in group.rows)
 
 
-def _reads_everything(group: PageGroup, q_len: int) -> bool:
+def _reads_everything(group: Rows, q_len: int) -> bool:
     """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
     if group.reading.usual is None or not any(row.pages or row.exact for row in group.rows):
         return False  # as every step, or a first forward, which reads no pages
@@ -125,7 +125,7 @@ class Copyable(CacheBase):
     """Copies of a growing cache, the pages that they share, and the checks that every change was finished."""
 
     _releases = False
-    groups: tuple[PageGroup, ...]
+    groups: tuple[Rows, ...]
 
     @property
     def paged_layers(self) -> list[PagedLayer]:
@@ -195,10 +195,10 @@ class Copyable(CacheBase):
                 "pages only"
             )
         layers = self.paged_layers
-        behind = [one.layer_idx for one in layers if not one.is_up_to_date or not one.store]
-        if behind:
+        without = [one.layer_idx for one in layers if not one.store]
+        if without:
             raise InterruptedForwardError(
-                f"layers {behind} have not taken part in all forwards of this cache: an earlier one stopped half-way; it "
+                f"layers {without} have not taken part in the forwards of this cache: an earlier one stopped half-way; it "
                 "cannot be saved"
             )
         self.check_integrity()
@@ -208,16 +208,16 @@ class Copyable(CacheBase):
             )
 
     def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
-        for number, (group, theirs) in enumerate(zip(self.groups, state.groups, strict=True)):
+        for group, theirs in zip(self.groups, state.groups, strict=True):
             for index, row in enumerate(theirs.rows):
                 if (row.pages or row.dropped) and row.exact < group.sink_tokens:
                     raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
-            group.restore(theirs, [layer for layer, one in pages.items() if one.group == number])
-        self.check_integrity()
+            group.restore(theirs)
         for one in state.layers:
             layer: Any = self.layers[one.layer]
             num_pages = state.groups[pages[one.layer].group].num_pages
             layer.resume(one, state.tensors, num_pages)
+        self.forward.resume(len(state.layers))
         self.check_integrity()
 
     def _group_number(self, layer: Any) -> int:
@@ -236,38 +236,16 @@ class Copyable(CacheBase):
         for group in self.groups:
             group.pool.recount()
 
-    def change_layers(self, change: Callable[[Any], None]) -> None:
-        """Call `change` with each layer; where it does not reach the last one, the cache is of no use until reset()."""
-        self.check_steps()
-        for layer in self.layers:
-            change(layer)
-            self.halfway = (
-                True  # not before: the first layer may refuse, and then nothing has changed
-            )
-        self.halfway = False
-
-    def check_whole(self) -> None:
-        """Raise InterruptedForwardError where a change of all layers stopped half-way."""
-        if self.halfway:
-            raise InterruptedForwardError(
-                "a reset, crop, new order of rows, or a prefix that was attached has reached only some layers of this "
-                "cache; call reset() and start again"
-            )
-
-    def check_steps(self) -> None:
-        """Raise InterruptedForwardError where the last forward or change is known not to have reached all layers."""
-        self.check_whole()
-        for group in self.groups:
-            group.tracker.check_done()
-
     def check_done(self) -> None:
         """Raise InterruptedForwardError where the last forward or change did not reach all layers."""
-        self.check_steps()
-        behind = [one.layer_idx for one in self.paged_layers if one.store and not one.is_up_to_date]
-        if behind:
+        self.forward.check()
+        lacking = [
+            one.layer_idx for one in self.paged_layers if one.store and one.seen != one.group.seen
+        ]
+        if lacking:
             raise InterruptedForwardError(
-                f"layers {behind} are behind the others: a forward of this cache stopped half-way; call reset() and "
-                "start again"
+                f"layers {lacking} lack tokens that the others hold: a forward of this cache stopped half-way; call reset() "
+                "and start again"
             )
 
     def check_integrity(self) -> None:
@@ -276,14 +254,8 @@ class Copyable(CacheBase):
         That is InterruptedForwardError where a forward, or a change of all layers, stopped half-way.
         """
         self.check_done()
-        begun = [group for group in self.groups if group.epoch]
         for group in self.groups:
             group.check_integrity()
-            if group.epoch and group.seen != begun[0].seen:
-                raise InterruptedForwardError(
-                    f"groups of layers have seen {group.seen} and {begun[0].seen} columns: a forward of this cache "
-                    "stopped half-way; call reset() and start again"
-                )
         for layer in self.paged_layers:
             if layer.storage is None:
                 continue
@@ -315,11 +287,10 @@ class SharingCache(Copyable):
         Args:
             sinks: for each row, and then each layer, its exact first keys and values; None for a row without pages.
         """
-        self.halfway = True
-        self.group.adopt(rows, seen)
-        for place, layer in enumerate(self.paged_layers):
-            layer.adopt([None if one is None else one[place] for one in sinks], seen)
-        self.halfway = False
+        with self.forward.change():
+            self.group.adopt(rows, seen)
+            for place, layer in enumerate(self.paged_layers):
+                layer.adopt([None if one is None else one[place] for one in sinks], seen)
 
     def sinks_of(self, row: int) -> Sinks:
         """Return copies of the exact first keys and values of a row, for each layer."""
@@ -357,12 +328,12 @@ class GrowingCache(SharingCache):
         self._kept = kept_layers(decoder)
         # a model that attends to images in layers of the same cache asks each layer whether it has keys
         kind = HandleLayer if self._kept else self.layer_class
-        self.layers, self.groups, self.arena = page_layers(
+        self.layers, self.forward, self.arena = page_layers(
             self.layers, decoder, options, self._kept, kind
         )
+        self.groups = self.forward.groups
         if options.prefix_store is not None:
             self.release_when_gone()
-        self._first_paged = self.paged_layers[0].layer_idx
         for group in self.groups:
             group.watch_masks(self._watch)
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
@@ -379,16 +350,11 @@ class GrowingCache(SharingCache):
         """
         return next((group for group in self.groups if group.seen), self.groups[0])
 
-    def _refuse_halfway(self) -> None:
-        self.check_whole()
-
     def _prepare_update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
-        """Find out now whether layers that come later will refuse; this layer's own group asks by itself."""
-        own = getattr(self.layers[layer_idx], "group", None)
-        for group in self.groups:
-            if group is not own:
-                group.prepare_append(keys.shape[0], keys.shape[2])
-        if isinstance(self.arena, OffloadArena):
+        """Find out before a forward begins whether its pages have room on the device."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PagedLayer) and layer.seen == layer.group.seen:
+            assert isinstance(self.arena, OffloadArena)
             make_room(self.arena, self.paged_layers, self.groups, keys, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -410,23 +376,50 @@ class GrowingCache(SharingCache):
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
         self._watch.clear()
-        self.halfway = True
+        self.forward.changing = True
+        for group in self.groups:
+            group.reset()
         for layer in self.layers:
-            layer.reset()
-            if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):
-                forget_tokens(layer)
-        self.halfway = False
+            if isinstance(layer, PagedLayer):
+                layer.forget()
+            else:
+                layer.reset()
+                if isinstance(layer, DynamicLayer):
+                    forget_tokens(layer)
+        self.arena.clear()
+        self.forward.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens of all layers, or of none where some layer cannot; see `PagedLayer.crop`.
+        """Remove the newest tokens of all layers, or of none where some layer cannot.
 
-        A crop of more tokens than there are leaves none, as with DynamicCache.
+        `-n` removes n; before transformers 5.18 also `n` keeps n. A crop of more tokens than there are leaves none, as with
+        DynamicCache. A crop that ends inside a sealed page decodes that page back into the window: exact pages lose nothing,
+        encoded ones keep their rounding (said once). With past recording on, what is left stands confirmed, also by a crop of
+        0, and may be sealed from the next forward on.
         """
-        if tokens_to_remove < 0:
-            self.check_steps()
+        count = removed_by_crop(tokens_to_remove, self.group.seen)
+        self.forward.check()
+        for group in self.groups:
+            group.check_crop(count)
+        for layer in self.layers:  # states first: they may refuse, and then nothing has changed
+            if isinstance(layer, HybridLayer):
+                layer.crop_state(tokens_to_remove)
+            elif not isinstance(layer, PagedLayer):
+                layer.crop(tokens_to_remove)
+            else:
+                continue
+            self.forward.changing = True
+        self.forward.changing = False
+        if not count:
             for group in self.groups:
-                group.check_crop(-int(tokens_to_remove))
-        self.change_layers(lambda layer: layer.crop(tokens_to_remove))
+                group.confirm()
+            return
+        with self.forward.change():
+            for group in self.groups:
+                group.crop(count)
+            for layer in self.paged_layers:
+                assert layer.group.step is not None
+                layer.follow(layer.group.step)
         if self.token_ids is not None:
             self.forget_tokens(self.get_seq_length())
 
@@ -439,35 +432,33 @@ class GrowingCache(SharingCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; sealed pages are shared, not copied."""
-        self.check_steps()
         self._select_rows(beam_idx.tolist(), "reorder_cache")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
-        if not self.group.rows:
-            return
-        self.check_steps()
-        self._select_rows(chosen_rows(indices, len(self.group.rows)))
+        if rows := len(self.group):
+            self._select_rows(torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; sealed pages are shared, not copied."""
-        if self.group.rows:
-            self.check_steps()
-            self._select_rows([row for row in range(len(self.group.rows)) for _ in range(repeats)])
+        if rows := len(self.group):
+            self._select_rows([row for row in range(rows) for _ in range(repeats)])
 
     def _select_rows(self, sources: list[int], method: str = "batch_select_indices") -> None:
         """Let row i continue the former row sources[i]; transformers' own layers by `method`, where they have it."""
+        self.forward.check()
         for group in self.groups:
             group.check_rows(sources)
         indices: Any = torch.tensor(sources)
-
-        def select(layer: Any) -> None:
-            if isinstance(layer, PagedLayer):
-                layer.select_rows(sources)
-            else:  # states of linear attention know reorder_cache only
-                getattr(layer, method, layer.reorder_cache)(indices)
-
-        self.change_layers(select)
+        with self.forward.change():
+            for group in self.groups:
+                if len(group):
+                    group.select(sources)
+            for layer in self.layers:
+                if not isinstance(layer, PagedLayer):  # states of linear attention know reorder_cache only
+                    getattr(layer, method, layer.reorder_cache)(indices)
+                elif layer.group.step is not None:
+                    layer.follow(layer.group.step)
         self.select_tokens(sources)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
@@ -496,7 +487,7 @@ class GrowingCache(SharingCache):
         check_int("prompt", prompt, 0)
         if not isinstance(self.arena, OffloadArena):
             for group in self.groups:
-                group.ahead.expect(Expected(prompt, end))
+                group.expected = Expected(prompt, end)
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part."""

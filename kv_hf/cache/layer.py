@@ -8,37 +8,16 @@ from transformers.cache_utils import DynamicLayer
 
 from ..backends.inputs import PagedKV
 from ..bridge.lazy_kv import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
-from ..errors import InterruptedForwardError
+from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.arena import PageArena
-from ..pages.group import PageGroup
+from ..pages.forward import Forward
+from ..pages.rows import Rows
 from ..pages.step import Step
 from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
-from .model_shape import removed_by_crop
 from .state import LayerState, StateTensors
-from .store import LayerStore, Residual, chosen_rows
-
-
-def before_step(layer: Any) -> PagedKV | None:
-    """Return pages and window of a paged layer that has not joined the running forward yet; None where they do not show it.
-
-    Left padding that was not stored would be read as zeros, where DynamicCache has numbers: nothing is returned then.
-    """
-    group, store = layer.group, layer.store
-    step = group.tracker.step
-    behind = layer._epoch == group.epoch - 1 and not group.tracker.opening
-    if store is None or step is None or not behind or layer.layer_idx in group.tracker.begun:
-        return None
-    if layer.window is not None or group.batch.padding.any():
-        return None
-    if step.view is None or step.view.starts is None or step.seal_first is not None:
-        return None
-    seen = layer.get_seq_length()
-    kv: PagedKV = store.kv(
-        step.view.before(seen), *(window.tokens for window in store.residuals), seen
-    )
-    return kv
+from .store import LayerStore, Residual
 
 
 class PagedLayer(DynamicLayer):
@@ -46,11 +25,15 @@ class PagedLayer(DynamicLayer):
 
     Args:
         layer_idx: position in the model, for messages.
-        group: bookkeeping shared with the other paged layers of the same window.
+        group: rows and lengths, shared with the other paged layers of the same window.
+        forward: the forward in progress, shared with all layers of the cache.
         arena: where the sealed pages live.
         formats: of this layer.
         kernel: CacheConfig.kernel.
         window: tokens that a query of this layer sees, itself included; None for all.
+    Attributes:
+        seen: columns that the layer has taken in, padding included.
+        revision: another number after every change, by which handles know that they are stale.
     """
 
     is_croppable = True
@@ -59,7 +42,8 @@ class PagedLayer(DynamicLayer):
     def __init__(
         self,
         layer_idx: int,
-        group: PageGroup,
+        group: Rows,
+        forward: Forward,
         arena: PageArena,
         formats: LayerFormats,
         kernel: str = "auto",
@@ -72,10 +56,11 @@ class PagedLayer(DynamicLayer):
         self.is_sliding = window is not None
         self.kernel = kernel
         self.group = group
+        self.forward = forward
         self.arena = arena
         self.formats = formats
         self.revision = 0  # never goes down: a handle of an earlier text must not fit again
-        self._forget()
+        self.forget()
         super().__init__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,11 +69,11 @@ class PagedLayer(DynamicLayer):
         if self.store is not None:
             self.device = self.store.device
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Hold no tokens and no tensors; what other layers share is the cache's to reset."""
         self.revision += 1
         self.store: LayerStore | None = None
-        self._seen = 0
-        self._epoch = 0
+        self.seen = 0
         self.is_initialized = False
 
     # -- transformers' interface -------------------------------------------------------------------------
@@ -115,82 +100,71 @@ class PagedLayer(DynamicLayer):
         Raises: CacheMismatchError for another batch size, shape, dtype or device; PagePoolExhaustedError at
             `max_pages`, with the cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
-        if self.store is None or (
-            self._seen == 0 and not self.store.fits(key_states, value_states)
-        ):
-            self.lazy_initialization(key_states, value_states)
         store = self.store
-        assert store is not None
+        if store is None or (self.seen == 0 and not store.fits(key_states, value_states)):
+            self.lazy_initialization(key_states, value_states)
+            store = self.store
+            assert store is not None
         rows, _, q_len, _ = store.check(key_states, value_states)
-        step = self.group.append(self.layer_idx, self._epoch, rows, q_len)
+        step = self.forward.join(self, rows, q_len)
         self.revision += 1
         runs = store.append(step, key_states, value_states, self.group.slots)
         if step.seen_before == 0:
             # a sliding layer too: the mask hides what its queries must not see
-            self._joined(step)
+            self.take_part(step)
             return key_states, value_states
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_gradients()
         assert step.view is not None
         kv = store.kv(step.view, *runs, step.seen_after, self.group.reading.budget)
         handles = LazyKV.pair(KVView(kv, self, self.revision, store.kernel, self.window))
-        self._joined(step)
+        self.take_part(step)
         return handles
+
+    def take_part(self, step: Step) -> None:
+        """Say that all work on the forward in progress is done: stopped before, this layer lacks it."""
+        self.seen = step.seen_after
+        self.forward.due -= 1
 
     def get_seq_length(self) -> int:
         """Return the columns seen, padding included."""
-        return self._seen
+        return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
-        offset, running = self.group.offset, self.group.tracker.step
-        if running is not None and running.view is not None and self._epoch == self.group.epoch - 1:
-            offset = running.view.offset  # asked within a forward, before its own update (Inkling)
-        return self._seen - offset + query_length, offset
+        offset, step = self.group.offset, self.group.step
+        if step is not None and step.view is not None and self.seen != self.group.seen:
+            offset = step.view.offset  # asked within a forward, before its own update (Inkling)
+        return self.seen - offset + query_length, offset
 
     def get_max_length(self) -> int:
         """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
         return self.window or -1
 
-    def reset(self) -> None:
-        """Forget all tokens of the whole cache and give the memory back, unless another cache shares it."""
-        self.group.reset()
-        self.arena.clear()
-        self._forget()
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens: `-n` removes n; before transformers 5.18 also `n` keeps n.
-
-        A crop that ends inside a sealed page decodes that page back into the window: exact pages lose nothing,
-        encoded ones keep their rounding (said once). With past recording on, what is left stands confirmed,
-        also by a crop of 0, and may be sealed from the next forward on.
-        """
-        count = removed_by_crop(tokens_to_remove, self._seen)
-        if count == 0:
-            self.group.confirm()
-        if count == 0 or self.store is None:
-            return
-        step = self.group.crop(self.layer_idx, self._epoch, count)
-        self.revision += 1
-        self._cut(step)
-        self._joined(step)
+        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        raise _of_the_cache("crop")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row i continue the former row beam_idx[i]; sealed pages are shared, not copied."""
-        self.select_rows(beam_idx.tolist())
+        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        raise _of_the_cache("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self.select_rows([row for row in range(self.rows_held) for _ in range(repeats)])
+        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        raise _of_the_cache("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
-        self.select_rows(chosen_rows(indices, self.rows_held))
+        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        raise _of_the_cache("batch_select_indices")
+
+    def reset(self) -> None:
+        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        raise _of_the_cache("reset")
 
     def activate_past_recording(self) -> None:
         """Seal only tokens that a crop has left standing, with room for a page of doubtful ones.
 
-        transformers crops behind every forward that may be rolled back (by 0 where all is accepted). As long as
+        transformers crops after every forward that may be rolled back (by 0 where all is accepted). As long as
         no more than page_size tokens are doubtful, a crop then leaves the same bytes as if the removed tokens
         had never been.
         """
@@ -259,14 +233,15 @@ class PagedLayer(DynamicLayer):
         """Rows that this layer holds (0 before the first update)."""
         return self.store.residuals[0].tokens.shape[0] if self.store else 0
 
-    def select_rows(self, sources: Sequence[int]) -> None:
-        """Let row i continue the former row `sources[i]`."""
-        if self.store is None or not self._seen:
-            return
-        step = self.group.select_rows(self.layer_idx, self._epoch, sources)
+    def follow(self, step: Step) -> None:
+        """Do to the tensors what another order of rows, or a crop, has done to the rows."""
         self.revision += 1
-        self._follow_rows(step, sources)
-        self._joined(step)
+        if self.store is not None:
+            if step.seen_after != step.seen_before:
+                self.store.reopen(step)
+            else:
+                self.store.select_rows(step)
+            self.seen = step.seen_after
 
     def adopt(self, sinks: Sequence[tuple[torch.Tensor, torch.Tensor] | None], seen: int) -> None:
         """Begin with rows whose pages are in storage already.
@@ -275,7 +250,7 @@ class PagedLayer(DynamicLayer):
             sinks: for each row its exact first keys and values [num_kv_heads, sink_tokens, ..]; None: it is empty.
             seen: columns that the layer then has seen.
         """
-        self.group.touch()
+        self.group.touched = True
         pages = self.arena.storages[self.layer_idx].newest
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore.of(self, pages)
@@ -283,7 +258,7 @@ class PagedLayer(DynamicLayer):
             window.begin([None if one is None else one[side] for one in sinks], self.group.slots)
         self.is_initialized = True
         self._take(store)
-        self._seen = seen
+        self.seen = seen
 
     def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, ..]."""
@@ -307,57 +282,48 @@ class PagedLayer(DynamicLayer):
         self.lazy_initialization(*state.empty())
         assert self.store is not None
         self.store.fill(tensors, num_pages)
-        self._seen, self._epoch = self.group.seen, self.group.epoch
+        self.seen = self.group.seen
         self.revision += 1
 
-    @property
-    def is_up_to_date(self) -> bool:
-        """Return whether this layer has taken part in all steps of its group."""
-        return self._epoch == self.group.epoch and not self.group.tracker.opening
-
     def current_kv(self) -> PagedKV:
-        """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""
-        group = self.group
-        if not self.is_up_to_date or self.store is None:
+        """Return pages and window as they are now.
+
+        Within a forward, before its own update, a layer still shows what it held before; not where its padding is unstored, which
+        would be read as zeros, or a window gave pages back.
+
+        Raises: InterruptedForwardError where it lacks what the other layers hold.
+        """
+        group, store, step = self.group, self.store, self.group.step
+        assert store is not None
+        keys, values = (window.tokens for window in store.residuals)
+        if self.seen == group.seen and not self.forward.changing:
+            return store.kv(group.view(), keys, values, self.seen)
+        if (
+            step is None or step.view is None or step.first is not None or self.window is not None
+            or self.seen != step.seen_before or group.batch.padding.any()
+        ):  # fmt: skip
             raise InterruptedForwardError(
-                f"layer {self.layer_idx} is behind the other layers: read it outside of a forward"
+                f"layer {self.layer_idx} lacks tokens that the other layers hold: read it outside of a forward"
             )
-        keys, values = (window.tokens for window in self.store.residuals)
-        return self.store.kv(group.view(), keys, values, self._seen)
+        return store.kv(step.view.before(self.seen), keys, values, self.seen)
 
     # -- inside --------------------------------------------------------------------------------------------
 
     def _take(self, store: LayerStore) -> None:
-        self.group.join(self.layer_idx, store)
+        self.group.stores[self.layer_idx] = store
         self.store = store
-
-    def _cut(self, step: Step) -> None:
-        """Do a crop's work on the tensors."""
-        assert self.store is not None
-        self.store.reopen(step)
-
-    def _follow_rows(self, step: Step, sources: Sequence[int]) -> None:
-        """Do the work of a new order of rows on the tensors."""
-        assert self.store is not None
-        self.store.select_rows(step)
-
-    def _joined(self, step: Step) -> None:
-        """Say that all work on `step` is done: stopped before, this layer is behind."""
-        self._seen = step.seen_after
-        self._epoch += 1
-        self.group.tracker.done(self.layer_idx)
 
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None:
             return None
-        if not self._seen:  # a crop took everything: as DynamicCache, tensors without tokens
+        if not self.seen:  # a crop took everything: as DynamicCache, tensors without tokens
             window = self.store.residuals[0 if side == "keys" else 1].tokens
             return window[:, :, :0].clone()
-        dense = self._view_of(before_step(self) or self.current_kv()).dense(side)
+        dense = self._view_of(self.current_kv()).dense(side)
         if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top
-        doubtful = self._seen - self.group.confirmed if self.group.recording else 0
+        doubtful = self.seen - self.group.confirmed if self.group.recording else 0
         return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
 
     def _view_of(self, kv: PagedKV) -> KVView:
@@ -412,7 +378,7 @@ class HandleLayer(PagedLayer):
         super().prefetch()
 
     def _read(self, side: str) -> torch.Tensor | None:
-        if self.store is None or not self._seen:
+        if self.store is None or not self.seen:
             return None
         if self._view is None:  # one view for both sides: attention takes a pair of one view only
             self._view = LayerView(self)
@@ -421,10 +387,21 @@ class HandleLayer(PagedLayer):
             return self._view.dense(side)
         return LazyKV(self._view, side)
 
-    def _joined(self, step: Step) -> None:
+    def take_part(self, step: Step) -> None:
+        """Say that all work on the forward in progress is done; the view of before is stale."""
         self._view = None
-        super()._joined(step)
+        super().take_part(step)
 
-    def _forget(self) -> None:
+    def follow(self, step: Step) -> None:
+        """Do to the tensors what another order of rows, or a crop, has done to the rows."""
         self._view = None
-        super()._forget()
+        super().follow(step)
+
+    def forget(self) -> None:
+        """Hold no tokens and no tensors."""
+        self._view = None
+        super().forget()
+
+
+def _of_the_cache(method: str) -> CacheOptionError:
+    return CacheOptionError(f"layers of a paged cache share their rows: call {method}() of the cache")

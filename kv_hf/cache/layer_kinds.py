@@ -14,7 +14,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
-from .model_shape import SPARSE_MODELS_CACHE_LATENTS, removed_by_crop
+from .model_shape import SPARSE_MODELS_CACHE_LATENTS
 from .report import tensor_bytes
 
 # called with the decoder's config before the first latents are stored: its classes must take handles of them (hf/latent.py)
@@ -140,37 +140,26 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
 
     def _first_new(self, q_len: int) -> int:
         """Return the column of the next indexer key: models hand them over behind a layer's latents, or before."""
-        if self.store is None or self._indexed in (self._seen, self._seen - q_len):
+        if self.store is None or self._indexed in (self.seen, self.seen - q_len):
             return self._indexed
         if (
-            self._indexed > self._seen
+            self._indexed > self.seen
         ):  # of a forward that was refused or stopped before its latents came
-            return self._seen
+            return self.seen
         raise InterruptedForwardError(
-            f"layer {self.layer_idx} holds {self._seen} latents and {self._indexed} indexer keys: an earlier forward "
+            f"layer {self.layer_idx} holds {self.seen} latents and {self._indexed} indexer keys: an earlier forward "
             "stopped between them; call reset() and start again"
         )
 
-    def select_rows(self, sources: Sequence[int]) -> None:
-        """Let row i continue the former row `sources[i]`."""
-        super().select_rows(sources)
-        if self.store is None and self._index is not None:  # it reads the latents of another layer
-            self._index = self._index[list(sources)]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens; see `PagedLayer.crop`."""
-        super().crop(tokens_to_remove)
-        if self.store is None:  # it reads the latents of another layer (mistral_large4)
-            self._indexed -= min(self._indexed, removed_by_crop(tokens_to_remove, self._indexed))
-
-    def _cut(self, step: Step) -> None:
-        super()._cut(step)
-        self._indexed = min(self._indexed, step.seen_after)
-
-    def _follow_rows(self, step: Step, sources: Sequence[int]) -> None:
-        super()._follow_rows(step, sources)
+    def follow(self, step: Step) -> None:
+        """Do to the tensors what another order of rows, or a crop, has done to the rows."""
+        super().follow(step)
         if self._index is not None:
-            self._index = self._index[list(sources)]
+            if step.seen_after != step.seen_before:
+                self._indexed -= min(self._indexed, step.seen_before - step.seen_after)
+                self._indexed = min(self._indexed, step.seen_after)
+            else:
+                self._index = self._index[list(step.sources)]
 
     def offload(self) -> None:
         """Move this layer's tensors to the CPU."""
@@ -182,8 +171,9 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         super().prefetch()
         self._index = None if self._index is None else self._index.to(self.device)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def forget(self) -> None:
+        """Hold no tokens and no tensors."""
+        super().forget()
         self._index = None
         self._indexed = 0
 
@@ -224,20 +214,21 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         # the state's device and dtype stand in the attributes that those of the pages share
         LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def select_rows(self, sources: Sequence[int]) -> None:
-        """Let row i continue the former row `sources[i]`."""
-        super().select_rows(sources)
-        rows = list(sources)
+    def follow(self, step: Step) -> None:
+        """Do to the tensors what another order of rows, or a crop, has done to the rows."""
+        super().follow(step)
+        if step.seen_after != step.seen_before:
+            return
+        rows = list(step.sources)
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 if state is not None:
                     states[index] = state[rows]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens; see `PagedLayer.crop`. Raises RuntimeError where the state keeps no past."""
+    def crop_state(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens from the state. Raises RuntimeError where it keeps no past."""
         if int(tokens_to_remove) or self.record_past:
             LinearAttentionLayer.crop(self, tokens_to_remove)
-        super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Let pages and convolution states keep what a crop may take back."""
@@ -254,10 +245,11 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         super().prefetch()
         LinearAttentionLayer.prefetch(self)
 
-    def reset(self) -> None:
-        """Forget all tokens of the whole cache and this layer's state; afterwards any batch size fits."""
-        super().reset()
-        self._forget_state(self.number_of_states)
+    def forget(self) -> None:
+        """Hold no tokens, no tensors and no state."""
+        super().forget()
+        if hasattr(self, "number_of_states"):
+            self._forget_state(self.number_of_states)
 
     def _forget_state(self, number: int) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig, given_options
-from ..pages.group import PageGroup
-from ..pages.tables import block_table
+from ..pages.rows import Rows
+from ..pages.step import block_table
 from ..spec import MemoryReport
 from .layer import PagedLayer
 
@@ -111,7 +111,7 @@ def held_formats(layer: Any) -> tuple[str, str, str | None]:
     return held["keys"], held["values"], "; ".join(wider.reasons.values())
 
 
-def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> MemoryReport:
+def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryReport:
     """Return the bytes of all tensors that the layers hold, by part."""
     payload = scales = tail = held = allocated = tables = offloaded = 0
     paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
@@ -130,7 +130,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         devices = {one.device for one in storages if one is not None}
         held += group.pool.num_held
         allocated += max((one.capacity for one in storages if one is not None), default=0)
-        tables += max(1, len(devices)) * block_table(group.rows).nbytes
+        tables += max(1, len(devices)) * block_table(group.batch.pages).nbytes
     return MemoryReport(
         payload=payload,
         scales=scales,

@@ -31,7 +31,7 @@ from ..errors import CacheFileError, CacheMismatchError, CacheOptionError
 from ..files import replacing
 from ..formats import is_shipped
 from ..formats.base import FORMATS
-from ..pages.group_state import GroupState
+from ..pages.rows import RowsState
 from ..pages.persistent import persistent_tensors
 from ..pages.step import Row
 from ..printable import short
@@ -77,7 +77,7 @@ class SavedRow(_Described):
 
 
 class SavedGroup(_Described):
-    """A GroupState."""
+    """A RowsState."""
 
     window: Annotated[int, Field(ge=1, le=MOST)] | None
     rows: tuple[SavedRow, ...]
@@ -87,7 +87,7 @@ class SavedGroup(_Described):
     padding_seen: list[Count] | None
 
     @classmethod
-    def of(cls, group: GroupState) -> "SavedGroup":
+    def of(cls, group: RowsState) -> "SavedGroup":
         """Describe the rows of `group`."""
         rows = tuple(
             SavedRow(padding=row.padding, pages=row.pages, exact=row.exact, dropped=row.dropped)
@@ -96,7 +96,7 @@ class SavedGroup(_Described):
         rest = ("window", "seen", "confirmed", "recording", "padding_seen")
         return cls(rows=rows, **{name: getattr(group, name) for name in rest})
 
-    def state(self) -> GroupState:
+    def state(self) -> RowsState:
         """Return what `of` described. Raises CacheFileError for rows that no cache has."""
         held = {page for row in self.rows for page in row.pages}
         if max(held, default=-1) >= len(held):
@@ -106,7 +106,7 @@ class SavedGroup(_Described):
             raise CacheFileError(f"a group of rows is impossible: {short(self)}")
         rows = tuple(Row(row.padding, row.pages, row.exact, row.dropped) for row in self.rows)
         rest = (self.seen, self.confirmed, self.recording, self.padding_seen)
-        return GroupState(self.window, len(held), rows, *rest)
+        return RowsState(self.window, len(held), rows, *rest)
 
 
 class SavedLayer(_Described):
@@ -448,7 +448,7 @@ def _read(
     return state, _token_ids(tensors, groups[0])
 
 
-def _token_ids(tensors: FileTensors, group: GroupState) -> torch.Tensor | None:
+def _token_ids(tensors: FileTensors, group: RowsState) -> torch.Tensor | None:
     if TOKEN_IDS not in tensors.names:
         return None
     found = tensors.tensor(TOKEN_IDS).clone()

@@ -11,7 +11,7 @@ import torch
 
 from ..config import CacheConfig, names_of
 from ..errors import CacheMismatchError, StaleHandleError
-from ..pages.group_state import GroupState
+from ..pages.rows import RowsState
 from ..pages.storage import PageStorage
 from ..quant.codec import is_order, lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
@@ -100,7 +100,7 @@ class CacheState:
 
     options: CacheConfig
     signature: Mapping[str, Any]
-    groups: tuple[GroupState, ...]
+    groups: tuple[RowsState, ...]
     layers: tuple[LayerState, ...]
     tensors: StateTensors
     computed_by: tuple[Adapters, ...] = ()

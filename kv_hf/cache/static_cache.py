@@ -29,7 +29,8 @@ from ..errors import (
 from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.arena import PageArena
-from ..pages.group_state import GroupState
+from ..pages.forward import Forward
+from ..pages.rows import RowsState
 from ..pages.persistent import persistent_tensors
 from ..pages.static_table import WORKING, StaticStep, StaticTable
 from ..pages.storage import PageStorage, Pair
@@ -198,7 +199,7 @@ class StaticStore:
             kv, traceable(self.base.kernel, self.name), keys, values, self.table, first
         )
 
-    def fill(self, tensors: StateTensors, group: GroupState) -> None:
+    def fill(self, tensors: StateTensors, group: RowsState) -> None:
         """Take over the pages and the exact tokens that another layer left; rows that shared a page get one each."""
         places = self.table.places(group)
         for side, window in zip(self.base.pages.sides, self.base.residuals, strict=True):
@@ -477,7 +478,7 @@ class StaticPagedLayer(CacheLayerMixin):
         """The exact tokens of keys and values; None before the first keys."""
         return self.store.base.residuals if self.store else None
 
-    def resume(self, state: LayerState, tensors: StateTensors, group: GroupState) -> None:
+    def resume(self, state: LayerState, tensors: StateTensors, group: RowsState) -> None:
         """Take over what another layer left; the table is restored behind the last layer."""
         empty = (one.expand(len(group.rows), -1, -1, -1) for one in state.empty())
         self.lazy_initialization(*empty)
@@ -570,6 +571,7 @@ class StaticPagedCache(CacheBase):
         budget = options.budget_of(kind, [None] * len(self.layers), False)
         sizes = options.page_size, options.sink_tokens, options.max_length
         self.groups = (StaticTable(*sizes, budget),)
+        self.forward = Forward(())
         count = len(self.layers)
         formats = [LayerFormats.of(options, index, count) for index in range(count)]
         planned_specs(page_sizes(decoder), formats)
@@ -678,8 +680,7 @@ class StaticPagedCache(CacheBase):
         self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
-        if self.halfway:  # else it stays an attribute of the class, and compiled code stays valid
-            del self.halfway
+        self.forward.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""

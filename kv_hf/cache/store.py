@@ -12,7 +12,7 @@ from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.persistent import persistent_tensors
-from ..pages.step import SealJobs, Step, TableView
+from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..read_budget import ReadBudget
 from ..spec import SideSpec, page_capacity
@@ -72,14 +72,14 @@ class Residual:
         new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
         return new
 
-    def drop_pages(self, step: Step, sinks: int) -> None:
-        """Take the tokens of the pages sealed first out of each row, behind its sinks."""
+    def drop_first(self, step: Step, sinks: int) -> None:
+        """Take the tokens of the pages that were sealed before the append out of each row, behind its sinks."""
 
         def place() -> torch.Tensor:
-            gone = [len(row.sealed_first) * self.spec.page_size for row in step.rows]
-            return _without(gone, sinks, self.tokens.shape[2], self.tokens.shape[2])
+            slots = self.tokens.shape[2]
+            return _without(step.first_leaving, sinks, slots, slots)
 
-        self.tokens = _picked(self.tokens, step.index("drop", self.tokens.device, place))
+        self.tokens = _picked(self.tokens, step.tensor("drop", self.tokens.device, place))
 
     def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
         """Return each row's window with the new tokens behind it, left-aligned: [rows, num_kv_heads, longest, head_dim].
@@ -89,38 +89,43 @@ class Residual:
         Args:
             new: [rows, num_kv_heads, q_len, head_dim].
         """
-        if all(row.exact_before == 0 and row.skip == 0 for row in step.rows):
+        assert step.exact_before is not None and step.skip is not None and step.new is not None
+        if not (step.exact_before.any() or step.skip.any()):
             return new
+        counts = step.exact_before, step.skip, step.new
         slots = self.tokens.shape[2] if len(self.tokens) else 0
         windows = self.tokens if slots else new[:, :, :0]
 
         def place() -> torch.Tensor:
-            longest = max(row.exact_before + row.new for row in step.rows)
-            slot = torch.arange(longest)[None]
-            before, skip = torch.tensor([[row.exact_before, row.skip] for row in step.rows]).T
-            behind = slots + slot + (skip - before)[:, None]
-            found = torch.where(slot < before[:, None], slot, behind)
+            before, skip, added = (torch.from_numpy(count)[:, None] for count in counts)
+            slot = torch.arange(int((before + added).max()))[None]
+            found = torch.where(slot < before, slot, slots + slot + skip - before)
             return _once(found.clamp(max=slots + new.shape[2] - 1))
 
         both = torch.cat([windows, new], 2)
-        return _picked(both, step.index(("run", slots), new.device, place))
+        return _picked(both, step.tensor(("run", slots), new.device, place))
 
     def keep_rest(self, step: Step, run: torch.Tensor, slots: int, sinks: int) -> None:
         """Keep the tokens of `run` [rows, num_kv_heads, longest, head_dim] that the step did not seal: the sinks and the tail."""
 
         def place() -> torch.Tensor:
-            gone = [(row.passed + len(row.sealed)) * self.spec.page_size for row in step.rows]
-            return _without(gone, sinks, slots, run.shape[2])
+            return _without(step.leaving, sinks, slots, run.shape[2])
 
-        self.tokens = _picked(run, step.index(("rest", run.shape[2]), run.device, place))
+        self.tokens = _picked(run, step.tensor(("rest", run.shape[2]), run.device, place))
 
     def select_rows(self, step: Step) -> None:
-        """Let row i continue the former row `step.rows[i].source`.
+        """Let row i continue the former row `step.sources[i]`.
 
         In a batch of the same size only rows that change are copied, in place: beams do this in every step.
         """
-        targets, sources = step.moves(self.tokens.device, self.tokens.shape[0])
-        if targets is None:
+        same_size = len(step.sources) == self.tokens.shape[0]
+
+        def moving() -> torch.Tensor:
+            pairs = [pair for pair in enumerate(step.sources) if not same_size or pair[0] != pair[1]]
+            return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+
+        targets, sources = step.tensor("moves", self.tokens.device, moving)
+        if not same_size:
             self.tokens = self.tokens.index_select(0, sources)
         elif len(sources):
             self.tokens.index_copy_(0, targets, self.tokens.index_select(0, sources))
@@ -132,10 +137,11 @@ class Residual:
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
 
 
-def _without(gone: Sequence[int], sinks: int, slots: int, held: int) -> torch.Tensor:
-    """Return [rows, slots]: where each slot's token lies in a run of `held` that loses `gone` tokens behind its sinks."""
+def _without(gone: Numbers | None, sinks: int, slots: int, held: int) -> torch.Tensor:
+    """Return [rows, slots]: where each slot's token lies in a run of `held` that loses `gone` [rows] tokens after its sinks."""
+    assert gone is not None
     slot = torch.arange(slots)[None]
-    lost = torch.tensor(gone)[:, None]
+    lost = torch.from_numpy(gone)[:, None]
     return _once(torch.where(slot < sinks, slot, slot + lost).clamp(max=held - 1))
 
 
@@ -281,19 +287,17 @@ class LayerStore:
         new = keys, values
         if keys.requires_grad or values.requires_grad:
             new = keys.detach(), values.detach()
-        sealing = step.seal is not None or step.seal_first is not None
-        # a page that nobody sees any more moves the rest as well
-        if step.fits and not (sealing or step.moves_rest):
-            self.grow(step)
+        if step.capacity > self._room:
+            self.make_room(step.capacity, step.ahead)
+        if step.is_plain:
             return self._write(step, new, slots)
         with self._sealing():
-            self.grow(step)
-            if step.seal_first is not None:
+            if step.first is not None:
                 windows = self.residuals[0].tokens, self.residuals[1].tokens
-                self._seal(step.seal_first, windows)
-                self._widen(step.seal_first, windows, new[0].shape[2])
+                self._seal(step.first, windows)
+                self._widen(step.first, windows, new[0].shape[2])
                 for window in self.residuals:
-                    window.drop_pages(step, self.sink_tokens)
+                    window.drop_first(step, self.sink_tokens)
             runs = self._write(step, new, slots) if step.fits else self._run(step, new)
             if step.seal is not None:
                 self._widen(step.seal, runs, new[0].shape[2])
@@ -326,21 +330,12 @@ class LayerStore:
             self._seal(step.seal, runs)
         return runs
 
-    def make_room(self, num_ids: int, reserved: int, ahead: int = 0) -> None:
-        """Make room for the page ids 0 .. num_ids - 1 before the step that hands them out is in force."""
-        if max(num_ids, reserved) > self.pages.capacity:
+    def make_room(self, capacity: int, ahead: int = 0) -> None:
+        """Make room for `capacity` pages; for `ahead` where that takes growing and memory allows it."""
+        if capacity > self.pages.capacity:
             with self._sealing():
-                self.pages.grow_ahead(max(page_capacity(num_ids), reserved), ahead)
-
-    def grow(self, step: Step) -> None:
-        """Make room for the pages of `step`, and for those that it reserves, where that was not done ahead."""
-        needed = max(step.num_ids, step.reserved)
-        if needed <= self._room:
-            return
-        if needed > self.pages.capacity:
-            with self._sealing():
-                self.pages.grow(max(page_capacity(step.num_ids), step.reserved), step.ahead)
-        self._room = needed
+                self.pages.grow(capacity, ahead)
+        self._room = capacity
 
     def _seal(self, jobs: SealJobs, tokens: Pair) -> None:
         pages = self.pages  # first: the kernel is that of these pages
@@ -354,17 +349,14 @@ class LayerStore:
             self._seal(jobs, tokens)
 
     def select_rows(self, step: Step) -> None:
-        """Let row i of the windows continue the former row `step.rows[i].source`."""
+        """Let row i of the windows continue the former row `step.sources[i]`."""
         with persistent_tensors():
             for window in self.residuals:
                 window.select_rows(step)
 
     def reopen(self, step: Step) -> None:
         """Decode the pages that a crop cut into back into the windows; say so where that is not exact."""
-        for index, row in enumerate(step.rows):
-            if row.reopened is None:
-                continue
-            page, count = row.reopened
+        for index, page, count in step.reopened:
             if not all(side.scheme.is_exact for side in self.spec.sides):
                 warn_once(
                     "reopened",

@@ -124,7 +124,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         except BaseException:
             # where no layer has run, what is known of this prompt must not stay
-            if not own.group.epoch:
+            if not any(layer.seen for layer in own.paged_layers):
                 own.reset()
             raise
         store.add(own, prompt.rows, space)

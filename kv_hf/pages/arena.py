@@ -13,7 +13,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..spec import PageSpec, SideSpec
 from .blocks import Neighbours
-from .held_rows import HeldRows
+from .rows import Rows
 from .pool import PagePool
 from .storage import PageStorage
 
@@ -70,7 +70,7 @@ class PageArena:
         return self.pools.setdefault(window, PagePool(self.max_pages))
 
     def storage(
-        self, layer_idx: int, spec: PageSpec, device: torch.device, group: HeldRows
+        self, layer_idx: int, spec: PageSpec, device: torch.device, group: Rows
     ) -> PageStorage:
         """Return the storage of a layer of `group`, made on first use; from then on nobody takes it away.
 
@@ -82,7 +82,7 @@ class PageArena:
                 for holder in group.pool.holders
             )
             found = self._storage(layer_idx, spec, device, others)
-            group.touch()
+            group.touched = True
             return found
 
     def _storage(

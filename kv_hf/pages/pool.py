@@ -1,8 +1,4 @@
-"""Page ids and their reference counts. Knows nothing of rows, layers or tensors.
-
-The counts only repeat what the registered holders hold. So a change that was interrupted half-way needs no undoing: it
-leaves a mark behind, and whoever uses the pool next counts anew.
-"""
+"""Page ids and their reference counts. Knows nothing of rows, layers or tensors."""
 
 import threading
 import weakref
@@ -14,7 +10,7 @@ from ..errors import PagePoolExhaustedError
 
 
 class PageHolder(Protocol):
-    """Whoever holds pages of a pool: a group of rows, or a store of prefixes."""
+    """Whoever holds pages of a pool: the rows of a cache, or a store of prefixes."""
 
     def held_pages(self, pool: "PagePool") -> Iterable[Iterable[int]]:
         """Return the page ids of `pool` that it holds, as lists; an id as often as it is held."""
@@ -24,14 +20,9 @@ class PageHolder(Protocol):
 class PagePool:
     """Hands out page ids from 0 up and counts who holds them. Safe to be used from several threads.
 
-    An id is free (count 0) or held (count >= 1). Freed ids are handed out again, the last freed first. Registered
-    holders change what they hold between `open_change()` and `close_change()`, with `lock` held:
-
-        with pool.lock:
-            pool.open_change()
-            pages = pool.allocate(count)
-            self.rows = ...            # hold them
-            pool.close_change()        # not reached: the pages are free again
+    An id is free (count 0) or held (count >= 1). Freed ids are handed out again, the last freed first. Whoever takes ids
+    keeps `lock` until a registered holder holds them, because the counts only repeat what the holders hold: `recount` sets
+    them anew where a holder is gone or a change stopped half-way.
 
     Args:
         max_pages: largest number of ids ever held at once, or None for no limit.
@@ -49,7 +40,6 @@ class PagePool:
         self.lock = threading.RLock()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._registered = 0
-        self._changing = False  # outside of `lock`: a change was interrupted
         self.holder_gone = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,38 +59,22 @@ class PagePool:
     def num_held(self) -> int:
         """Pages with at least one holder."""
         with self.lock:
-            self.settle()
-            return self._num_held
-
-    @property
-    def _num_held(self) -> int:
-        return len(self._counts) - len(self._free)
-
-    # -- changes that may be interrupted -------------------------------------------------------------------
+            self._follow_holders()
+            return len(self._counts) - len(self._free)
 
     def register(self, holder: PageHolder) -> None:
         """Count what `holder` holds as long as it lives."""
         self.holders.add(holder)
         self._registered += 1
 
-    def settle(self) -> None:
-        """Count anew where a change was interrupted, or a holder is gone; not in the middle of a change."""
-        if self._changing or self.holder_gone or len(self.holders) < self._registered:
+    def _follow_holders(self) -> None:
+        """Count anew where a holder is gone."""
+        if self.holder_gone or len(self.holders) < self._registered:
             self.recount()
-
-    def open_change(self) -> None:
-        """Begin to change what a registered holder holds; the caller has `lock` until `close_change`."""
-        self.settle()
-        self._changing = True
-
-    def close_change(self) -> None:
-        """End the change: the counts are what the holders hold now."""
-        self._changing = False
 
     def recount(self) -> None:
         """Set the counts to what the registered holders hold."""
         with self.lock:
-            self._changing = True
             self.holder_gone = False  # a finalizer that runs from here on has it counted once more
             self._registered = len(self.holders)
             counts = Counter(page for held in self._held() for page in held)
@@ -110,7 +84,6 @@ class PagePool:
             free += [page for page in range(size) if not counts[page] and page not in in_order]
             self._counts = [counts[page] for page in range(size)]
             self._free = free
-            self._changing = False
 
     def _held(self) -> list[Iterable[int]]:
         return [pages for holder in list(self.holders) for pages in holder.held_pages(self)]
@@ -119,9 +92,10 @@ class PagePool:
 
     def check_room(self, count: int) -> None:
         """Raise PagePoolExhaustedError if `count` more pages would pass `max_pages`."""
-        if self.max_pages is not None and self._num_held + count > self.max_pages:
+        held = self.num_held
+        if self.max_pages is not None and held + count > self.max_pages:
             raise PagePoolExhaustedError(
-                f"max_pages={self.max_pages} is reached: {self._num_held} pages are held and {count} more are "
+                f"max_pages={self.max_pages} is reached: {held} pages are held and {count} more are "
                 "needed; the cache is unchanged. Raise max_pages, use a smaller batch or shorter text"
             )
 
@@ -138,14 +112,8 @@ class PagePool:
             self._counts.extend(1 for _ in fresh)
             return ids + list(fresh)
 
-    def ids_after(self, count: int) -> int:
-        """Return `num_ids` as it will be when `count` more pages are handed out."""
-        with self.lock:
-            self.settle()
-            return self.ids_with(count)
-
     def ids_with(self, count: int) -> int:
-        """Return what `ids_after` does, in the middle of a change."""
+        """Return `num_ids` as it will be when `count` more pages are handed out."""
         return len(self._counts) + max(0, count - len(self._free))
 
     def share(self, pages: Iterable[int]) -> None:
@@ -169,12 +137,10 @@ class PagePool:
     def clear(self) -> None:
         """Forget all ids. Nobody may hold one."""
         with self.lock:
-            if self.num_held:
-                raise ValueError(f"{self._num_held} pages are held and cannot be forgotten")
-            self._changing = True
+            if held := self.num_held:
+                raise ValueError(f"{held} pages are held and cannot be forgotten")
             self._free.clear()
             self._counts.clear()
-            self._changing = False
 
     def count(self, page: int) -> int:
         """Return the number of holders of `page`."""
@@ -187,7 +153,7 @@ class PagePool:
             holders: lists of page ids; None asks the registered holders.
         """
         with self.lock:
-            self.settle()
+            self._follow_holders()
             held = self._held() if holders is None else holders
             expected = Counter(page for pages in held for page in pages)
             for page, count in enumerate(self._counts):

@@ -69,12 +69,10 @@ class PrefixTree:
 
     def _open_change(self) -> None:
         self._settle()
-        self.pool.open_change()
         self._changing = True
 
     def _close_change(self) -> None:
         self._changing = False
-        self.pool.close_change()
 
     def _settle(self) -> None:
         """Hold what can be found and no more, where a change was interrupted."""

@@ -16,7 +16,7 @@ from ..geometry import full_pages, page_start
 from ..read_budget import ReadBudget, Reading
 from ..spec import TABLE_DTYPE, sealed_pages, window_slots
 from .device_flag import DeviceFlag
-from .group_state import GroupState, held_pages, renumbered
+from .rows import RowsState, held_pages, renumbered
 from .step import Row
 
 OVERFULL, WRONG_MASK = 1, 2  # bits of the flag
@@ -135,7 +135,7 @@ class StaticTable:
 
     # -- states (group_state.py) ------------------------------------------------------------------------------
 
-    def state(self) -> GroupState:
+    def state(self) -> RowsState:
         """Return rows and lengths between two steps, pages numbered anew; waits for the device."""
         self.check_turn(0)
         lengths = (self.padding.tolist(), self.num_pages.tolist(), self.exact_lens.tolist())
@@ -144,9 +144,9 @@ class StaticTable:
             for index, (padding, held, exact) in enumerate(zip(*lengths, strict=True))
         ]
         held = held_pages(rows)
-        return GroupState(None, len(held), renumbered(rows), self.columns(), 0, False, None)
+        return RowsState(None, len(held), renumbered(rows), self.columns(), 0, False, None)
 
-    def check_state(self, state: GroupState) -> None:
+    def check_state(self, state: RowsState) -> None:
         """Raise CacheMismatchError where a state does not fit into this table."""
         if state.seen > self.max_length:
             raise CacheMismatchError(
@@ -166,7 +166,7 @@ class StaticTable:
                     f"{self.slots}: call end_recording() and run a forward before, or leave max_length out"
                 )
 
-    def restore(self, state: GroupState) -> None:
+    def restore(self, state: RowsState) -> None:
         """Let these rows, which are allocated and empty, stand where others stood whose `check_state` passed.
 
         Stopped half-way, the next step raises InterruptedForwardError.
@@ -181,7 +181,7 @@ class StaticTable:
         self.known_columns, self.started = state.seen, True
         self.turn = 0
 
-    def places(self, state: GroupState) -> list[list[int]]:
+    def places(self, state: RowsState) -> list[list[int]]:
         """Return, for each page of a state, the pages of this table that hold it: one for each row."""
         found: list[list[int]] = [[] for _ in range(state.num_pages)]
         for index, row in enumerate(state.rows):

@@ -1,23 +1,24 @@
-"""The result of planning a step: changes of rows, and the places of a forward's tokens. Decides nothing."""
+"""What one change of the rows is: the places of a forward's tokens, and the pages that it seals. Decides nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..geometry import page_start
+from ..spec import TABLE_DTYPE
 from .moved import moved
+from .persistent import persistent_tensors
 
 PageIds = tuple[int, ...]
-Grown = tuple[PageIds, PageIds]  # what a row held before and after pages were appended to it
+Numbers = npt.NDArray[np.int64]
+CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence of the batch.
 
     Attributes:
@@ -30,40 +31,91 @@ class Row:
     """
 
     padding: int
-    pages: tuple[int, ...]
+    pages: PageIds
     exact: int
     dropped: int = 0
     ahead: int = 0
 
 
-@dataclass(frozen=True)
-class RowStep:
-    """The change of one row in a step.
+def block_table(pages: Sequence[PageIds]) -> torch.Tensor:
+    """Return the page ids of rows as [rows, most pages of a row], int32, filled up with 0."""
+    width = max(map(len, pages), default=0)
+    table = [[*row, *(0,) * (width - len(row))] for row in pages]
+    return torch.tensor(table, dtype=TABLE_DTYPE).reshape(len(pages), width)
 
-    Attributes:
-        source: index of the row that this row continues.
-        exact_before: tokens in the window when the new ones arrive (without those of `sealed_first`).
-        sealed_first: ids of pages sealed before the new tokens are appended (past recording only).
-        skip: leading columns of the new tokens that are padding, or are held already.
-        new: real tokens appended.
-        sealed: ids of the pages sealed behind the step's own forward, in order.
-        exact_after: tokens in the window when the step ends.
-        passed: pages behind the step's forward that no later query can see: not sealed, in front of `sealed`.
-        reopened: (page id, tokens) to decode back into the window (crop only), or None.
+
+class Tables:
+    """The block table of the last rows, on the CPU and on every device that asked for it.
+
+    A page that is appended to a row is written into the table that is there: kernels of earlier steps read no further than
+    to the pages that the row had. A row that changed otherwise makes a new table.
     """
 
-    source: int
-    exact_before: int
-    exact_after: int
-    skip: int = 0
-    new: int = 0
-    sealed: tuple[int, ...] = ()
-    reopened: tuple[int, int] | None = None
-    sealed_first: tuple[int, ...] = ()
-    passed: int = 0
+    def __init__(self) -> None:
+        self._pages: tuple[PageIds, ...] | None = None
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: where a pickle is read, tables are made anew."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Tables.__init__(self)
+
+    def show(self, pages: tuple[PageIds, ...]) -> dict[torch.device, torch.Tensor]:
+        """Return the table of `pages` by device: [rows, most pages of a row], int32; the CPU's is always there.
+
+        Entries past a row's last page are 0, or pages of a later forward.
+        """
+        old = self._pages
+        if old is pages:
+            return self._on
+        appended = None if old is None or len(old) != len(pages) else _appended(old, pages)
+        self._pages = None  # stopped in the middle, the next table is made anew
+        with persistent_tensors():
+            if appended is None:
+                self._on = {CPU: block_table(pages)}
+            elif appended:
+                self._write(appended, max(map(len, pages)))
+        self._pages = pages
+        return self._on
+
+    def _write(self, entries: list[tuple[int, int, int]], width: int) -> None:
+        """Write (row, place, page id) into the tables, which shall have `width` columns."""
+        columns = torch.tensor(entries, dtype=torch.int64).T
+        made = {}
+        for device, table in self._on.items():
+            row, place, page = moved(columns, device).unbind(0)
+            # always another object: whoever has renumbered the pages of a table knows it by that (offload)
+            made[device] = wider = _widened(table, width)[:]
+            wider.index_put_((row, place), page.to(TABLE_DTYPE))
+        self._on = made
 
 
-@dataclass(frozen=True)
+def _appended(
+    old: tuple[PageIds, ...], pages: tuple[PageIds, ...]
+) -> list[tuple[int, int, int]] | None:
+    """Return (row, place, page id) of what was appended to `old`; None for other changes."""
+    found = []
+    for row, (before, now) in enumerate(zip(old, pages, strict=True)):
+        if before is not now:
+            first = len(before)
+            if now[:first] != before:
+                return None
+            found += [(row, place, page) for place, page in enumerate(now[first:], first)]
+    return found
+
+
+def _widened(table: torch.Tensor, width: int) -> torch.Tensor:
+    """Return `table` with at least `width` columns: itself, or a copy with zeros behind."""
+    if table.shape[1] >= width:
+        return table
+    wide = table.new_zeros((table.shape[0], width))
+    wide[:, : table.shape[1]] = table
+    return wide
+
+
+@dataclass(frozen=True, eq=False)
 class TableView:
     """The places of a forward's tokens; tensors on the CPU, moved to a device once by `on`.
 
@@ -84,9 +136,9 @@ class TableView:
     offset: int = 0
     starts: torch.Tensor | None = None
     skips: torch.Tensor | None = None
-    tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
-    _lengths: torch.Tensor | None = field(default=None, compare=False)
-    _moved: dict[torch.device, "TableView"] = field(default_factory=dict, compare=False)
+    tables: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    _lengths: torch.Tensor | None = None
+    _moved: dict[torch.device, "TableView"] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -106,8 +158,7 @@ class TableView:
         lengths = np.zeros((len(columns), aligned), dtype=np.int32)
         for place, column in enumerate(columns):
             lengths[place, :rows] = column
-        packed = torch.from_numpy(lengths)
-        return cls._unpacked(tables, torch.device("cpu"), packed, rows, offset)
+        return cls._unpacked(tables, CPU, torch.from_numpy(lengths), rows, offset)
 
     @classmethod
     def _unpacked(
@@ -127,9 +178,9 @@ class TableView:
         """Return where the tokens of a layer lie that has seen `seen` columns and has not appended this forward's."""
         assert self.starts is not None
         padding = self.padding.clamp(max=seen - self.offset)
-        return TableView(
-            self.block_table, self.num_pages, self.starts, padding, self.offset, tables=self.tables
-        )
+        lengths = torch.stack([self.num_pages, self.starts, padding])
+        rows = self.num_pages.shape[0]
+        return self._unpacked(self.tables, CPU, lengths, rows, self.offset)
 
     def on(self, device: torch.device) -> "TableView":
         """Return this view with its tensors on `device` (moved once, then remembered)."""
@@ -138,40 +189,35 @@ class TableView:
         if device not in self._moved:
             if device not in self.tables:
                 self.tables[device] = moved(self.block_table, device)
-            rows = self.num_pages.shape[0]
-            packed = self._lengths
-            if packed is None:
-                packed = torch.stack([self.num_pages, self.exact_lens, self.padding])
-            self._moved[device] = self._unpacked(
-                self.tables, device, moved(packed, device), rows, self.offset
-            )
+            assert self._lengths is not None
+            packed, rows = moved(self._lengths, device), self.num_pages.shape[0]
+            self._moved[device] = self._unpacked(self.tables, device, packed, rows, self.offset)
         return self._moved[device]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SealJobs:
     """Pages to seal: [n, 3] int32 of (row, first slot of the row's run, page id), on the CPU."""
 
     jobs: torch.Tensor
-    _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
+    _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
         cls,
-        pages: Sequence[Sequence[int]],
+        pages: Mapping[int, PageIds],
         page_size: int,
         sink_tokens: int,
-        passed: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        passed: Numbers | None = None,
     ) -> "SealJobs | None":
-        """Seal `pages` (for each row, in the order of its tokens) behind the sinks; None without any.
+        """Seal `pages` (row -> ids, in the order of its tokens) behind the sinks; None without any.
 
-        `passed`: for each row, pages behind the sinks that are left out.
+        `passed`: [rows], pages behind the sinks that are left out.
         """
         jobs = [
             (row, page_start(place, page_size=page_size, sink_tokens=sink_tokens), page)
-            for row, row_pages in enumerate(pages)
-            if row_pages
-            for place, page in enumerate(row_pages, 0 if passed is None else int(passed[row]))
+            for row, ids in pages.items()
+            for place, page in enumerate(ids, 0 if passed is None else int(passed[row]))
         ]
         return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
 
@@ -184,64 +230,60 @@ class SealJobs:
         return self._moved[device]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Step:
-    """One change of the group, shared by all its layers.
+    """One change of the rows of a window, which all layers of that window follow with their tensors.
 
     Attributes:
-        seen_before, seen_after: columns before and behind the step.
-        num_ids: ids handed out so far: pages that storage must have room for.
-        make_rows: returns what the step does to each row.
-        rebuild: pages are sealed or passed behind the forward, or the window has no room for its tokens.
-        moves_rest: tokens stay in the window that lie behind those that leave it.
-        fits: the window has room for the new tokens.
-        view: what the forward reads (append only).
-        seal_first, seal: pages sealed before and behind the new tokens.
-        reserved: pages that storage shall have room for beyond need.
-        ahead: pages to make room for where storage grows anyway and memory allows it.
+        seen_before, seen_after: columns before and after the step.
+        rows: of the batch, after the step.
+
+    Of an append:
+        capacity: pages that storage must have room for.
+        ahead: pages to make room for instead where storage grows anyway and memory allows it.
+        view: what the forward reads.
+        exact_before, skip, new: [rows], tokens in the window when the new ones arrive, leading columns that are not
+            stored (padding, or held already), and tokens appended.
+        leaving: [rows], tokens that leave the window with the step: those of sealed pages, and of pages that no later query sees.
+        fits: whether the window has room for the new tokens.
+        moves_rest: whether tokens stay in the window that lie behind those that leave it.
+        first, first_leaving: pages sealed before the new tokens are appended (past recording), and [rows], their tokens.
+        seal: pages sealed after them.
+
+    Of another order of rows and of a crop:
+        sources: the former row that each row continues.
+        reopened: (row, page id, tokens) of the pages that a crop decodes back into the window.
     """
 
-    op: tuple
     seen_before: int
     seen_after: int
-    num_ids: int
-    make_rows: Callable[[], tuple[RowStep, ...]]
-    rebuild: bool = False
-    moves_rest: bool = False
-    fits: bool = True
-    view: TableView | None = None
-    seal_first: SealJobs | None = None
-    seal: SealJobs | None = None
-    reserved: int = 0
+    rows: int
+    capacity: int = 0
     ahead: int = 0
+    view: TableView | None = None
+    exact_before: Numbers | None = None
+    skip: Numbers | None = None
+    new: Numbers | None = None
+    leaving: Numbers | None = None
+    fits: bool = True
+    moves_rest: bool = False
+    first: SealJobs | None = None
+    first_leaving: Numbers | None = None
+    seal: SealJobs | None = None
+    sources: Sequence[int] = ()
+    reopened: Sequence[tuple[int, int, int]] = ()
+    _tensors: dict[Any, torch.Tensor] = field(default_factory=dict)
 
-    _moves: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
-    _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
+    @property
+    def is_plain(self) -> bool:
+        """Whether the append adds to the windows in place, and neither seals nor drops anything."""
+        return self.fits and not (self.moves_rest or self.seal is not None or self.first is not None)
 
-    @cached_property
-    def rows(self) -> tuple[RowStep, ...]:
-        """Return the change of each row; made at the first call."""
-        return self.make_rows()
-
-    def moves(self, device: torch.device, rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return (rows that change, the former rows that they continue), [n] and int64 each, on `device` (made once).
-
-        The first is None where the batch had another number of rows: then all rows are new.
-        """
-        if device not in self._moves:
-            pairs = [(index, row.source) for index, row in enumerate(self.rows)]
-            if len(pairs) == rows:
-                pairs = [pair for pair in pairs if pair[0] != pair[1]]
-            table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-            self._moves[device] = moved(table, device)
-        targets, sources = self._moves[device]
-        return (targets if len(self.rows) == rows else None), sources
-
-    def index(
+    def tensor(
         self, name: Any, device: torch.device, make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Return a tensor of this step [any shape], the same for all layers, on `device`; `make` makes it on the CPU, once."""
         key = (name, device)
-        if key not in self._indices:
-            self._indices[key] = moved(make(), device)
-        return self._indices[key]
+        if key not in self._tensors:
+            self._tensors[key] = moved(make(), device)
+        return self._tensors[key]

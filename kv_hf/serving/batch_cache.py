@@ -111,7 +111,7 @@ class BatchCache:
             layer.layer_idx, layer.formats, self.arena, pages, group.sink_tokens, layer.kernel, window,
             self.room.rows, group.slots, layer.group.reading.budget,
         )  # fmt: skip
-        store.make_room(0, self.room.pages[window])
+        store.make_room(self.room.pages[window])
         return store
 
     # -- what fits -------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class BatchCache:
         self._promised.clear()
         self._check(asked, tokens)
         for group in self.groups.values():
-            group.settle()
+            group.release_read()
         one = [
             request_id
             for request_id, (held, count) in asked.items()
@@ -408,7 +408,7 @@ class BatchCache:
                 parts.append(Part(row, 1, count, slice(first, first + count), prompt=True))
         self.layers_reached = set()
         steps = {
-            window: [group.plan(part.first, part.first + part.rows, part.q_len) for part in parts]
+            window: [group.grow(part.first, part.first + part.rows, part.q_len) for part in parts]
             for window, group in self.groups.items()
         }
         self._forward = Forward(parts, steps, tokens)
@@ -476,7 +476,7 @@ class BatchCache:
         held = sum(group.pool.num_held for group in self.groups.values())
         first = next(iter(self.groups.values()))
         tokens = int(
-            first.sizes.all_tokens(first.batch).sum()
+            first.lengths().sum()
         )  # one read: a forward changes `batch`
         kept = None if self.prefix_store is None else self.prefix_store.stats()
         other = 0 if kept is None else kept.bytes - kept.pages * self.kinds[None].page_bytes

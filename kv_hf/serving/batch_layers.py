@@ -5,7 +5,7 @@ from typing import Any
 from ..cache.growing import GrowingCache
 from ..cache.layer import PagedLayer
 from ..errors import UnsupportedModelError
-from ..pages.append_plan import RowSizes
+from ..pages.rows import RowSizes
 from .batch_room import LayersOfKind
 
 

@@ -64,7 +64,8 @@ class BatchStore(LayerStore):
         Returns: [rows of the part, num_kv_heads, slots or more, head_dim] each, to be read before `finish_part`.
         """
         self.check(*new)
-        self.grow(step)
+        if step.capacity > self._room:
+            self.make_room(step.capacity)
         parts = self._windows(first, new[0].shape[0])
         with nullcontext() if step.seal is None else self._sealing():
             if step.fits:

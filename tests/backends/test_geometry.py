@@ -14,8 +14,9 @@ from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.dense import dense_side
 from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.geometry import Place, full_pages, place_of, token_at, window_token
-from kv_hf.pages.group import PageGroup
-from kv_hf.pages.static_table import StaticTable
+from kv_hf.pages.forward import Forward
+from kv_hf.pages.pool import PagePool
+from kv_hf.pages.rows import Rows, RowSizes
 from kv_hf.row_pages import RowPages
 from kv_hf.spec import LANES
 
@@ -77,26 +78,28 @@ def vars_of(sizes):
     }
 
 
+def rows_of(sizes):
+    own = RowSizes(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
+    return Rows(own, PagePool())
+
+
 @sizes_of_the_table
 @pytest.mark.parametrize("steps", [0, 1])
 def test_page_group_holds_what_the_rule_says(sizes, steps):
     """All lengths of the table as one batch, padded on the left; the last token may come in a step of its own."""
     lengths = [tokens for tokens in lengths_of(sizes) if tokens > steps]
-    group = PageGroup(
-        sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, None, window=sizes.window
-    )
+    group = rows_of(sizes)
     width = max(lengths)
     group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
     for step, columns in enumerate([width - steps] + [1] * steps):
-        opened = group.append(0, step, len(lengths), columns)
-        group.tracker.done(0)
+        Forward([group]).begin(len(lengths), columns)
     for row, tokens in zip(group.rows, lengths, strict=True):
         hidden = min(sizes.out_of_sight(tokens), sizes.sealed(tokens))
         assert row.padding == width - tokens
         assert (row.dropped, row.dropped + len(row.pages)) == (hidden, sizes.sealed(tokens))
         assert row.exact == sizes.exact(tokens)
     before = [sizes.sealed(tokens - 1 if steps else 0) for tokens in lengths]
-    check_jobs(opened.seal, sizes, group.rows, before)
+    check_jobs(group.step.seal, sizes, group.rows, before)
 
 
 def check_jobs(seal, sizes, rows, before):
@@ -106,24 +109,6 @@ def check_jobs(seal, sizes, rows, before):
         token = window_token(slot, before[row], **where)
         number = rows[row].dropped + rows[row].pages.index(page)
         assert place_of(token, number + 1, **where) == Place(number, 0)
-
-
-@pytest.mark.parametrize("sizes", [one for one in FULL if not one.recent_tokens], ids=name_of)
-def test_static_table_holds_what_the_rule_says(sizes):
-    lengths = [tokens for tokens in lengths_of(sizes) if tokens]
-    width = max(lengths)
-    table = StaticTable(sizes.page_size, sizes.sink_tokens, width + 8)
-    table.allocate(len(lengths), torch.device("cpu"))
-    table.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
-    for columns, grown in ((width, 0), (1, 1), (5, 6)):
-        table.begin(len(lengths), columns)
-        jobs = [job for job in table.step.jobs.tolist() if job[2] >= 0]
-        table.finish()
-        tokens = torch.tensor(lengths) + grown
-        assert table.num_pages.tolist() == sizes.sealed(tokens).tolist()
-        assert table.exact_lens.tolist() == sizes.exact(tokens).tolist()
-        first = {row: slot for row, slot, _ in reversed(jobs)}
-        assert set(first.values()) <= {sizes.sink_tokens}
 
 
 def batch_of(sizes, layout, few=False):

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kv_hf
 from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
+from kv_hf.errors import CacheOptionError
 from kv_hf.pages.storage import PageStorage
 
 LAYERS, HEADS, DIM = 2, 2, 16
@@ -304,19 +305,20 @@ def test_keys_of_a_layer_are_read_only():
     assert_equal(paged, dynamic)
 
 
-def test_methods_on_single_layers_follow_the_group():
-    """Some custom code loops over the layers itself."""
-    paged, dynamic = filled()
-    operations = [
+@pytest.mark.parametrize(
+    "change",
+    [
         lambda layer: layer.reorder_cache(torch.tensor([1, 0, 2])),
         lambda layer: layer.crop(-3),
         lambda layer: layer.batch_repeat_interleave(2),
-        lambda layer: layer.batch_select_indices(torch.tensor([0, 4])),
-    ]
-    for operation in operations:
-        for cache in (paged, dynamic):
-            for layer in cache.layers:
-                operation(layer)
+        lambda layer: layer.batch_select_indices(torch.tensor([0, 1])),
+        lambda layer: layer.reset(),
+    ],
+)
+def test_single_layers_refuse_changes_of_rows_that_they_share(change):
+    paged, dynamic = filled()
+    with pytest.raises(CacheOptionError, match="of the cache"):
+        change(paged.layers[0])
     assert_equal(paged, dynamic)
 
 
@@ -372,8 +374,8 @@ def test_sealed_pages_hold_what_the_codec_encodes_and_never_change(keys):
 def test_bookkeeping_runs_once_per_forward():
     paged, _ = make()
     calls = []
-    plan = paged.group._plan
-    paged.group._plan = lambda op: calls.append(op) or plan(op)
+    plan = paged.group.plan
+    paged.group.plan = lambda *op: calls.append(op) or plan(*op)
     append(paged, states(2, 40, 0))
     append(paged, states(2, 1, 1))
     assert len(calls) == 2

@@ -8,8 +8,7 @@ from tiny_models import make_model
 
 import kv_hf
 from kv_hf.pages import moved
-from kv_hf.pages.step import Row
-from kv_hf.pages.tables import Tables, block_table
+from kv_hf.pages.step import Tables, block_table
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -94,13 +93,10 @@ def test_a_wrong_mask_of_a_single_token_raises_in_a_later_forward(far, options, 
 def test_tables_write_new_pages_in_place_and_follow_every_other_change():
     tables, cpu = Tables(), torch.device("cpu")
     first, grown = ((1, 2), (3,)), ((1, 2), (3, 4))
-    shown = tables.show(first, {})[cpu]
-    assert tables.show(first, {})[cpu] is shown
-    after = tables.show(grown, {1: (first[1], grown[1])})[cpu]
-    assert after.data_ptr() == shown.data_ptr() and after is not shown
-    # a hint about another change is of no use: the first page of row 0 is another one at last
+    shown = tables.show(first)[cpu]
+    assert tables.show(first)[cpu] is shown
+    wide = tables.show(((1, 2), (3, 4)))[cpu]
+    assert wide.data_ptr() == shown.data_ptr() and wide is not shown
     wider, moved_on = ((1, 2, 5), (3, 4)), ((7, 2, 5), (3, 4))
     for pages in (grown, wider, moved_on, ((3, 4), (7, 2, 5)), ((3,), (7,)), ((), ())):
-        hint = {0: (wider[0], wider[0])} if pages is moved_on else {}
-        rows = [Row(0, one, 0) for one in pages]
-        assert torch.equal(tables.show(pages, hint)[cpu], block_table(rows))
+        assert torch.equal(tables.show(pages)[cpu], block_table(pages))

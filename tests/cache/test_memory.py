@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig
 import kv_hf
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.sdpa import attention as sdpa
-from kv_hf.pages.tables import block_table
+from kv_hf.pages.step import block_table
 
 TILE_TOKENS = max(sdpa.TILE_TOKENS, reference.TILE_TOKENS)
 
@@ -21,7 +21,7 @@ def tensor_bytes(cache):
     for layer in cache.paged_layers:
         total += sum(t.nbytes for side in layer.storage.sides for t in side.fields.values())
         total += sum(window.tokens.nbytes for window in layer.residuals)
-    return total + block_table(cache.group.rows).nbytes
+    return total + block_table(cache.group.batch.pages).nbytes
 
 
 def predicted(cache):

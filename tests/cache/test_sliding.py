@@ -15,7 +15,7 @@ from kv_hf.backends.cpu import library
 from kv_hf.bridge.lazy_mask import LazyMask
 from kv_hf.cache import build
 from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.pages.group import PageGroup
+from kv_hf.pages.rows import Rows, RowSizes
 
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 MODELS = {
@@ -105,8 +105,8 @@ def test_giving_pages_back_changes_no_bit_of_a_step(kernel, keys, monkeypatch):
     found, giving = logits()
     monkeypatch.setattr(
         build,
-        "_new_group",
-        lambda window, options, arena, budget: PageGroup(PAGE, 4, 0, None, pool=arena.pool(window)),
+        "_rows",
+        lambda window, options, arena, budget: Rows(RowSizes(PAGE, 4, 0), arena.pool(window)),
     )
     expected, keeping = logits()
     assert sliding_group(giving).rows[0].dropped == 5 and not keeping.group.rows[0].dropped

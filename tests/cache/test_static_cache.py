@@ -19,7 +19,7 @@ from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.registry import load, register_backend, unregister_backend, why_not
 from kv_hf.cache.static_cache import StaticPagedCache, check_static_kernel
 from kv_hf.formats import format_names, key_scheme, value_scheme
-from kv_hf.pages.group import PageGroup
+from kv_hf.pages.rows import Rows, RowSizes
 from kv_hf.pages.static_table import StaticTable
 from kv_hf.spec import PageSpec, predict_memory
 

@@ -16,7 +16,7 @@ from kv_hf.cache.report import measure_memory
 from kv_hf.cache.store import LayerStore
 from kv_hf.hf import room
 from kv_hf.pages import blocks
-from kv_hf.pages.ahead import LEAST_AHEAD, MOST_AHEAD, Expected
+from kv_hf.pages.rows import LEAST_AHEAD, MOST_AHEAD, Expected
 
 META = torch.device("meta")
 LAYERS = 32

@@ -5,7 +5,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kv_hf.pages.group import PageGroup
+from kv_hf.pages.forward import Forward
+from kv_hf.pages.pool import PagePool
+from kv_hf.pages.rows import Rows, RowSizes
 from kv_hf.row_pages import RowPages, page_peaks, page_use
 
 SIZES = st.builds(
@@ -19,15 +21,13 @@ SIZES = st.builds(
 
 def real_group(sizes, lengths, new):
     """Return a group after prompts of these lengths and `new` steps, and the ids in use after each step."""
-    group = PageGroup(
-        sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, None, window=sizes.window
-    )
+    own = RowSizes(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
+    group = Rows(own, PagePool())
     width = max(lengths)
     group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
     ids = []
     for step in range(new + 1):
-        group.append(0, step, len(lengths), 1 if step else width)
-        group.tracker.done(0)
+        Forward([group]).begin(len(lengths), 1 if step else width)
         ids.append(group.pool.num_ids)
     return group, ids
 

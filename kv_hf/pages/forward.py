@@ -1,0 +1,114 @@
+"""The forward in progress: planned for all windows at its first layer, done when every layer has taken part.
+
+One promise holds behind an exception, or Ctrl-C, in a forward: the next use of the cache raises and says `reset()`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ..errors import InterruptedForwardError
+from .rows import Rows
+from .step import Step
+
+STOPPED = (
+    "an earlier forward, or another change of this cache, stopped half-way, so that its layers hold different texts; "
+    "call reset() and start again"
+)
+
+
+class Forward:
+    """What the layers of one cache have taken part in.
+
+    A layer is known by the columns that it has seen: as many as its rows have, and it begins a forward; fewer, and it joins
+    the one in progress.
+
+    Args:
+        groups: the rows of each sliding window.
+    Attributes:
+        members: layers that take part in a forward, counted in the first one; 0 before it.
+        due: layers that the forward in progress still waits for. In the first forward those that have begun their part.
+        changing: something is being put into force; outside of that, it was interrupted there.
+    """
+
+    def __init__(self, groups: Sequence[Rows]) -> None:
+        self.groups = tuple(groups)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew: nothing is known of the layers."""
+        self.members = self.due = 0
+        self.changing = self._learning = False
+
+    def resume(self, members: int) -> None:
+        """Stand after a first forward in which `members` layers took part."""
+        self.clear()
+        self.members = members
+
+    def check(self) -> None:
+        """Raise InterruptedForwardError where an earlier forward or change has not reached its end."""
+        if self.changing or self.due:
+            raise InterruptedForwardError(STOPPED)
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Mark a change of all layers, which nobody may use where it stops in the middle."""
+        self.check()
+        self.changing = True
+        yield
+        self.changing = False
+
+    def join(self, layer: Any, count: int, q_len: int) -> Step:
+        """Return the step by which `layer` appends `q_len` columns to `count` rows.
+
+        Raises: CacheMismatchError for another number of rows; PagePoolExhaustedError, and what growing the storage raises, with
+            the cache unchanged; InterruptedForwardError where an earlier forward stopped half-way.
+        """
+        group, seen = layer.group, layer.seen
+        if seen == group.seen:
+            self.begin(count, q_len)
+        step: Step | None = group.step
+        if (
+            step is None
+            or seen != step.seen_before
+            or seen + q_len != step.seen_after
+            or count != step.rows
+        ):
+            self.changing = True
+            raise InterruptedForwardError(
+                f"layer {layer.layer_idx} cannot append {q_len} columns here: it has seen {seen} of {group.seen} columns of "
+                "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "
+                "call reset() and start again"
+            )
+        if self._learning:
+            self.members += 1
+            self.due += 1
+        return step
+
+    def done(self) -> None:
+        """Note that the work of a layer on the forward in progress is done."""
+        self.due -= 1
+
+    def begin(self, count: int, q_len: int) -> None:
+        """Plan the append of `q_len` columns to `count` rows in all windows, or in none where one has no room."""
+        self.check()
+        with ExitStack() as stack:
+            for group in self.groups:  # from ids that are handed out until rows hold them
+                stack.enter_context(group.pool.lock)
+            plans = [group.plan(count, q_len) for group in self.groups]
+            taken: list[list[int]] = []
+            try:
+                for group, plan in zip(self.groups, plans, strict=True):
+                    taken.append(group.pool.allocate(plan.num_pages))
+                for group, plan in zip(self.groups, plans, strict=True):
+                    group.make_room(plan)
+            except BaseException:
+                for group, ids in zip(self.groups, taken, strict=False):
+                    group.pool.release(ids)
+                    group.forget_padding()  # of a forward that never was
+                raise
+            self.changing = True
+            for group, plan, ids in zip(self.groups, plans, taken, strict=True):
+                group.commit(plan, ids)
+            self._learning, self.due = not self.members, self.members
+            self.changing = False

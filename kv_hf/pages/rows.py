@@ -1,0 +1,739 @@
+"""The rows of a batch and the pages that they hold: where tokens go, planned for all layers of a sliding window at once.
+
+Layers that see the same tokens (all with full attention, or all with the same window) share one `Rows`: row lengths, page
+ids and reference counts. Each layer owns its tensors and follows the steps that are planned here (forward.py). A forward reads
+as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+
+from ..errors import CacheMismatchError
+from ..geometry import Geometry, page_start
+from ..read_budget import ReadBudget, Reading
+from ..row_pages import RowPages, page_capacity, page_peaks
+from ..spec import reserved_pages, sealed_pages
+from .pool import PagePool
+from .step import Numbers, PageIds, Row, SealJobs, Step, TableView, Tables
+
+LEAST_AHEAD = 1024  # columns
+MOST_AHEAD = 4096
+
+
+@dataclass(frozen=True)
+class RowSizes(Geometry):
+    """The numbers that decide where the tokens of rows lie.
+
+    Attributes:
+        recording: whether tokens may be taken back (past recording), so that only confirmed ones are sealed.
+    """
+
+    recording: bool = False
+
+    @cached_property
+    def slots(self) -> int:
+        """Exact tokens that a row's window has room for; a page more while past recording is on."""
+        return self.kept + (2 if self.recording else 1) * self.page_size
+
+    def tokens(self, row: Row) -> int:
+        """Return the real tokens of a row, dropped ones included."""
+        return row.exact + (row.dropped + len(row.pages)) * self.page_size
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows of a batch at one moment, as arrays: a step costs hardly more Python when the batch is larger.
+
+    Attributes:
+        padding, exact, dropped, ahead: [rows], as in Row.
+        pages: page ids of each row.
+    """
+
+    padding: Numbers
+    exact: Numbers
+    dropped: Numbers
+    ahead: Numbers
+    pages: tuple[PageIds, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "Batch":
+        """Return the batch of `rows`."""
+        numbers = [(row.padding, row.exact, row.dropped, row.ahead) for row in rows]
+        columns = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
+        return cls(*columns, tuple(row.pages for row in rows))
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows, one object each; made when somebody asks."""
+        columns = (self.padding, self.exact, self.dropped, self.ahead)
+        numbers = zip(*(column.tolist() for column in columns), strict=True)
+        return tuple(
+            Row(padding, pages, exact, dropped, ahead)
+            for pages, (padding, exact, dropped, ahead) in zip(self.pages, numbers, strict=True)
+        )
+
+    @cached_property
+    def counts(self) -> Numbers:
+        """[rows], sealed pages that each row holds."""
+        return np.fromiter(map(len, self.pages), np.int64, len(self.pages))
+
+
+NO_ROWS = Batch.of(())
+
+
+@dataclass(frozen=True)
+class RowsState:
+    """The rows of a window as plain numbers, with page ids of their own, from which a copy elsewhere goes on.
+
+    Attributes:
+        window: tokens that a query sees, itself included; None for all.
+        num_pages: different pages that the rows hold; their ids are 0 .. num_pages - 1.
+        rows: one for each sequence.
+        seen: columns so far, padding included.
+        confirmed: columns that a crop has left standing.
+        recording: whether past recording is on.
+        padding_seen: left padding that was learnt for a forward that has not come yet; None without.
+    """
+
+    window: int | None
+    num_pages: int
+    rows: tuple[Row, ...]
+    seen: int
+    confirmed: int
+    recording: bool
+    padding_seen: list[int] | None
+
+    @property
+    def longest(self) -> int:
+        """Most exact tokens of a row."""
+        return max(row.exact for row in self.rows)
+
+
+def held_pages(rows: Sequence[Row]) -> list[int]:
+    """Return the different pages that rows hold, in the order of rows and tokens: place i is page i of a RowsState."""
+    return list(dict.fromkeys(page for row in rows for page in row.pages))
+
+
+def renumbered(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows with their places in `held_pages` as page ids."""
+    new = {page: place for place, page in enumerate(held_pages(rows))}
+    return tuple(row._replace(pages=tuple(new[page] for page in row.pages)) for row in rows)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Columns of a text, padding included: those of its prompt, and most of the whole text."""
+
+    prompt: int
+    end: int
+
+    def target(self, seen: int) -> int:
+        """Return the columns to make room for where `seen` columns, or the prompt, need it; never beyond the end.
+
+        As many columns more as there are, at least LEAST_AHEAD and at most MOST_AHEAD, or an eighth of those that
+        there are where that is more.
+        """
+        sure = max(seen, min(self.prompt, self.end))
+        ahead = max(LEAST_AHEAD, min(sure, MOST_AHEAD), sure // 8)
+        return max(seen, min(self.end, sure + ahead))
+
+
+class Store(Protocol):
+    """A layer's tensors, as far as a step is concerned that is not in force yet."""
+
+    def make_room(self, capacity: int, ahead: int) -> None:
+        """Make room for `capacity` pages; `ahead` where that takes growing and memory allows it."""
+        ...
+
+
+@dataclass(eq=False)
+class Append:
+    """An append of columns to rows, planned and not in force: arrays [rows].
+
+    Attributes:
+        before: the rows as they are found.
+        seen, q_len: columns before it, and appended.
+        padding, dropped, ahead: as in Row, after it.
+        exact_before, exact_after, skip, new: as in Step; tokens in the window after it.
+        first, last: pages to seal before and after the new tokens arrive.
+        passed: full pages that no later query can see: not sealed, in front of `last`.
+        plain: it adds its tokens to the window of every row, and does nothing else.
+    """
+
+    before: Batch
+    seen: int
+    q_len: int
+    padding: Numbers
+    dropped: Numbers
+    ahead: Numbers
+    exact_before: Numbers
+    exact_after: Numbers
+    skip: Numbers
+    new: Numbers
+    first: Numbers
+    last: Numbers
+    passed: Numbers
+    plain: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Page ids that it takes."""
+        return 0 if self.plain else int(self.first.sum() + self.last.sum())
+
+
+def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed: int) -> Append:
+    """Plan the append of `q_len` columns to all rows of `batch`; nothing is changed.
+
+    After the append every full page is sealed at once. While past recording is on, tokens may be taken back: then only
+    confirmed ones are sealed, before the append, and others when the window would overflow.
+
+    Args:
+        batch: the rows as they are found.
+        seen: columns before the append.
+        confirmed: columns that a crop has left standing (past recording).
+    """
+    exact, nothing = batch.exact, np.zeros_like(batch.exact)
+    if (
+        sizes.window is None
+        and not sizes.recording
+        and int(exact.max()) + q_len < sizes.kept + sizes.page_size
+        and int(batch.padding.max()) <= seen
+        and not batch.ahead.any()
+    ):
+        return Append(
+            batch, seen, q_len, batch.padding, batch.dropped, nothing, exact, exact + q_len, nothing, nothing + q_len,
+            nothing, nothing, nothing, plain=True,
+        )  # fmt: skip
+    size, seen_after = sizes.page_size, seen + q_len
+    padding = np.minimum(batch.padding, seen_after)
+    skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
+    new = q_len - skip
+    if sizes.recording:
+        doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
+        first = sizes.sealed(exact - doubtful)
+        exact = exact - first * size
+        last = np.maximum(0, -((sizes.slots - exact - new) // size))
+    else:
+        first = nothing
+        last = sizes.sealed(exact + new)
+    dropped, passed = batch.dropped, nothing
+    if sizes.window is not None:
+        before = dropped + batch.counts + first
+        horizon = min(seen_after, confirmed) if sizes.recording else seen_after
+        hidden = sizes.out_of_sight(horizon - padding)
+        dropped = np.maximum(dropped, np.minimum(hidden, before + last))
+        passed = np.maximum(0, dropped - before)
+    ahead, exact_after = np.maximum(0, batch.ahead - q_len), exact + new - last * size
+    return Append(
+        batch, seen, q_len, padding, dropped, ahead, exact, exact_after, skip, new, first, last - passed, passed
+    )  # fmt: skip
+
+
+class Rows:
+    """The rows of all layers that see the same tokens.
+
+    Args:
+        sizes: the numbers that decide where the tokens of a row lie.
+        pool: page ids, which other caches may share.
+        reserve_tokens: as in CacheConfig.
+        budget: how much of a row a step of few queries reads, None for everything.
+    Attributes:
+        batch: the rows, one for each sequence.
+        seen: columns so far, padding included.
+        confirmed: columns that a crop has left standing (past recording).
+        step: the last change.
+        reading: how much of a row the next forward reads.
+        stores: layer -> its tensors, of the layers that have any.
+        expected: how long the text will be; None where nobody has said it: then storage grows as the text does.
+        touched: whether a layer has storage of the arena, which nobody may take away then.
+    """
+
+    def __init__(
+        self,
+        sizes: RowSizes,
+        pool: PagePool,
+        reserve_tokens: int = 0,
+        budget: ReadBudget | None = None,
+    ) -> None:
+        self.sizes = sizes
+        self.pool = pool
+        self.reserve = sealed_pages(
+            reserve_tokens,
+            page_size=sizes.page_size,
+            sink_tokens=sizes.sink_tokens,
+            recent_tokens=sizes.recent_tokens,
+        )
+        if sizes.window is not None:
+            self.reserve = min(self.reserve, sizes.window // sizes.page_size + 2)
+        self.reading = Reading(budget)
+        self.expected: Expected | None = None
+        self._clear()
+        pool.register(self)
+
+    def _clear(self) -> None:
+        self.batch = NO_ROWS
+        self.epoch = 0
+        self.seen = self.confirmed = 0
+        self.step: Step | None = None
+        self.stores: dict[int, Store] = {}
+        self.touched = False
+        self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
+        self._padding_seen: list[int] | None = None
+        self._tables = Tables()
+        self._room = self._aim = 0  # pages that room was made for, and shall be made for
+
+    # -- what they are -------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows, one object each."""
+        return self.batch.rows
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.sizes.page_size
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens of each row, which stay exact."""
+        return self.sizes.sink_tokens
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself included; None for all."""
+        return self.sizes.window
+
+    @property
+    def recording(self) -> bool:
+        """Return whether past recording is on."""
+        return self.sizes.recording
+
+    @property
+    def slots(self) -> int:
+        """Exact tokens that a row's window has room for."""
+        return self.sizes.slots
+
+    @property
+    def offset(self) -> int:
+        """Columns in front of the first one that the next forward may see; 0 until a page was dropped."""
+        return self._offset(self.batch)
+
+    def _offset(self, batch: Batch) -> int:
+        if self.window is None or not batch.dropped.any():
+            return 0
+        return int((batch.padding + batch.dropped * self.page_size).min())
+
+    def tokens(self, row: Row) -> int:
+        """Return the real tokens of a row, those of dropped pages included."""
+        return self.sizes.tokens(row)
+
+    def lengths(self, batch: Batch | None = None) -> Numbers:
+        """Return [rows], the real tokens of each row of `batch` (None: of these), dropped ones included."""
+        batch = self.batch if batch is None else batch
+        return batch.exact + (batch.dropped + batch.counts) * self.page_size
+
+    def view(self) -> TableView:
+        """Return where the tokens of the rows lie now, as tensors on the CPU."""
+        batch = self.batch
+        tables = self._tables.show(batch.pages)
+        return self._view(tables, batch, batch.exact, batch.padding)
+
+    def _view(
+        self,
+        tables: dict[torch.device, torch.Tensor],
+        batch: Batch,
+        exact: Numbers,
+        padding: Numbers,
+        *rest: Numbers,
+    ) -> TableView:
+        """Return where the tokens of `batch` lie, of which `exact` are in the window; `rest`: starts and skips.
+
+        Dropped pages are left out: a kernel that knows the sliding window reads the pages after them as if they
+        followed the sinks. Sinks are hidden as well: they lie before the first held page, which begins at or before the window.
+        """
+        offset = self._offset(batch)
+        if self.window is not None:
+            padding = padding + batch.dropped * self.page_size - offset
+        return TableView.build(tables, (batch.counts, exact, padding, *rest), len(batch), offset)
+
+    # TEMPORARY: until masks are three cases
+    watch: Any = None
+    masked_step = -1
+    epoch = 0
+
+    def watch_masks(self, watch: Any) -> None:
+        """Have `watch` look at masks."""
+        self.watch = watch
+
+    def note_mask(self, hides: bool, step: int) -> None:
+        """Note a mask."""
+        self.masked_step = step if hides else -1
+
+    # -- left padding --------------------------------------------------------------------------------------
+
+    def needs_padding(self) -> bool:
+        """True while some row has no real token yet, so that its padding is still to be learnt."""
+        return not len(self.batch) or not self.lengths().all()
+
+    def observe_padding(self, attention_mask: torch.Tensor) -> None:
+        """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
+
+        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
+        """
+        if attention_mask.ndim == 2 and self.needs_padding():
+            padded = attention_mask.to(torch.bool).cumsum(-1) == 0
+            self._padding_seen = padded.sum(-1).tolist()
+
+    def forget_padding(self) -> None:
+        """Drop padding that was observed but not used yet (a forward without any mask follows)."""
+        self._padding_seen = None
+
+    def _padded(self, count: int) -> Batch:
+        """Return the rows as the next append finds them, with the padding that was learnt since the last."""
+        rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
+        empty = self.lengths(rows) == 0
+        if not empty.any():
+            return rows
+        known = self._padding_seen
+        padding = known if known is not None and len(known) == count else [0] * count
+        learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
+        return replace(rows, padding=np.where(empty, learnt, rows.padding))
+
+    # -- appends: planned for all windows of a cache before one is in force (forward.py) -------------------
+
+    def plan(self, count: int, q_len: int) -> Append:
+        """Plan the append of `q_len` columns to `count` rows; pages that only the last forward read are free then.
+
+        Raises: CacheMismatchError for another number of rows.
+        """
+        if count < 1:
+            raise CacheMismatchError("keys must have at least one row, got a batch of 0")
+        if len(self.batch) and count != len(self.batch):
+            raise CacheMismatchError(
+                f"this cache holds a batch of {len(self.batch)} rows, got keys for {count}; use a new cache, or "
+                "reset() this one, for another batch size"
+            )
+        self.release_read()
+        return plan_append(self.sizes, self._padded(count), self.seen, q_len, self.confirmed)
+
+    def release_read(self) -> None:
+        """Let go of the pages that the last forward read, and nobody else will."""
+        leaving, self._leaving = self._leaving, ()
+        for pages in leaving:
+            self.pool.release(pages)
+
+    def capacity(self, count: int) -> int:
+        """Return the pages that storage has room for, once all ids so far were handed out to `count` rows."""
+        reserved = reserved_pages(count, self.reserve, self.pool.max_pages)
+        return max(page_capacity(self.pool.num_ids), reserved)
+
+    def make_room(self, plan: Append) -> None:
+        """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""
+        capacity = self.capacity(len(plan.before))
+        if capacity > self._room:
+            ahead = self._ahead(plan)
+            for store in self.stores.values():
+                store.make_room(capacity, ahead)
+            self._room = capacity
+
+    def commit(self, plan: Append, ids: Sequence[int]) -> None:
+        """Put a plan into force, whose new pages are `ids`."""
+        step, self.batch, leaving = self.step_of(plan, ids, self._tables)
+        if leaving and len(self.pool.holders) == 1:
+            # nobody else seals pages: their bytes change at the earliest one step later
+            for pages in leaving:
+                self.pool.release(pages)
+            leaving = ()
+        self._leaving = leaving
+        self.seen, self.step = step.seen_after, step
+        self.epoch += 1
+        if not step.seen_after:
+            self._padding_seen = None
+        self.reading.note_forward()
+
+    def step_of(
+        self, plan: Append, ids: Sequence[int], tables: Tables
+    ) -> tuple[Step, Batch, tuple[PageIds, ...]]:
+        """Return the step of a plan whose new pages are `ids`, the rows after it, and pages of no row that its forward may read."""
+        before, q_len = plan.before, plan.q_len
+        step = Step(
+            plan.seen,
+            plan.seen + q_len,
+            len(before),
+            self.capacity(len(before)),
+            exact_before=plan.exact_before,
+            skip=plan.skip,
+            new=plan.new,
+        )
+        if plan.plain:
+            after = replace(before, exact=plan.exact_after)
+            vars(after)["counts"] = before.counts
+            shown = tables.show(before.pages)
+            step.view = self._view(
+                shown, before, plan.exact_after, plan.padding, plan.exact_before, plan.skip
+            )
+            step.ahead = self._ahead(plan)
+            return step, after, ()
+        found, kept, leaving = list(before.pages), list(before.pages), []
+        first, last = {}, {}
+        gone = plan.dropped - before.dropped - plan.passed
+        given = iter(ids)
+        for row in np.flatnonzero(plan.first + plan.last + np.maximum(gone, 0)).tolist():
+            first[row] = tuple(next(given) for _ in range(int(plan.first[row])))
+            last[row] = tuple(next(given) for _ in range(int(plan.last[row])))
+            found[row] = before.pages[row] + first[row]
+            kept[row] = found[row][gone[row] :] + last[row]
+            leaving += [found[row][: gone[row]]] if gone[row] else []
+        sealed_first = plan.first.any()
+        reads = replace(before, pages=tuple(found)) if sealed_first else before
+        exact_read = plan.exact_before + plan.new
+        step.view = self._view(
+            tables.show(reads.pages), reads, exact_read, plan.padding, plan.exact_before, plan.skip
+        )
+        step.leaving = (plan.last + plan.passed) * self.page_size
+        step.fits = int(exact_read.max()) <= self.slots
+        step.moves_rest = bool(
+            ((step.leaving > 0) & (plan.exact_after > self.sink_tokens)).any()
+        )
+        if sealed_first:
+            step.first = SealJobs.build(first, self.page_size, self.sink_tokens)
+            step.first_leaving = plan.first * self.page_size
+        step.seal = SealJobs.build(last, self.page_size, self.sink_tokens, plan.passed)
+        pages = tuple(kept) if first else before.pages
+        after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages)
+        step.ahead = self._ahead(plan, after)
+        return step, after, tuple(leaving)
+
+    # -- room beyond need ----------------------------------------------------------------------------------
+
+    def _ahead(self, plan: Append, after: Batch | None = None) -> int:
+        """Return the pages to make room for where storage grows anyway; 0 where no length is expected.
+
+        Growing copies a layer's pages, and on a GPU it costs calls to the driver. Where the length of the text is known
+        storage grows in few large steps, and a text that ends early leaves a bounded part unused.
+        """
+        if self.expected is None:
+            return 0
+        num_ids = self.pool.num_ids
+        if num_ids > self._aim:
+            seen = plan.seen + plan.q_len
+            new = self.expected.target(seen) - seen
+            sizes = self.sizes
+            of_row = RowPages(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
+            if after is None:
+                tokens, held = self.lengths(plan.before) + plan.new, plan.before.counts
+                held = held + plan.first + plan.last
+            else:
+                tokens, held = self.lengths(after), after.counts
+            rows = list(zip(tokens.tolist(), held.tolist(), strict=True))
+            ids = max(num_ids, self.pool.ids_with(_pages_to_come(of_row, rows, new)))
+            most = self.pool.max_pages
+            self._aim = page_capacity(ids if most is None else min(ids, most))
+        return self._aim
+
+    # -- past recording ------------------------------------------------------------------------------------
+
+    def record_past(self) -> None:
+        """Turn past recording on: from now on only columns that a crop has left standing are sealed."""
+        if not self.recording:
+            self.sizes, self.confirmed = replace(self.sizes, recording=True), self.seen
+
+    def end_recording(self) -> None:
+        """Turn past recording off: full pages are sealed at once again."""
+        if self.recording:
+            self.sizes = replace(self.sizes, recording=False)
+
+    def confirm(self) -> None:
+        """Declare all columns seen so far final (a crop that removes nothing)."""
+        self.confirmed = self.seen
+        self.reading.note_end()
+
+    # -- other changes -------------------------------------------------------------------------------------
+
+    def check_rows(self, sources: Sequence[int]) -> None:
+        """Raise CacheMismatchError where rows cannot continue the former rows `sources`."""
+        count = len(self.batch)
+        if not count:
+            return
+        if not sources:
+            raise CacheMismatchError("at least one row must be kept, got an empty selection")
+        wrong = [source for source in sources if not -count <= source < count]
+        if wrong:
+            raise CacheMismatchError(
+                f"row index {wrong[0]} is out of range for a batch of {count} rows"
+            )
+
+    def select(self, sources: Sequence[int]) -> None:
+        """Let row i continue the former row sources[i]; sealed pages are shared. `check_rows` has passed."""
+        rows = self.rows
+        chosen = [source % len(rows) for source in sources]
+        uses = Counter(chosen)
+        self.release_read()
+        with self.pool.lock:
+            # a row that is continued once keeps its pages as they are: most rows of a beam search, in most steps
+            for index, row in enumerate(rows):
+                for _ in range(uses[index] - 1):
+                    self.pool.share(row.pages)
+            self.batch = Batch.of([rows[source] for source in chosen])
+            for index, row in enumerate(rows):
+                if not uses[index]:
+                    self.pool.release(row.pages)
+        self.step = Step(self.seen, self.seen, len(chosen), sources=chosen)
+        self._padding_seen = None
+        self.reading.note_end()
+
+    def check_crop(self, count: int) -> None:
+        """Raise CacheMismatchError when a crop of `count` columns needs pages that left the sliding window."""
+        seen = max(0, self.seen - count)
+        if any(row.dropped > self.sizes.out_of_sight(seen - row.padding) for row in self.rows):
+            raise CacheMismatchError(
+                f"a crop of {count} tokens needs tokens that have left the sliding window of {self.window} and "
+                "were given back; call cache.activate_past_recording() before forwards that may be rolled back"
+            )
+
+    def crop(self, count: int) -> None:
+        """Remove the last `count` columns. `check_crop` has passed."""
+        seen = max(0, self.seen - count)
+        cropped = [self._cropped(row, seen) for row in self.rows]
+        reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
+        old, rows = self.rows, [row for row, _ in cropped]
+        self.release_read()
+        with self.pool.lock:
+            self.batch = Batch.of(rows)
+            for row, kept in zip(old, rows, strict=True):
+                self.pool.release(row.pages[len(kept.pages) :])
+        self.step = Step(self.seen, seen, len(rows), sources=range(len(rows)), reopened=reopened)
+        self.seen = self.confirmed = seen
+        self._padding_seen = None
+        self.reading.note_end()
+
+    def _cropped(self, row: Row, seen: int) -> tuple[Row, tuple[int, int] | None]:
+        """Return `row` cropped to `seen` columns, and (page id, tokens) of the page that it decodes back, or None."""
+        size, kept = self.page_size, max(0, seen - row.padding)
+        pages, cut = row.pages, None
+        in_front = page_start(row.dropped, page_size=size, sink_tokens=self.sink_tokens)
+        if kept < in_front + len(pages) * size:
+            whole, rest = divmod(max(0, kept - in_front), size)
+            if rest:
+                cut = (pages[whole], rest)
+            pages = pages[:whole]
+        exact = kept - (row.dropped + len(pages)) * size
+        return Row(min(row.padding, seen), pages, exact, row.dropped), cut
+
+    def reset(self) -> None:
+        """Give back all pages and forget rows, lengths and padding."""
+        with self.pool.lock:
+            self._clear()
+            self.end_recording()
+            self.pool.recount()
+
+    def adopt(self, rows: Sequence[Row], seen: int) -> None:
+        """Begin with rows whose pages others hold too, as if `seen` columns had gone through empty rows."""
+        with self.pool.lock:
+            for row in rows:
+                self.pool.share(row.pages)
+            self.batch, self.seen = Batch.of(rows), seen
+
+    def replace_pages(self, index: int, pages: PageIds) -> None:
+        """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
+        held = list(self.batch.pages)
+        with self.pool.lock:
+            self.pool.share(pages)
+            self.pool.release(held[index])
+            held[index] = pages
+            self.batch = replace(self.batch, pages=tuple(held))
+
+    # -- states and copies ---------------------------------------------------------------------------------
+
+    def state(self) -> RowsState:
+        """Return rows and lengths as they are between two steps; see `restore`."""
+        rows, held = self.rows, held_pages(self.rows)
+        return RowsState(
+            self.window, len(held), renumbered(rows), self.seen, self.confirmed, self.recording, self._padding_seen
+        )  # fmt: skip
+
+    def restore(self, state: RowsState) -> None:
+        """Let these rows, which are empty and new, stand where others stood; the pool hands out the ids 0 .. num_pages - 1."""
+        with self.pool.lock:
+            ids = self.pool.allocate(state.num_pages)
+            self.batch = Batch.of(state.rows)
+            for row in state.rows:
+                self.pool.share(row.pages)
+            self.pool.release(ids)
+        self.seen, self.confirmed = state.seen, state.confirmed
+        self.sizes = replace(self.sizes, recording=state.recording)
+        self._padding_seen = state.padding_seen
+
+    def held_pages(self, pool: PagePool) -> list[PageIds]:
+        """Return the page ids that the rows hold (see PageHolder)."""
+        return [*self.batch.pages, *self._leaving] if pool is self.pool else []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that holds no rows yet: pages are shared by `share_rows`, when the whole cache is copied."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        rest = {name: value for name, value in vars(self).items() if name not in ("batch", "step")}
+        vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), batch=NO_ROWS, step=None)
+        copied.pool.register(copied)
+        return copied
+
+    def share_rows(self, source: "Rows") -> None:
+        """Hold the rows of `source`, which this one is a copy of."""
+        with self.pool.lock:
+            self.batch = source.batch
+            for pages in self.batch.pages:
+                self.pool.share(pages)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the last step out: it refers to tensors of this process."""
+        return {**vars(self), "step": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register as a holder again: the pool may be another one here."""
+        vars(self).update(state)
+        self.pool.register(self)
+
+    def let_go(self) -> None:
+        """Hold nothing any more: for finalizers, which may run at any moment."""
+        # nothing is called: neither another thread nor Ctrl-C comes between
+        self.batch, self._leaving, self.pool.holder_gone = NO_ROWS, (), True
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
+        self.pool.check_integrity()
+        for index, row in enumerate(self.rows):
+            if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):
+                raise ValueError(
+                    f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
+                )
+            slots = self.sizes.kept + 2 * self.page_size  # past recording may just have ended
+            if row.exact > slots:
+                raise ValueError(f"row {index} has {row.exact} exact tokens in {slots} slots")
+            if row.dropped > self.sizes.out_of_sight(self.seen - row.padding):
+                raise ValueError(f"row {index} has given back a page that its next query can see")
+
+
+def _pages_to_come(sizes: RowPages, rows: Sequence[tuple[int, int]], new: int) -> int:
+    """Return the most page ids that rows take beyond those that they hold, while each grows by `new` tokens.
+
+    Args:
+        rows: (tokens, pages held) of each row.
+    """
+    if sizes.window is None:
+        return sum(max(0, sizes.sealed(tokens + new) - held) for tokens, held in rows)
+    most = page_peaks(sizes, [tokens + new for tokens, _ in rows], new)[-1][1]
+    return max(0, most - sum(held for _, held in rows))

@@ -1,12 +1,11 @@
 """Rows of a batch that begin with padding, which is learnt from masks and never stored."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from .batch import Batch
+from .batch import Batch, Numbers
 from .held_rows import HeldRows
 from .step import Row
 
@@ -16,22 +15,18 @@ class PaddedRows(HeldRows):
 
     Attributes:
         seen: columns so far, padding included.
-        masked_step: the step whose attention has to be given a mask, as one was made that hides padding; -1: none.
-        watch: what looks at masks later, on devices that have to be waited for (bridge/mask_watch.py).
     """
 
-    masked_step = -1
-    watch: Any = None
     seen: int
     _padding_seen: list[int] | None
 
-    def watch_masks(self, watch: Any) -> None:
-        """Have `watch` look at the masks of forwards that are compared later."""
-        self.watch = watch
+    def columns(self) -> int:
+        """Return the columns so far, as StaticTable does."""
+        return self.seen
 
-    def note_mask(self, hides: bool, step: int) -> None:
-        """Note that the mask of step number `step` was made: whether it `hides` padding, and attention must get one."""
-        self.masked_step = step if hides else -1
+    def left_padding(self) -> Numbers:
+        """Return the columns of padding of each row."""
+        return self.batch.padding
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""

@@ -65,7 +65,7 @@ def waits(found):
 
     def counting(name, function):
         def call(*args, **options):
-            # masks are compared on the device; what arrived on the host without being waited for is read there
+            # what arrived on the host without being waited for is read there
             found[name] += sys._getframe(1).f_code.co_name != "look"
             return function(*args, **options)
 

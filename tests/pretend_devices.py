@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from kv_hf.bridge.lazy_kv import LazyKV
-from kv_hf.bridge.lazy_mask import LazyMask
+from kv_hf.bridge.handles import LazyKV
+from kv_hf.bridge.masks import LazyMask
 
 FIRST, SECOND = torch.device("privateuseone", 0), torch.device("privateuseone", 1)
 CROSSING = ("aten::copy_", "aten::_to_copy")

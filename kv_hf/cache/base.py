@@ -14,8 +14,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..backends.registry import choose, layout_for
-from ..bridge.lazy_kv import view_behind, warn_dense
-from ..bridge.mask_watch import MaskWatch
+from ..bridge.handles import view_of, warn_dense
 from ..checks import check_int
 from ..config import CacheConfig, shows_options
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
@@ -263,7 +262,6 @@ class CacheBase(Portable, DynamicCache):
         self._config = decoder
         self._attention_config = attention_config(config)
         self.model_signature = signature(decoder)
-        self._watch = MaskWatch()
         self._prefill = PrefillWatch()
         return decoder
 
@@ -316,7 +314,7 @@ class CacheBase(Portable, DynamicCache):
             layer: Any = self.layers[layer_idx]
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if self._dense_asked:  # flex_attention is traced: no handles
-            view = view_behind(keys, values)
+            view = view_of(keys, values)
             if view is not None:
                 warn_dense("flex_attention")
                 return view.dense("keys"), view.dense("values")

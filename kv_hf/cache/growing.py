@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
-from ..bridge.mask_length import MaskLength, check_padding_mask, takes_length
+from ..bridge.masks import MaskLength, check_padding_mask, takes_length
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import (
@@ -334,10 +334,8 @@ class GrowingCache(SharingCache):
         self.groups = self.forward.groups
         if options.prefix_store is not None:
             self.release_when_gone()
-        for group in self.groups:
-            group.watch_masks(self._watch)
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
-        self._masks_skippable = not is_chunked(decoder) and all(
+        self.masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
             for layer, linear in zip(self.layers, self.is_linear, strict=True)
         )
@@ -369,13 +367,12 @@ class GrowingCache(SharingCache):
         answering = answering_layer(self.layers, layer_idx)
         length, offset = super().get_mask_sizes(query_length, answering)
         if takes_length(self._attention_config._attn_implementation):
-            return MaskLength(length, self.groups, self._masks_skippable, self._watch), offset
+            return MaskLength(length, self), offset
         return length, offset
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
-        self._watch.clear()
         self.forward.changing = True
         for group in self.groups:
             group.reset()

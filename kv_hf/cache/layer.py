@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..backends.inputs import PagedKV
-from ..bridge.lazy_kv import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
+from ..bridge.handles import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
 from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.arena import PageArena
 from ..pages.forward import Forward

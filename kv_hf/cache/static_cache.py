@@ -16,9 +16,8 @@ from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..backends.inputs import PagedKV
 from ..backends.registry import choose, without_waiting
 from ..backends.torch_ops import spec_name, traceable, write_pair
-from ..bridge.lazy_kv import KVView, LazyKV
-from ..bridge.mask_length import MaskLength, check_padding_mask, takes_length
-from ..bridge.traced import TracedView, check_taken, forget, hand_over
+from ..bridge.handles import KVView, LazyKV, TracedView, check_taken, forget, hand_over
+from ..bridge.masks import MaskLength, check_padding_mask, takes_length
 from ..config import CacheConfig
 from ..errors import (
     CacheMismatchError,
@@ -261,7 +260,7 @@ class StaticPagedLayer(CacheLayerMixin):
         self.config = config
         self.layer_idx = layer_idx
         self.is_last = is_last
-        self.table = table
+        self.table = self.group = table
         self.formats = formats
         self.kernel = kernel
         self.store: StaticStore | None = None
@@ -333,7 +332,7 @@ class StaticPagedLayer(CacheLayerMixin):
             key_states: [batch, num_kv_heads, q_len, key_dim].
             value_states: [batch, num_kv_heads, q_len, value_dim].
         Returns: the given tensors on an empty cache; else a pair of shape [batch, num_kv_heads, max_length, ..]:
-            handles, or while a forward is traced hollow tensors (traced.py).
+            handles, or while a forward is traced hollow tensors (bridge/handles.py).
         Raises: CacheMismatchError for another batch size, shape, dtype or device, or past `max_length`, with the
             cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
@@ -373,9 +372,7 @@ class StaticPagedLayer(CacheLayerMixin):
         assert self.store is not None
         if compiling:
             return hand_over(self.store.traced(kv))
-        view = KVView(kv, self, self.revision, self.store.base.kernel)
-        view.table, view.is_first = self.table, self.layer_idx == 0
-        return LazyKV.pair(view)
+        return LazyKV.pair(KVView(kv, self, self.revision, self.store.base.kernel))
 
     def _joined(self) -> None:
         """Say that all work on the step is done: stopped before, the cache is of no use until reset()."""
@@ -552,6 +549,8 @@ class StaticPagedCache(CacheBase):
     Made by `PagedCache(config, .., max_length=N)` and `cache_config={"max_length": N}`.
     """
 
+    masks_skippable = True  # see GrowingCache
+
     def _build(self, config: Any, options: CacheConfig) -> None:
         if options.max_length is None:
             raise CacheOptionError("StaticPagedCache needs max_length; use PagedCache without it")
@@ -663,11 +662,8 @@ class StaticPagedCache(CacheBase):
         length, offset = self.paged_layers[layer_idx].get_mask_sizes(query_length)
         if torch.compiler.is_compiling():
             return length, offset
-        # a single token comes after the prompt, whose mask has said it all
-        learns = query_length > 1 or not self.table.started
-        known = learns or not moved.is_host(self.table.seen.device)
-        if known and takes_length(self._attention_config._attn_implementation):
-            return MaskLength(length, self.groups if learns else (), False, self._watch), offset
+        if takes_length(self._attention_config._attn_implementation):
+            return MaskLength(length, self), offset
         return length, offset
 
     @property

@@ -1,21 +1,16 @@
 """Attention over pages, and the masks for it: what transformers' functions are wrapped with (dispatch.py)."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from ..backends.base import AttentionCall, Backend
 from ..backends.dispatch import paged_attention
-from ..bridge.lazy_kv import KVView, view_behind, warn_read_whole
-from ..bridge.lazy_mask import LazyMask
-from ..bridge.shown_padding import check_shown, vouch
-from ..bridge.traced import TracedView, taken
+from ..bridge.handles import KVView, LazyKV, TracedView, taken, view_of, warn_read_whole
+from ..bridge.masks import LazyMask, check_hidden
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import warn_once
 from ..pages import moved
@@ -28,40 +23,6 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-
-
-def kv_hf_mask(
-    *args: Any, dense: Callable[..., Any] = sdpa_mask, flat: bool = False, **kwargs: Any
-) -> torch.Tensor | None:
-    """Make the mask of a forward on a paged cache, which has observed the attention_mask.
-
-    Args:
-        dense: the mask function that transformers knows by the name of the model's attention. It makes the mask wherever
-            something is hidden that kernels do not hide by themselves, and where no tokens are stored yet.
-        flat: its masks have two dimensions, so that it makes none behind stored tokens.
-    Returns: what `dense` returns; a lazy mask [batch, 1, q_len, kv_len] where the kernels hide by themselves what it would
-        hide; None for a single query to which everything is visible.
-    """
-    length, mask = kwargs["kv_length"], kwargs.get("attention_mask")
-    single = kwargs["q_length"] == 1
-    kwargs["kv_length"] = int(length)
-    hidden = kwargs.get("allow_is_causal_skip", True) and length.needs_no_mask(mask, single)
-    if hidden and single and mask is None and kwargs.get("local_size") is None:
-        return None
-    if length.preallocated and single and not moved.is_host(kwargs["device"]):
-        # to find out whether it is needed would wait; _knows_mask leaves it out
-        kwargs["allow_is_causal_skip"] = False
-    if not hidden and not (flat and length.stored):
-        made = dense(*args, **kwargs)
-        return made if flat or (single and length.preallocated) else vouch(made)
-    shape = (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
-    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
-    causal = hidden and kwargs.get("local_size") is None and not length.padded
-    lazy = LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal)
-    if not hidden:
-        lazy.writable()  # attention has to read it
-    return lazy
 
 
 def kv_hf_attention(
@@ -105,88 +66,61 @@ def kv_hf_attention(
         }
         kwargs.update(dropout=dropout, scaling=scaling, dense=dense, **given)
         return batched(module, query, key, value, **kwargs)
-    traced = taken(key, value)
-    view = view_behind(key, value) if traced is None else traced
-    weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
-    route = _route(module, view, query, dropout, softcap, weights)
-    if isinstance(attention_mask, LazyMask):
-        if attention_mask.changed:
-            attention_mask = attention_mask.dense()
-    elif attention_mask is not None and attention_mask.ndim == 2 and view is not None:
-        causal = is_causal(module, kwargs)
-        attention_mask = _of_columns(attention_mask, query, key.shape[2], causal)
+    view = view_of(key, value) if type(key) is LazyKV else taken(key, value)
+    mask = attention_mask
+    if type(mask) is LazyMask:
+        mask = mask.dense() if mask.read else mask
+    elif mask is not None and view is not None:
+        mask = _checked_mask(module, view, query, key.shape[2], mask, kwargs)
     if indices is not None:
-        if isinstance(attention_mask, LazyMask):
-            attention_mask = attention_mask.dense()
-        causal = is_causal(module, kwargs)
-        attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
-    if isinstance(view, KVView) and not isinstance(attention_mask, LazyMask):
-        check_shown(view, attention_mask, query.shape[2])
-    if view is None or route.path is Path.DENSE:
+        mask = _chosen(mask, indices, query, key.shape[2], is_causal(module, kwargs))
+    pages, reason = view is not None, None
+    if view is not None:
+        weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
+        kv = view.kv
+        if kv.spec.is_latent or dropout or weights or query.shape[2] > view.kernel.max_queries:
+            pages, reason = _reads_pages(module, view, query, dropout, softcap, weights)
+    if view is None or not pages:
         named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
         kwargs.update({name: given for name, given in named.items() if given is not None})
         kwargs = {"dropout": dropout, "scaling": scaling, **kwargs}
         if view is not None:
-            key, value = _written_out(module, view, route.reason)
-        return dense_attention(dense, module, query, key, value, attention_mask, kwargs)
-    mask = None
-    if attention_mask is not None or position_bias is not None or query.shape[2] > 1:
-        mask = _kernel_mask(
-            module, view, query, key.shape[2], attention_mask, position_bias, kwargs
-        )
+            key, value = _written_out(module, view, reason)
+        return dense_attention(dense, module, query, key, value, mask, kwargs)
+    if type(mask) is LazyMask and position_bias is None:
+        mask = None
+    elif mask is not None or position_bias is not None or query.shape[2] > 1:
+        mask = _kernel_mask(module, view, query, key.shape[2], mask, position_bias, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(query, view.kv, scale, mask, softcap, s_aux, view.sliding_window)
-    if route.path is Path.LATENT:
+    call = AttentionCall(query, kv, scale, mask, softcap, s_aux, view.sliding_window)
+    if kv.spec.is_latent:
         return _attend_latent(module, call, view.kernel), None
     return paged_attention(call, view.kernel).transpose(1, 2).contiguous(), None
 
 
-# -- which path -----------------------------------------------------------------------------------------------------
-
-
-class Path(Enum):
-    """The ways to attend: over pages of keys and values, over pages of latents, over dense keys and values."""
-
-    PAGED = "paged"
-    LATENT = "latent"
-    DENSE = "dense"
-
-
-class Route(NamedTuple):
-    """The path of one call; `reason`: why pages that could be read are not, or None."""
-
-    path: Path
-    reason: str | None = None
-
-
-def _route(
+def _reads_pages(
     module: torch.nn.Module,
-    view: KVView | TracedView | None,
+    view: KVView | TracedView,
     query: torch.Tensor,
     dropout: float,
     softcap: float | None,
     weights: bool | None,
-) -> Route:
-    """Decide how a call attends; depends on no mask."""
-    if view is None:
-        return Route(Path.DENSE)
-    latent = isinstance(view, KVView) and view.kv.spec.is_latent
+) -> tuple[bool, str | None]:
+    """Say whether a call attends to pages, and else why pages that could be read are not; depends on no mask."""
+    latent = view.kv.spec.is_latent
     if latent:
         # other modules' keys merely have the size of latents
-        if not (is_latent_attention(module) and absorbs(module, view.mla, query)):  # type: ignore[union-attr]
-            return Route(Path.DENSE)
+        if not (is_latent_attention(module) and absorbs(module, view.layer.mla, query)):  # type: ignore[union-attr]
+            return False, None
     elif query.shape[2] > view.kernel.max_queries:
-        return Route(Path.DENSE)
-    reason = None
+        return False, None
     if dropout:
-        reason = f"dropout={dropout} needs the attention weights"
-    elif weights:
-        reason = "output_attentions=True needs the attention weights"
-    elif latent and softcap is not None:
-        reason = "no kernel knows a softcap for latents"
-    if reason is not None:
-        return Route(Path.DENSE, reason)
-    return Route(Path.LATENT if latent else Path.PAGED)
+        return False, f"dropout={dropout} needs the attention weights"
+    if weights:
+        return False, "output_attentions=True needs the attention weights"
+    if latent and softcap is not None:
+        return False, "no kernel knows a softcap for latents"
+    return True, None
 
 
 # -- latents, and dense keys and values -----------------------------------------------------------------------------
@@ -228,27 +162,27 @@ def _written_out(
 # -- masks ----------------------------------------------------------------------------------------------------------
 
 
-def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Say whether a preallocated cache knows by itself what `mask` hides from a single query.
+def _checked_mask(
+    module: torch.nn.Module,
+    view: KVView | TracedView,
+    query: torch.Tensor,
+    kv_len: int,
+    mask: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Return the mask [batch or 1, heads or 1, q_len or 1, kv_len] that a model or its caller made.
 
-    On a device that has to be waited for, and in a compiled step that reads a part of the pages, a mask without heads is
-    taken to hide left padding and columns without a token yet; that is compared there, once per step, and a wrong one is
-    reported by a later forward.
+    Raises: CacheMismatchError where it shows left padding, which was not stored, or has columns that a sliding layer gave back.
     """
-    if mask is None or query.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
-        return False
-    if mask.shape[-1] != view.table.max_length:
-        return False
-    if moved.is_host(mask.device):
-        if view.kv.budget is None:
-            return False  # nothing waits: the mask itself is read. A choice of pages has no place for its columns
-        if not torch.compiler.is_compiling():
-            if view.is_first:
-                view.table.compare_mask(mask)
-            return bool(view.table.is_mask_known)
-    if view.is_first:
-        view.table.note_mask(mask)
-    return True
+    if mask.ndim == 2:
+        mask = _of_columns(mask, query, kv_len, is_causal(module, kwargs))
+    group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
+    if group is not None:
+        padding, seen = group.left_padding(), group.columns()
+        if padding.any():
+            gone = max(0, seen - view.kv.seen)  # columns that a sliding layer gave back
+            check_hidden((padding - gone).clip(0), mask, seen - gone)
+    return mask
 
 
 def _of_columns(
@@ -269,12 +203,14 @@ def _chosen(
     kv_len: int,
     causal: bool,
 ) -> torch.Tensor:
-    """Hide from `mask` all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
+    """Hide from `mask`, a lazy one too, all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
     q_len = query.shape[2]
     shape = (indices.shape[0], 1, q_len, kv_len + 1)
     chosen = torch.zeros(shape, dtype=torch.bool, device=query.device)
     columns = indices.long().masked_fill(indices < 0, kv_len)[:, None]
     chosen = chosen.scatter_(-1, columns, True)[..., :kv_len]
+    if type(mask) is LazyMask:
+        mask = mask.dense()
     if mask is None:
         hides = causal and q_len > 1
         return chosen & causal_mask(q_len, kv_len, query.device) if hides else chosen
@@ -282,16 +218,6 @@ def _chosen(
     if mask.dtype == torch.bool:
         return mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
-def _fitting(mask: torch.Tensor | None, view: Any) -> torch.Tensor | None:
-    """Return `mask`. Raises CacheMismatchError where its columns are not those that a sliding layer still has."""
-    if mask is not None and view.sliding_window is not None and mask.shape[-1] != view.kv.seen:
-        raise CacheMismatchError(
-            f"attention_mask has {mask.shape[-1]} columns, and this sliding-window layer offers {view.kv.seen}: pass the 2D "
-            "mask [batch, columns], from which the model makes the one that fits"
-        )
-    return mask
 
 
 def _kernel_mask(
@@ -303,26 +229,24 @@ def _kernel_mask(
     bias: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Return the mask that a kernel needs beside what it hides by itself, or None; see `_paged_mask`."""
-    lazy = isinstance(mask, LazyMask)
-    if lazy or (view.table is not None and _knows_mask(view, query, mask)):
-        mask = None
-    return _paged_mask(_fitting(mask, view), bias, query, kv_len, lazy or is_causal(module, kwargs))
-
-
-def _paged_mask(
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    query: torch.Tensor,
-    kv_len: int,
-    causal: bool,
-) -> torch.Tensor | None:
     """Return the mask of a kernel, to which no mask means causal: [batch or 1, num_heads or 1, q_len, kv_len].
 
     A position bias becomes an additive mask per head; -inf hides what the mask hides, so that the weights of
     visible tokens are those of the model's own attention.
+
+    Raises: CacheMismatchError where the columns are not those that a sliding layer still has.
     """
     q_len = query.shape[2]
+    causal = type(mask) is LazyMask or is_causal(module, kwargs)
+    if type(mask) is LazyMask:
+        mask = None
+    elif mask is not None and view.sliding_window is not None and mask.shape[-1] != view.kv.seen:
+        raise CacheMismatchError(
+            f"attention_mask has {mask.shape[-1]} columns, and this sliding-window layer offers {view.kv.seen}: pass the 2D "
+            "mask [batch, columns], from which the model makes the one that fits"
+        )
+    elif isinstance(view, TracedView) and _is_asserted(view, mask):
+        mask = None
     if mask is None and q_len > 1:
         if not causal:
             mask = torch.ones(1, 1, 1, kv_len, dtype=torch.bool, device=query.device)
@@ -334,3 +258,14 @@ def _paged_mask(
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, float("-inf"))
     return bias + mask
+
+
+def _is_asserted(view: TracedView, mask: torch.Tensor | None) -> bool:
+    """Say whether a compiled step on a CPU asserts that `mask` hides left padding alone: pages are chosen without a mask."""
+    if mask is None or view.kv.budget is None or not moved.is_host(mask.device):
+        return False
+    if mask.dtype != torch.bool or mask.shape[1:] != (1, 1, view.table.max_length):
+        return False
+    if view.is_first:
+        view.table.assert_hidden(mask)
+    return True

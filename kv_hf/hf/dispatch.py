@@ -2,7 +2,7 @@
 
 Where the keys of a call are a handle of pages, attention over pages takes it; every other call goes to the function that
 was registered, behind a check of types. A model that computes with a handle by itself gets dense tensors
-(bridge/lazy_kv.py).
+(bridge/handles.py).
 """
 
 import functools
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from ..bridge.lazy_kv import LazyKV
-from ..bridge.lazy_mask import LazyMask
-from ..bridge.mask_length import MaskLength
+from ..bridge.handles import LazyKV
+from ..bridge.masks import LazyMask, MaskLength
 from ..formats import ATTENTION_NAME
-from .attention import kv_hf_attention, kv_hf_mask
+from .attention import kv_hf_attention
 from .models import eager_attention_of, refuse_name
 
 Function = Callable[..., Any]
@@ -111,13 +110,47 @@ def _mask(original: Function, flash: bool) -> Function:
         length = kwargs.get("kv_length")
         if type(length) is not MaskLength:
             return original(*args, **kwargs)
-        length.observe(kwargs.get("attention_mask"), kwargs["q_length"] == 1)
-        if reads:
-            return kv_hf_mask(*args, dense=original, flat=flash, **kwargs)
-        return original(*args, **{**kwargs, "kv_length": int(length)})
+        kwargs["kv_length"] = int(length)
+        same = length.observe(
+            kwargs.get("attention_mask"),
+            kwargs["q_length"],
+            torch.device(kwargs.get("device", "cpu")),
+        )
+        if reads and same is not None:
+            return _mask_of_pages(original, flash, length, same, *args, **kwargs)
+        return original(*args, **kwargs)
 
     mask.takes_handles = True  # type: ignore[attr-defined]
     return mask
+
+
+def _mask_of_pages(
+    original: Function, flash: bool, length: MaskLength, same: bool, *args: Any, **kwargs: Any
+) -> torch.Tensor | None:
+    """Return the mask of a forward on stored tokens: None where nothing is hidden from a single query, else a lazy one.
+
+    Args:
+        same: whether the pages hide the padding that the 2D mask hides, and nothing else.
+    """
+    window, new = kwargs.get("local_size"), kwargs["q_length"]
+    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    make: Function = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
+    # a preallocated cache is never allowed to skip the mask of a single query
+    causal = kwargs.get("mask_function") in (None, causal_mask_function)
+    if (
+        same
+        and length.cache.masks_skippable
+        and (kwargs.get("allow_is_causal_skip", True) or causal)
+    ):
+        if new == 1 and window is None and kwargs.get("attention_mask") is None:
+            return None
+        shape = (kwargs["batch_size"], 1, new, kwargs["kv_length"])
+        later = new > 1 and window is None and not length.stored().left_padding().any()
+        return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal=later)
+    made = make() if flash else original(*args, **kwargs)
+    if made is None:
+        return None
+    return LazyMask(tuple(made.shape), made.device, lambda: made, read=True)
 
 
 def _named_attention(

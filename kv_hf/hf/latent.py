@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
-from ..bridge.lazy_kv import view_behind
+from ..bridge.handles import view_of
 from ..cache.layer_kinds import before_latents
 from ..cache.model_shape import attention_config
 from ..config import CacheConfig
@@ -86,7 +86,7 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
     def expand_kv(
         self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        view = view_behind(kv_nope, k_rot)
+        view = view_of(kv_nope, k_rot)
         if (
             view is not None
             and view.kv.spec.is_latent

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..bridge.masks import within_generate
 from ..cache.paged_cache import paged_halves
 from ..notices import held_back
 from .asked import with_hint
@@ -56,7 +57,8 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     expected: list[Answer] = []
     before = _answers.set(expected)
     try:
-        result = original(model, *args, **kwargs)
+        with within_generate():
+            result = original(model, *args, **kwargs)
     except ValueError as error:
         told = with_hint(error)
         if told is error:

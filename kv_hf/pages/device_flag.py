@@ -5,7 +5,29 @@ from typing import Any
 import torch
 
 from . import moved
-from .awaited import Awaited
+
+
+class Arriving:
+    """A copy of a scalar on its way to the host, queued after what the device is doing.
+
+    Args:
+        scalar: on any device; what is written to it later does not change the answer.
+    """
+
+    def __init__(self, scalar: torch.Tensor) -> None:
+        cuda = scalar.device.type == "cuda"
+        self._answer = torch.empty((), dtype=scalar.dtype, pin_memory=cuda)
+        self._answer.copy_(scalar, non_blocking=True)
+        self._event = None
+        if cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(scalar.device))
+
+    def look(self) -> int | None:
+        """Return the number, or None while it is not there."""
+        if self._event is not None and not self._event.query():
+            return None
+        return int(self._answer.numpy())
 
 
 class DeviceFlag:
@@ -17,7 +39,7 @@ class DeviceFlag:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros((), dtype=torch.int32, device=device)
-        self._asked: Awaited | None = None
+        self._asked: Arriving | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but a question of this process."""
@@ -38,5 +60,5 @@ class DeviceFlag:
             if answer is None:
                 return 0
             found = answer
-        self._asked = Awaited(self.tensor)
+        self._asked = Arriving(self.tensor)
         return found

@@ -282,7 +282,6 @@ class Rows:
 
     def _clear(self) -> None:
         self.batch = NO_ROWS
-        self.epoch = 0
         self.seen = self.confirmed = 0
         self.step: Step | None = None
         self.stores: dict[int, Store] = {}
@@ -370,20 +369,15 @@ class Rows:
             padding = padding + batch.dropped * self.page_size - offset
         return TableView.build(tables, (batch.counts, exact, padding, *rest), len(batch), offset)
 
-    # TEMPORARY: until masks are three cases
-    watch: Any = None
-    masked_step = -1
-    epoch = 0
-
-    def watch_masks(self, watch: Any) -> None:
-        """Have `watch` look at masks."""
-        self.watch = watch
-
-    def note_mask(self, hides: bool, step: int) -> None:
-        """Note a mask."""
-        self.masked_step = step if hides else -1
-
     # -- left padding --------------------------------------------------------------------------------------
+
+    def columns(self) -> int:
+        """Return the columns so far, as StaticTable does."""
+        return self.seen
+
+    def left_padding(self) -> Numbers:
+        """Return the columns of padding of each row."""
+        return self.batch.padding
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
@@ -460,7 +454,6 @@ class Rows:
             leaving = ()
         self._leaving = leaving
         self.seen, self.step = step.seen_after, step
-        self.epoch += 1
         if not step.seen_after:
             self._padding_seen = None
         self.reading.note_forward()

@@ -17,9 +17,13 @@ from ..read_budget import ReadBudget, Reading
 from ..spec import TABLE_DTYPE, sealed_pages, window_slots
 from .device_flag import DeviceFlag
 from .rows import RowsState, held_pages, renumbered
-from .step import Row
+from .step import Numbers, Row
 
-OVERFULL, WRONG_MASK = 1, 2  # bits of the flag
+OVERFULL = 1  # in the flag
+HIDES_MORE = (
+    "the attention_mask of a compiled step that reads a part of the pages hides more than left padding: leave read_tokens, "
+    "read_share and read_top_p out, or torch.compile"
+)
 WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 
@@ -67,11 +71,11 @@ class StaticTable:
         turn: the layer that takes part next; 0 between steps, WORKING while one takes part, or after it was stopped there.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
         reading: how much of a row the next forward reads.
-        is_mask_known: whether the mask of the step in progress hides what the rows say, where `compare_mask` was asked.
-        flag: set on the device by steps that nobody waits for: OVERFULL, WRONG_MASK.
+        flag: set on the device by steps that nobody waits for: OVERFULL.
     """
 
     window = None  # all layers see all tokens
+    offset = 0  # from the first column on
     block_table: torch.Tensor
     num_pages: torch.Tensor
     exact_lens: torch.Tensor
@@ -96,7 +100,7 @@ class StaticTable:
         self.rows = 0
         self.turn = 0
         self.step: StaticStep | None = None
-        self.started = self.was_empty = self.is_mask_known = False
+        self.started = self.was_empty = False
         self._known_padding: torch.Tensor | None = None
         self.known_columns: int | None = 0
 
@@ -229,31 +233,21 @@ class StaticTable:
 
     def check_flag(self) -> None:
         """Raise CacheMismatchError for what earlier steps are known to have found wrong; waits for nothing."""
-        found = self.flag.look() if self.rows else 0
-        if found & OVERFULL:
+        if self.rows and self.flag.look():
             raise CacheMismatchError(
                 f"max_length={self.max_length} was passed by an earlier compiled step, whose tokens are of no use; call "
                 "cache.reset() and start again, or make the cache with a larger max_length"
             )
-        if found & WRONG_MASK:
-            raise CacheMismatchError(
-                "the attention_mask of an earlier step of one token must show all columns behind the left padding and no others, "
-                "and did not. On this device such masks are compared late, so that the step attended to all stored tokens. "
-                "Hide columns in the prompt's mask instead; call cache.reset() and start again"
-            )
 
-    def note_mask(self, mask: torch.Tensor) -> None:
-        """Compare the mask [rows or 1, 1, 1, max_length] (bool) of the step in progress with what the rows hold, later."""
-        self.flag.tensor.bitwise_or_(self._is_wrong(mask).to(torch.int32) * WRONG_MASK)
-
-    def compare_mask(self, mask: torch.Tensor) -> None:
-        """Do as `note_mask` does with a mask [rows or 1, 1, 1, max_length], but at once: `is_mask_known` says what came out."""
-        self.is_mask_known = not bool(self._is_wrong(mask))
-
-    def _is_wrong(self, mask: torch.Tensor) -> torch.Tensor:
+    def assert_hidden(self, mask: torch.Tensor) -> None:
+        """Fail, in compiled code on a CPU, where a step's mask [rows or 1, 1, 1, max_length] (bool) hides more than left padding."""
         columns = torch.arange(self.max_length, device=mask.device)
         held = (columns >= self.padding[:, None]) & (columns < self.seen)
-        return (mask[:, 0, 0] != held).any()
+        torch._assert_async((mask[:, 0, 0] == held).all(), HIDES_MORE)
+
+    def left_padding(self) -> Numbers:
+        """Return the columns of padding of each row; waits for the device."""
+        return self.padding.cpu().numpy()
 
     def columns(self) -> int:
         """Return the columns seen as a number; waits for the device where compiled steps have moved on."""

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from ..backends.inputs import PagedKV
-from ..bridge.lazy_kv import KVView, LazyKV
-from ..bridge.lazy_mask import LazyMask
+from ..bridge.handles import KVView, LazyKV
+from ..bridge.masks import LazyMask
 from ..errors import UnsupportedModelError
 from ..hf.attention import kv_hf_attention
 from ..pages.step import Step

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_hf
 from kv_hf.backends.reference.dense import dense_side
-from kv_hf.bridge.lazy_mask import LazyMask
+from kv_hf.bridge.masks import LazyMask
 from kv_hf.formats import format_names
 from kv_hf.hf import attention, causal
 

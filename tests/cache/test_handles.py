@@ -11,7 +11,7 @@ from tiny_models import left_padded, make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.bridge.lazy_kv import LazyKV
+from kv_hf.bridge.handles import LazyKV
 
 
 def filled_cache(keys="exact", rows=2, length=90):

@@ -12,7 +12,7 @@ from transformers import AttentionMaskInterface
 
 import kv_hf
 from kv_hf.backends.cpu import library
-from kv_hf.bridge.lazy_mask import LazyMask
+from kv_hf.bridge.masks import LazyMask
 from kv_hf.cache import build
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.pages.rows import Rows, RowSizes

@@ -14,8 +14,9 @@ import kv_hf
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
-from kv_hf.bridge.lazy_kv import KVView
-from kv_hf.hf import attention, causal, dense
+from kv_hf.bridge.handles import KVView
+from kv_hf.hf import attention, dense
+from kv_hf.hf import dispatch as wrappers
 
 PADDING = torch.tensor([0, 90, 25])
 
@@ -84,24 +85,24 @@ def test_chunks_go_densely_where_slices_would_be_slower():
 def pretend_fused(monkeypatch, flash=True):
     """Let the CPU pass for a GPU whose fused kernels begin causality at the last key; count what they are given."""
     taken = []
-    attend = causal.scaled_dot_product_attention
+    attend = dense.scaled_dot_product_attention
 
     def noted(query, key, value, **options):
         taken.append((query.shape[1] // key.shape[1], options["enable_gqa"]))
         return attend(query, key, value, **options)
 
-    monkeypatch.setattr(causal, "takes_bias", lambda *tensors: True)
-    monkeypatch.setattr(causal, "can_use_flash_attention", lambda params: flash)
-    monkeypatch.setattr(causal, "can_use_efficient_attention", lambda params: True)
-    monkeypatch.setattr(causal, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(dense, "takes_bias", lambda *tensors: True)
+    monkeypatch.setattr(dense, "can_use_flash_attention", lambda params: flash)
+    monkeypatch.setattr(dense, "can_use_efficient_attention", lambda params: True)
+    monkeypatch.setattr(dense, "scaled_dot_product_attention", noted)
     return taken
 
 
 def count_masks(monkeypatch):
     """Count the masks that are made."""
     made = []
-    make = attention.sdpa_mask
-    monkeypatch.setattr(attention, "sdpa_mask", lambda *a, **k: made.append(1) or make(*a, **k))
+    make = wrappers.sdpa_mask
+    monkeypatch.setattr(wrappers, "sdpa_mask", lambda *a, **k: made.append(1) or make(*a, **k))
     return made
 
 
@@ -109,7 +110,7 @@ def count_masks(monkeypatch):
 def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
     taken = pretend_fused(monkeypatch, flash)
     query, key, value = torch.randn(2, 6, 50, 16), *torch.randn(2, 2, 2, 130, 16)
-    out = causal.causal_attention(query, key, value, scaling=0.3)
+    out = dense.causal_attention(query, key, value, scaling=0.3)
     mask = torch.ones(50, 130, dtype=torch.bool).tril(80)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
@@ -121,10 +122,10 @@ def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
 
 def test_causal_attention_is_left_to_masks_without_fused_kernels(monkeypatch):
     x = torch.randn(1, 2, 50, 16)
-    assert causal.causal_attention(x, x, x) is None
+    assert dense.causal_attention(x, x, x) is None
     pretend_fused(monkeypatch, flash=False)
-    monkeypatch.setattr(causal, "can_use_efficient_attention", lambda params: False)
-    assert causal.causal_attention(x, x, x) is None
+    monkeypatch.setattr(dense, "can_use_efficient_attention", lambda params: False)
+    assert dense.causal_attention(x, x, x) is None
 
 
 def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
@@ -132,19 +133,19 @@ def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
     pretend_fused(monkeypatch)
     x = torch.randn(1, 2, 50, 16)
     with FlopCounterMode(display=False), pytest.warns(kv_hf.KVCacheWarning, match="no causal bias"):
-        assert causal.causal_attention(x, x, x) is None
+        assert dense.causal_attention(x, x, x) is None
 
 
 def test_causal_attention_leaves_casts_to_autocast(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     tensors = [SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32) for _ in range(3)]
-    assert causal.takes_bias(*tensors)
+    assert dense.takes_bias(*tensors)
     with monkeypatch.context() as within:
         within.setattr(torch, "is_autocast_enabled", lambda kind: True)
         within.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-        assert not causal.takes_bias(*tensors)
+        assert not dense.takes_bias(*tensors)
     tensors[1].dtype = torch.float16
-    assert not causal.takes_bias(*tensors)
+    assert not dense.takes_bias(*tensors)
 
 
 def two_turns(model, stock, first, later, kernel="reference"):
@@ -224,7 +225,7 @@ def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
     cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
     cache.update(*torch.randn(2, 1, 2, 100, 16), 0)
     length, _ = cache.get_mask_sizes(70, 0)
-    mask = attention.kv_hf_mask(
+    mask = transformers.AttentionMaskInterface()["sdpa"](
         batch_size=1, q_length=70, kv_length=length, q_offset=100, attention_mask=None
     )
     keys, values = cache.update(*torch.randn(2, 1, 2, 70, 16), 0)

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
 import kv_hf
-from kv_hf.bridge import traced
+from kv_hf.bridge import handles
 from kv_hf.hf import latent
 from kv_hf.hf.models import EAGER, takes_handles, why_not_pages
 
@@ -81,13 +81,13 @@ def test_plain_models_compile_behind_paged_ones_of_their_class():
 
 
 def test_a_traced_layer_of_one_thread_is_nothing_to_another():
-    view = traced.TracedView(None, None, *torch.empty(2, 1, 2, 4, 8))
-    traced.hand_over(view)
+    view = handles.TracedView(None, None, *torch.empty(2, 1, 2, 4, 8))
+    handles.hand_over(view)
     found = []
-    thread = threading.Thread(target=lambda: found.append(traced.taken(view.keys, view.values)))
+    thread = threading.Thread(target=lambda: found.append(handles.taken(view.keys, view.values)))
     thread.start()
     thread.join()
-    assert found == [None] and traced.taken(view.keys, view.values) is view
+    assert found == [None] and handles.taken(view.keys, view.values) is view
 
 
 # -- what is registered ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Models that look at their masks or their attention's name, that attend by themselves, and what masks and padding mean to pages."""
+"""Models that look at their masks or their attention's name, and that attend by themselves."""
 
 import warnings
 
@@ -6,11 +6,10 @@ import pytest
 import rounding
 import torch
 import transformers
-from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
+from tiny_models import COMMON, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.pages import moved
 
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 GEMMA4 = {
@@ -175,161 +174,3 @@ def test_tokenizer_for_stop_strings_does_not_cost_the_fast_path(recwarn):
     found = model.generate(tokens(1, 40), **options, cache_implementation="paged_exact")
     assert torch.equal(expected, found)
     assert not [message for message in said(recwarn) if "densely" in message]
-
-
-# -- padding ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_columns_put_in_front_are_no_padding(attention):
-    """Virtual tokens and images: generate() knows the mask of the text only, the model passes a longer one."""
-    model, inputs = make_model("llama"), left_padded([60, 9, 33])
-    model.set_attn_implementation(attention)
-    front = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(5)) * 0.3
-    original = model.prepare_inputs_for_generation
-
-    def prepare(*args, **kwargs):
-        made = original(*args, **kwargs)
-        rows = made["input_ids"].shape[0]
-        made["attention_mask"] = torch.cat(
-            [torch.ones(rows, 20, dtype=torch.long), made["attention_mask"]], 1
-        )
-        made.pop("position_ids", None)
-        if made["past_key_values"].get_seq_length() == 0:
-            text = model.get_input_embeddings()(made.pop("input_ids"))
-            made["inputs_embeds"] = torch.cat([front.expand(rows, -1, -1), text], 1)
-        return made
-
-    model.prepare_inputs_for_generation = prepare
-    expected = model.generate(**inputs, **GREEDY, max_new_tokens=10)
-    found = model.generate(
-        **inputs,
-        **GREEDY,
-        max_new_tokens=10,
-        cache_implementation="paged_exact",
-        cache_config={"page_size": 16},
-    )
-    assert torch.equal(expected.sequences, found.sequences)
-    for a, b in zip(expected.logits, found.logits, strict=True):
-        rounding.assert_close(b, a)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
-
-
-def test_mask_that_shows_what_was_left_out_as_padding_is_refused():
-    model, inputs = make_model("llama"), left_padded([60, 9])
-    cache = kv_hf.PagedCache(model.config, page_size=16)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        before = cache.layers[0].keys
-        with pytest.raises(kv_hf.CacheMismatchError, match="shows column 0 of row 1.*51 columns"):
-            model(tokens(2, 1), attention_mask=torch.ones(2, 61).long(), past_key_values=cache)
-        assert torch.equal(cache.layers[0].keys, before)
-        whole = torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], 1)
-        model(tokens(2, 1), attention_mask=whole, past_key_values=cache)
-    cache.check_integrity()
-
-
-SHOWN = {
-    "none": None,
-    "bool": torch.ones(2, 1, 1, 61, dtype=torch.bool),
-    "float": torch.zeros(2, 1, 1, 61),
-    "one row": torch.zeros(1, 4, 1, 61),
-    "chunk": torch.ones(2, 1, 5, 65, dtype=torch.bool).tril(60),
-}
-
-
-def padded_cache(model, **options):
-    cache, inputs = kv_hf.PagedCache(model.config, page_size=16, **options), left_padded([60, 9])
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-    return cache, inputs["attention_mask"]
-
-
-@pytest.mark.parametrize("options", [{}, {"max_length": 80}], ids=str)
-@pytest.mark.parametrize("shown", SHOWN)
-def test_other_masks_that_show_what_was_left_out_as_padding_are_refused(shown, options):
-    """With DynamicCache they attend to the padding, which pages do not have: logits differed without a word."""
-    model = make_model("llama")
-    cache, known = padded_cache(model, **options)
-    mask = SHOWN[shown]
-    new = tokens(2, 5 if shown == "chunk" else 1)
-    if options and mask is not None:
-        mask = torch.nn.functional.pad(
-            mask, (0, 80 - mask.shape[-1]), value=0 if mask.dtype == torch.bool else -1e4
-        )
-    with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match="51.*reset"):
-        model(
-            new,
-            attention_mask=mask,
-            past_key_values=cache,
-            position_ids=torch.arange(60, 60 + new.shape[1])[None],
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("new", [1, 5])
-def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
-    model = make_model("llama")
-    (first, known), (second, _) = padded_cache(model), padded_cache(model)
-    whole = torch.cat([known, torch.ones(2, new).long()], 1)
-    mask = whole[:, None, None].bool() & torch.ones(new, 60 + new).bool().tril(60)
-    if dtype != torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
-    with torch.no_grad():
-        expected = model(tokens(2, new), attention_mask=whole, past_key_values=first).logits
-        found = model(tokens(2, new), attention_mask=mask, past_key_values=second).logits
-    rounding.assert_close(found, expected)
-
-
-def test_4d_masks_of_single_tokens_are_compared_one_forward_late_on_a_device(monkeypatch):
-    model = make_model("llama")
-    cache, known = padded_cache(model)
-    monkeypatch.setattr(moved, "is_host", lambda device: False)
-    for step, hidden in enumerate((51, 51, 0)):
-        mask = torch.ones(2, 1, 1, 61 + step, dtype=torch.bool)
-        mask[1, ..., :hidden] = False
-        with torch.no_grad():
-            model(tokens(2, 1), attention_mask=mask, past_key_values=cache)
-    with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match="one forward late"):
-        model(tokens(2, 1), attention_mask=mask[..., :1].expand(2, 1, 1, 64), past_key_values=cache)
-
-
-def test_attention_that_drops_the_mask_of_a_padded_text_is_refused():
-    model = make_model("llama")
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}),
-            with_kwargs=True,
-        )
-    options = {"max_new_tokens": 4, "cache_implementation": "paged_exact"}
-    with pytest.raises(kv_hf.CacheMismatchError, match="no attention_mask reached the attention"):
-        model.generate(**left_padded([60, 9]), **options)
-    model.generate(tokens(2, 60), **options)
-
-
-def _ignore(original):
-    return lambda *args, attention_mask=None, **kwargs: original(*args, **kwargs)
-
-
-def _show(original):
-    def forward(*args, attention_mask=None, **kwargs):
-        return original(*args, attention_mask=torch.ones_like(attention_mask), **kwargs)
-
-    return forward
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("edit", [_ignore, _show])
-def test_padding_is_what_the_mask_of_the_model_hides_not_that_of_generate(edit, attention):
-    """Code around a model may change the mask: with the mask of generate() 29 of 60 tokens were others."""
-    model, inputs = make_model("llama"), left_padded([60, 9, 33])
-    model.set_attn_implementation(attention)
-    options = {**GREEDY, "max_new_tokens": 8}
-    paged = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
-    found = model.generate(**inputs, **options, **paged)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 51, 27]
-    model.forward = edit(model.forward)
-    expected = model.generate(**inputs, **options)
-    found = model.generate(**inputs, **options, **paged)
-    assert torch.equal(expected.sequences, found.sequences)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]

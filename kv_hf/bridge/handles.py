@@ -1,10 +1,14 @@
-"""Lazy keys and values: tensors with a shape but no storage, which `update()` hands to attention.
+"""Handles: tensors with a shape but no storage, which `update()` hands to attention in place of keys and values.
 
 The paged attention function takes the pages behind a pair of handles. Any other code that computes with a
 handle gets a correct dense tensor, with one warning about its price. What it writes would be lost with that tensor: writing
-to a handle, or to a view of one, is an error.
+to a handle, or to a view of one, is an error. While torch.compile traces a forward, hollow tensors take the handles' place.
 """
 
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +18,10 @@ from ..backends.base import Backend
 from ..backends.inputs import PagedKV
 from ..errors import StaleHandleError, UnsupportedModelError
 from ..notices import warn_once
-from .operators import returns_views, written_by
 
 
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
-
-    table: Any = None  # lengths on the device, of a preallocated cache (pages/static_table.py)
-    is_first = False  # whether the layer is the first of a preallocated cache
 
     def __init__(
         self,
@@ -31,25 +31,20 @@ class KVView:
         kernel: Backend,
         sliding_window: int | None = None,
     ) -> None:
+        self.kv = kv
+        self.layer = layer
+        self.revision = revision
         self.kernel = kernel
         self.sliding_window = sliding_window  # tokens that a query sees, itself included
-        self._kv = kv
-        self.layer = layer
-        self._revision = revision
 
     @property
     def mla(self) -> str:
         """CacheConfig.mla, of a layer that holds latents."""
         return getattr(self.layer, "mla", "auto")
 
-    @property
-    def kv(self) -> PagedKV:
-        """The pages. Raises StaleHandleError when the layer has moved on since."""
-        self._check()
-        return self._kv
-
-    def _check(self) -> None:
-        if self.layer.revision != self._revision:
+    def check(self) -> None:
+        """Raise StaleHandleError when the layer has moved on since."""
+        if self.layer.revision != self.revision:
             raise StaleHandleError(
                 "these keys and values belong to an earlier forward: the cache has changed since. Read them "
                 "before the next forward, or keep a copy (tensor.clone())"
@@ -64,7 +59,8 @@ class KVView:
         return shape, window.dtype, window.device
 
     def dense(self, side: str) -> torch.Tensor:
-        """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]."""
+        """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]. Raises StaleHandleError when the layer has moved on."""
+        self.check()
         return self.kernel.dense(self.kv, side)
 
 
@@ -72,16 +68,15 @@ class LayerView(KVView):
     """The keys or values that a layer holds now; nothing is gathered before some code computes with them."""
 
     def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.revision = layer.revision
         self.kernel = layer.store.kernel
         self.sliding_window = layer.window
-        self.layer = layer
-        self._revision = layer.revision
         self._gathered: PagedKV | None = None
 
     @property
-    def kv(self) -> PagedKV:
-        """The pages. Raises StaleHandleError when the layer has moved on, InterruptedForwardError when it is behind."""
-        self._check()
+    def kv(self) -> PagedKV:  # type: ignore[override]
+        """The pages. Raises InterruptedForwardError where a forward has not reached the layer yet."""
         if self._gathered is None:
             self._gathered = self.layer.current_kv()
         return self._gathered
@@ -115,7 +110,7 @@ class LazyKV(torch.Tensor):
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv = view._kv
+        kv = view.kv
         spec = kv.spec
         keys, values = spec.keys, spec.values
         window = kv.residual_keys
@@ -272,9 +267,125 @@ def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
     )
 
 
-def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
-    """Return the view that keys and values [rows, num_kv_heads, seen, head_dim] are handles of, None for ordinary tensors."""
-    if not (isinstance(keys, LazyKV) and isinstance(values, LazyKV)):
+def view_of(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
+    """Return the view that keys and values [rows, num_kv_heads, seen, head_dim] are handles of, None for other tensors.
+
+    Raises: StaleHandleError when the layer has moved on since.
+    """
+    if type(keys) is not LazyKV or type(values) is not LazyKV:
         return None
-    same = keys.view_of_pages is values.view_of_pages
-    return keys.view_of_pages if same and (keys.side, values.side) == ("keys", "values") else None
+    view = keys.view_of_pages
+    if view is not values.view_of_pages or keys.side != "keys" or values.side != "values":
+        return None
+    if view.layer.revision != view.revision:
+        view.check()
+    return view
+
+
+# -- forwards that torch.compile traces ------------------------------------------------------------------------------
+
+
+# A handle cannot be traced. A traced layer returns a pair of hollow tensors instead (the right shape, nan everywhere, no
+# memory) and leaves its pages here; the attention function, which is called next, takes them if it is given that very
+# pair. Whoever else reads a hollow tensor gets nan, not a plausible number.
+
+
+@dataclass(frozen=True)
+class TracedView:
+    """The pages of the layer that was updated last, and the pair that stands for them.
+
+    Attributes:
+        table: lengths on the device (pages/static_table.py); is_first: whether the layer is the first of its cache.
+    """
+
+    kv: PagedKV
+    kernel: Backend
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: Any = None
+    is_first: bool = False
+    sliding_window: None = None
+
+
+CHANGED = (
+    "this model changes keys or values between its cache and its attention, or computes attention by itself, so that a "
+    "compiled forward cannot read pages; leave max_length out of the cache's options, or pass disable_compile=True"
+)
+
+
+class _Waiting(threading.local):
+    view: TracedView | None = None
+
+
+_waiting = _Waiting()
+
+
+def hand_over(view: TracedView) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave `view` for the attention function; return the pair [rows, num_kv_heads, columns, head_dim] that stands for it."""
+    _waiting.view = view
+    return view.keys, view.values
+
+
+def forget() -> None:
+    """Drop a view that nobody took: a forward stopped, or left compiled code, before its attention."""
+    _waiting.view = None
+
+
+def check_taken() -> None:
+    """Raise UnsupportedModelError where attention did not take the view of the layer before."""
+    if _waiting.view is not None:
+        raise UnsupportedModelError(CHANGED)
+
+
+def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
+    """Return the view that was left with this pair [rows, num_kv_heads, columns, head_dim], or None when no traced layer left one.
+
+    Raises: UnsupportedModelError when the pair given is made of the one that stands for it.
+    """
+    view = _waiting.view
+    if view is None:
+        return None
+    _waiting.view = None
+    if keys is view.keys and values is view.values:
+        return view
+    if keys.shape[2] != view.keys.shape[2]:
+        return None  # another cache's keys: the view was left by a forward that never got here
+    raise UnsupportedModelError(CHANGED)
+
+
+# -- what an operator does to its arguments, by its schema -----------------------------------------------------------
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors [any shape] that the call `func(*args, **kwargs)` writes to (in place, or as `out`)."""
+    for place, name in _written(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, torch.Tensor):
+                yield one
+
+
+@functools.cache
+def returns_views(func: Any) -> bool:
+    """Say whether `func` returns tensors that share the memory of an argument, without writing to it."""
+    schema = getattr(func, "_schema", None)
+    returns = () if schema is None else schema.returns
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+@functools.cache
+def changes_shape(func: Any) -> bool:
+    """Say whether `func` gives the tensor that it is called on another shape, in place."""
+    return torch.Tag.inplace_view in getattr(func, "tags", ())
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return place and name of each argument that is written to."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    arguments = () if schema is None or not schema.is_mutable else schema.arguments
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

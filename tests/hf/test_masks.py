@@ -1,0 +1,407 @@
+"""Three cases of masks: none, a 2D mask that hides what pages hide, and all others, which go to the kernel."""
+
+import pytest
+import rounding
+import torch
+import transformers
+from test_sliding import make as make_sliding
+from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
+from transformers import DynamicCache
+
+import kv_hf
+from kv_hf.bridge import masks
+from kv_hf.bridge.masks import LazyMask
+from kv_hf.hf import attention
+from kv_hf.pages import moved
+
+GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+PAGED = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
+CACHES = {"growing": {}, "preallocated": {"max_length": 96}}
+LENGTHS = [60, 33]
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Note what kernels are given: queries, and whether there is a mask."""
+    calls, original = [], attention.paged_attention
+
+    def noted(call, kernel):
+        calls.append((call.query.shape[2], call.mask is not None))
+        return original(call, kernel)
+
+    monkeypatch.setattr(attention, "paged_attention", noted)
+    return calls
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """Let the CPU be a device that has to be waited for."""
+    monkeypatch.setattr(moved, "is_host", lambda device: False)
+
+
+def whole_mask(columns, holes=()):
+    mask = torch.ones(2, columns, dtype=torch.long)
+    mask[:, :60] = left_padded(LENGTHS)["attention_mask"]
+    for row, column in holes:
+        mask[row, column] = 0
+    return mask
+
+
+def run(model, cache, steps, step=None):
+    """Return the logits of real columns: of a padded prompt, then of a forward for each (new columns, holes)."""
+    inputs = left_padded(LENGTHS)
+    logits, seen = [], 60
+    with torch.no_grad():
+        out = model(**inputs, past_key_values=cache).logits
+        logits.append(out[inputs["attention_mask"].bool()])
+        for new, holes in steps:
+            mask = whole_mask(seen + new, holes)
+            places = (mask.cumsum(-1) - 1)[:, seen:]
+            out = (step or model)(
+                tokens(2, new, seed=seen), attention_mask=mask, position_ids=places, past_key_values=cache
+            )  # fmt: skip
+            logits.append(out.logits)
+            seen += new
+    return logits
+
+
+def compare(model, cache, steps, step=None):
+    expected = run(model, DynamicCache(config=model.config), steps)
+    found = run(model, cache, steps, step)
+    for one, other in zip(found, expected, strict=True):
+        rounding.assert_close(one, other)
+    cache.check_integrity()
+    return expected
+
+
+# one row alone hides a column, in a step, in a chunk, and within the last columns
+HIDING = [(1, ()), (1, [(1, 45)]), (1, ()), (5, [(0, 7), (0, 62)]), (3, ()), (1, [(1, 68)])]
+
+
+# -- 2D masks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa"])
+def test_forwards_that_hide_columns_equal_dynamic_cache(family, kernel):
+    model = make_model("llama") if family == "llama" else make_sliding(family, 24)
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel=kernel)
+    compare(model, cache, HIDING)
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_that_hides_a_column_reads_its_mask(options, compiled, given):
+    """Trusting the mask away was wrong by 6.7 at logits of 7."""
+    torch._dynamo.reset()
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    step = torch.compile(model.forward, backend="eager") if compiled else None
+    expected = compare(model, cache, HIDING[:3] if compiled else HIDING, step)
+    plain = run(model, DynamicCache(config=model.config), [(new, ()) for new, _ in HIDING])
+    assert (expected[2] - plain[2])[1].abs().max() > 0.1
+    if not compiled:  # of two layers; equal masks are left out
+        assert given == [(new, bool(holes)) for new, holes in HIDING for _ in range(2)]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=["even", "padded"])
+def test_generate_gives_kernels_no_mask(options, lengths, given):
+    model, inputs = make_model("llama"), left_padded(lengths)
+    expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
+    paged = {**PAGED, "cache_config": {"page_size": 16, **options}}
+    found = model.generate(**inputs, **GREEDY, **paged, max_new_tokens=8)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert given == [(1, False)] * 14
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+def test_on_a_device_masks_are_compared_once_per_generate_and_in_every_direct_forward(
+    options, far, monkeypatch, given
+):
+    compared, original = [], masks.hides_padding
+    monkeypatch.setattr(
+        masks, "hides_padding", lambda *asked: compared.append(1) or original(*asked)
+    )
+    model, inputs = make_model("llama"), left_padded(LENGTHS)
+    expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
+    paged = {**PAGED, "cache_config": {"page_size": 16, **options}}
+    for calls in (1, 2):
+        found = model.generate(**inputs, **GREEDY, **paged, max_new_tokens=8)
+        assert torch.equal(found.sequences, expected.sequences) and len(compared) == calls
+    assert not any(masked for _, masked in given)
+    compared.clear()
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    compare(model, cache, HIDING)
+    assert len(compared) == len(HIDING)
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_mask_that_shows_padding_is_refused_before_anything_changes(options, new):
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    run(model, cache, [])
+    before = cache.layers[0].keys
+    wrong = whole_mask(60 + new)
+    wrong[1, 26] = 1  # the last column of padding
+    said = {"shows column 26 of row 1.*27 columns": wrong, "None, but.*\\[0, 27\\]": None}
+    for message, mask in said.items():
+        with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match=message):
+            model(tokens(2, new), attention_mask=mask, past_key_values=cache)
+        assert torch.equal(cache.layers[0].keys, before)
+    with torch.no_grad():
+        model(tokens(2, new), attention_mask=whole_mask(60 + new), past_key_values=cache)
+    cache.check_integrity()
+
+
+def test_padding_of_a_forward_that_was_refused_is_forgotten():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, max_pages=2)
+    inputs = left_padded([80, 40])
+    with pytest.raises(kv_hf.PagePoolExhaustedError):
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    cache.update(*torch.randn(2, 2, 2, 9, 16), 0)
+    assert [row.padding for row in cache.group.rows] == [0, 0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_columns_put_in_front_are_no_padding(attention):
+    """Virtual tokens and images: generate() knows the mask of the text only, the model passes a longer one."""
+    model, inputs = make_model("llama"), left_padded([60, 9, 33])
+    model.set_attn_implementation(attention)
+    front = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(5)) * 0.3
+    original = model.prepare_inputs_for_generation
+
+    def prepare(*args, **kwargs):
+        made = original(*args, **kwargs)
+        rows = made["input_ids"].shape[0]
+        made["attention_mask"] = torch.cat(
+            [torch.ones(rows, 20, dtype=torch.long), made["attention_mask"]], 1
+        )
+        made.pop("position_ids", None)
+        if made["past_key_values"].get_seq_length() == 0:
+            text = model.get_input_embeddings()(made.pop("input_ids"))
+            made["inputs_embeds"] = torch.cat([front.expand(rows, -1, -1), text], 1)
+        return made
+
+    model.prepare_inputs_for_generation = prepare
+    expected = model.generate(**inputs, **GREEDY, max_new_tokens=10)
+    found = model.generate(**inputs, **GREEDY, **PAGED, max_new_tokens=10)
+    assert torch.equal(expected.sequences, found.sequences)
+    for a, b in zip(expected.logits, found.logits, strict=True):
+        rounding.assert_close(b, a)
+    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
+
+
+def _ignore(original):
+    return lambda *args, attention_mask=None, **kwargs: original(*args, **kwargs)
+
+
+def _show(original):
+    def forward(*args, attention_mask=None, **kwargs):
+        return original(*args, attention_mask=torch.ones_like(attention_mask), **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("edit", [_ignore, _show])
+def test_padding_is_what_the_mask_of_the_model_hides_not_that_of_generate(edit, attention):
+    """Code around a model may change the mask: with the mask of generate() 29 of 60 tokens were others."""
+    model, inputs = make_model("llama"), left_padded([60, 9, 33])
+    model.set_attn_implementation(attention)
+    options = {**GREEDY, "max_new_tokens": 8}
+    found = model.generate(**inputs, **options, **PAGED)
+    assert [row.padding for row in found.past_key_values.group.rows] == [0, 51, 27]
+    model.forward = edit(model.forward)
+    expected = model.generate(**inputs, **options)
+    found = model.generate(**inputs, **options, **PAGED)
+    assert torch.equal(expected.sequences, found.sequences)
+    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
+
+
+# -- 4D masks --------------------------------------------------------------------------------------------------------
+
+SHOWN = {
+    "bool": torch.ones(2, 1, 1, 61, dtype=torch.bool),
+    "float": torch.zeros(2, 1, 1, 61),
+    "one row": torch.zeros(1, 4, 1, 61),
+    "chunk": torch.ones(2, 1, 5, 65, dtype=torch.bool).tril(60),
+}
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("shown", SHOWN)
+def test_4d_masks_that_show_what_was_left_out_as_padding_are_refused(shown, options):
+    """With DynamicCache they attend to the padding, which pages do not have: logits differed without a word."""
+    model, mask = make_model("llama"), SHOWN[shown]
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    run(model, cache, [])
+    new = mask.shape[-1] - 60
+    if options:
+        hides = 0 if mask.dtype == torch.bool else -1e4
+        mask = torch.nn.functional.pad(mask, (0, 96 - mask.shape[-1]), value=hides)
+    with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match="27 columns.*reset"):
+        model(
+            tokens(2, new),
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=torch.arange(60, 60 + new)[None],
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("new", [1, 5])
+def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
+    model, holes = make_model("llama"), [(1, 45)]
+    expected = run(model, kv_hf.PagedCache(model.config, page_size=16), [(new, holes)])[1]
+    cache, whole = kv_hf.PagedCache(model.config, page_size=16), whole_mask(60 + new, holes)
+    mask = whole[:, None, None].bool() & torch.ones(new, 60 + new).bool().tril(60)
+    if dtype != torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
+    run(model, cache, [])
+    with torch.no_grad():
+        places = (whole.cumsum(-1) - 1)[:, 60:]
+        found = model(
+            tokens(2, new, seed=60), attention_mask=mask, position_ids=places, past_key_values=cache
+        )
+    rounding.assert_close(found.logits, expected)
+
+
+def test_mask_of_columns_that_a_sliding_layer_gave_back_is_refused():
+    model = make_sliding("mistral", 20)
+    cache = kv_hf.PagedCache(model.config, page_size=16)
+    mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)
+    with torch.no_grad():
+        model(tokens(1, 100), past_key_values=cache)
+        with pytest.raises(kv_hf.CacheMismatchError, match="attention_mask has 101 columns"):
+            model(tokens(1, 1), attention_mask=mask, past_key_values=cache)
+
+
+# -- masks that are left out come back where a model computes with its keys, or with the mask, before attention --------
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+# these repeat or join the cached keys before they call the attention function, or hand latents over
+MODELS = {
+    "DeepseekV3Config": {**LATENT, **EXPERTS},
+    "MiniCPM3Config": LATENT,
+    "JetMoeConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
+    "DiffLlamaConfig": {},
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**COMMON, **MODELS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
+@pytest.mark.parametrize("lengths", [[50, 50], [50, 33]], ids=str)
+@pytest.mark.parametrize("name", [name for name in MODELS if hasattr(transformers, name)])
+def test_models_that_change_cached_keys_equal_dynamic_cache(name, lengths):
+    stock, ours = make(name), make(name)
+    first, later = left_padded(lengths), left_padded(lengths)
+    for key, more in (
+        ("input_ids", tokens(2, 20, 5)),
+        ("attention_mask", torch.ones(2, 20).long()),
+    ):
+        later[key] = torch.cat([later[key], more], 1)
+    dynamic = DynamicCache(config=stock.config)
+    paged = kv_hf.PagedCache(ours.config, page_size=16)
+    for inputs, new in ((first, 1), (later, 8)):
+        options = {**inputs, **GREEDY, "max_new_tokens": new}
+        expected = stock.generate(**options, past_key_values=dynamic)
+        found = ours.generate(**options, past_key_values=paged)
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        rounding.assert_close(a, b)
+    options = {**later, **GREEDY, "max_new_tokens": 8, "prefill_chunk_size": 16}
+    expected = stock.generate(**options)
+    found = ours.generate(**options, cache_implementation="paged_exact")
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        rounding.assert_close(a, b)
+
+
+def test_lazy_mask_is_the_mask_when_somebody_computes_with_it():
+    made, calls = torch.rand(2, 1, 3, 7) > 0.5, []
+    mask = LazyMask((2, 1, 3, 7), made.device, lambda: calls.append(1) or made)
+    assert (mask.shape, mask.dtype, mask.device) == (made.shape, torch.bool, made.device)
+    copied = torch.ops.aten._to_copy(mask, device="cpu")
+    assert type(copied) is LazyMask and not calls
+    assert torch.equal(~mask, ~made) and not mask.read
+    assert torch.equal(mask[..., :5], made[..., :5]) and mask.read
+    assert torch.equal(
+        torch.zeros(2, 4, 3, 7).masked_fill(mask, 1.0), made.float().expand(2, 4, 3, 7)
+    )
+    assert len(calls) == 1 and not copied.read and torch.equal(copied.dense(), made)
+
+
+def every_seventh(mask):
+    return torch.arange(mask.shape[-1]) % 7 == 3
+
+
+WRITES = {
+    "slice": lambda mask: mask.__setitem__((..., slice(3, None, 7)), False),
+    "masked_fill_": lambda mask: mask.masked_fill_(every_seventh(mask), False),
+    "view": lambda mask: mask[:, :, :].transpose(2, 3)[:, :, 3::7].zero_(),
+    "and": lambda mask: mask.__iand__(~every_seventh(mask)),
+    "out": lambda mask: torch.mul(mask.clone(), ~every_seventh(mask), out=mask),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_lazy_mask_keeps_what_is_written_to_it(write, read, mode):
+    made = torch.ones(1, 1, 4, 9).bool().tril(5).expand(2, 1, 4, 9)
+    with mode():
+        mask = LazyMask(tuple(made.shape), made.device, lambda: made, read=read)
+        assert torch.equal(mask.dense(), made)
+        WRITES[write](mask)
+        assert mask.read and torch.equal(mask.dense(), made & ~every_seventh(made))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_models_that_write_to_their_mask_equal_dynamic_cache(write):
+    """Such writes went to a temporary mask, and attention left out the mask that it was given."""
+
+    def hide(module, args, kwargs):
+        if kwargs["attention_mask"] is not None:
+            kwargs["attention_mask"] = kwargs["attention_mask"] & True  # rows that share no memory
+            WRITES[write](kwargs["attention_mask"])
+        return args, kwargs
+
+    def hide_in_place(module, args, kwargs):
+        if type(kwargs["attention_mask"]) is LazyMask:
+            WRITES[write](kwargs["attention_mask"])
+            return None
+        return hide(module, args, kwargs)
+
+    found = []
+    for make_cache in (DynamicCache, kv_hf.PagedCache):
+        model = make_model("llama")
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(hide_in_place, with_kwargs=True)
+        found.append(run(model, make_cache(config=model.config), [(9, ()), (1, ())]))
+    for a, b in zip(*found, strict=True):
+        rounding.assert_close(b, a)

@@ -124,7 +124,7 @@ class PagedLayer(DynamicLayer):
     def take_part(self, step: Step) -> None:
         """Say that all work on the forward in progress is done: stopped before, this layer lacks it."""
         self.seen = step.seen_after
-        self.forward.due -= 1
+        self.forward.arrive()
 
     def get_seq_length(self) -> int:
         """Return the columns seen, padding included."""
@@ -296,7 +296,7 @@ class PagedLayer(DynamicLayer):
         group, store, step = self.group, self.store, self.group.step
         assert store is not None
         keys, values = (window.tokens for window in store.residuals)
-        if self.seen == group.seen and not self.forward.changing:
+        if self.seen == group.seen:
             return store.kv(group.view(), keys, values, self.seen)
         if (
             step is None or step.view is None or step.first is not None or self.window is not None

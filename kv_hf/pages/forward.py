@@ -26,9 +26,9 @@ class Forward:
     Args:
         groups: the rows of each sliding window.
     Attributes:
-        members: layers that take part in a forward, counted in the first one; 0 before it.
-        due: layers that the forward in progress still waits for. In the first forward those that have begun their part.
-        changing: something is being put into force; outside of that, it was interrupted there.
+        members: layers that take part in a forward, known from the second one on; 0 before.
+        arrived: layers that have taken part in the forward in progress, or the last one.
+        changing: a layer, or the cache, is in the middle of a change; outside of one, it was interrupted there.
     """
 
     def __init__(self, groups: Sequence[Rows]) -> None:
@@ -37,17 +37,16 @@ class Forward:
 
     def clear(self) -> None:
         """Begin anew: nothing is known of the layers."""
-        self.members = self.due = 0
-        self.changing = self._learning = False
+        self.members = self.arrived = 0
+        self.changing = False
 
     def resume(self, members: int) -> None:
         """Stand after a first forward in which `members` layers took part."""
-        self.clear()
-        self.members = members
+        self.members = self.arrived = members
 
     def check(self) -> None:
         """Raise InterruptedForwardError where an earlier forward or change has not reached its end."""
-        if self.changing or self.due:
+        if self.changing or (self.members and self.arrived != self.members):
             raise InterruptedForwardError(STOPPED)
 
     @contextmanager
@@ -59,7 +58,7 @@ class Forward:
         self.changing = False
 
     def join(self, layer: Any, count: int, q_len: int) -> Step:
-        """Return the step by which `layer` appends `q_len` columns to `count` rows.
+        """Return the step by which `layer` appends `q_len` columns to `count` rows; `changing` until it says `arrive`.
 
         Raises: CacheMismatchError for another number of rows; PagePoolExhaustedError, and what growing the storage raises, with
             the cache unchanged; InterruptedForwardError where an earlier forward stopped half-way.
@@ -67,6 +66,8 @@ class Forward:
         group, seen = layer.group, layer.seen
         if seen == group.seen:
             self.begin(count, q_len)
+        elif self.changing:
+            self.check()
         step: Step | None = group.step
         if (
             step is None
@@ -74,20 +75,18 @@ class Forward:
             or seen + q_len != step.seen_after
             or count != step.rows
         ):
-            self.changing = True
             raise InterruptedForwardError(
                 f"layer {layer.layer_idx} cannot append {q_len} columns here: it has seen {seen} of {group.seen} columns of "
                 "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "
                 "call reset() and start again"
             )
-        if self._learning:
-            self.members += 1
-            self.due += 1
+        self.changing = True
         return step
 
-    def done(self) -> None:
+    def arrive(self) -> None:
         """Note that the work of a layer on the forward in progress is done."""
-        self.due -= 1
+        self.arrived += 1
+        self.changing = False
 
     def begin(self, count: int, q_len: int) -> None:
         """Plan the append of `q_len` columns to `count` rows in all windows, or in none where one has no room."""
@@ -105,10 +104,11 @@ class Forward:
             except BaseException:
                 for group, ids in zip(self.groups, taken, strict=False):
                     group.pool.release(ids)
+                for group in self.groups:
                     group.forget_padding()  # of a forward that never was
                 raise
             self.changing = True
             for group, plan, ids in zip(self.groups, plans, taken, strict=True):
                 group.commit(plan, ids)
-            self._learning, self.due = not self.members, self.members
+            self.members, self.arrived = self.arrived, 0
             self.changing = False

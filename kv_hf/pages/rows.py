@@ -646,9 +646,9 @@ class Rows:
         held = list(self.batch.pages)
         with self.pool.lock:
             self.pool.share(pages)
-            self.pool.release(held[index])
-            held[index] = pages
+            old, held[index] = held[index], pages
             self.batch = replace(self.batch, pages=tuple(held))
+            self.pool.release(old)
 
     # -- states and copies ---------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ the next writer into that folder: a running writer holds a lock (flock) on what 
 """
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -24,9 +23,7 @@ except ImportError:  # Windows: nothing is locked, so that nothing is removed ei
     fcntl = None  # type: ignore[assignment]
 
 # the most bytes that are read of a file, by its kind
-CONFIG_BYTES = (
-    16 << 20
-)  # config.json, adapter_config.json, settings; the largest known ones have 1 MB
+CONFIG_BYTES = 16 << 20  # config.json, adapter_config.json, settings; the largest have 1 MB
 INDEX_BYTES = 128 << 20  # an index of tensors; of the largest models 30 MB
 CARD_BYTES = 16 << 20  # a model card
 BESIDE_BYTES = 512 << 20  # a tokenizer, a licence: what is copied beside weights
@@ -45,10 +42,8 @@ def read_bytes(path: PathLike, limit: int, what: str) -> bytes:
     Raises: InputFileError naming the path, its size and the limit; OSError where it cannot be opened.
     """
     name = f"{what} {os.fspath(path)!r}"
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    number = os.open(path, flags)
-    try:  # of what is open, so that nobody can swap it
-        found = os.fstat(number)
+    with _opened(path, getattr(os, "O_NONBLOCK", 0)) as number:
+        found = os.fstat(number)  # of what is open, so that nobody can swap it
         if not stat.S_ISREG(found.st_mode):
             raise InputFileError(f"{name} must be a regular file")
         if found.st_size > limit:
@@ -56,8 +51,6 @@ def read_bytes(path: PathLike, limit: int, what: str) -> bytes:
             raise InputFileError(f"{name} is too large: {size}")
         with open(number, "rb", closefd=False) as file:
             return file.read()
-    finally:
-        os.close(number)
 
 
 def read_text(path: PathLike, limit: int, what: str) -> str:
@@ -108,39 +101,23 @@ class Writer:
 
 
 @contextlib.contextmanager
-def creating(path: Path) -> Iterator[Writer]:
-    """Create a file, on the disk when the block ends; it must not exist. Raises OSError."""
-    with _open(path, _NEW) as file:
-        yield file
-        os.fsync(file.number)
-
-
-def create_text(path: Path, text: str) -> None:
-    """Write `text` in UTF-8 into a new file. Raises OSError."""
-    with creating(path) as file:
-        file.write(text.encode("utf-8"))
-
-
-@contextlib.contextmanager
 def replacing(path: PathLike) -> Iterator[Writer]:
     """Open a new file beside `path` that takes its place when the block ends, and is deleted when it fails.
 
-    The place keeps the permissions of the file that was there, and its owner and group where this process may give
-    them; a new file has what the umask leaves. A link stays a link: what it leads to is replaced.
+    The place keeps the permissions of the file that was there; a new file has what the umask leaves. A link stays a link:
+    what it leads to is replaced.
 
     Raises: OSError: for a folder, pipe or device, a file that may not be written, and whatever the disk refuses.
     """
     target = Path(os.path.realpath(path))
-    before = _replaceable(target, path)
-    mode = 0o666 if before is None else 0o600
-    with _beside(target, lambda path: os.close(os.open(path, _NEW, mode))) as aside:
-        with _open(aside) as file:
-            yield file
-            if before is not None and os.name == "posix":
-                with contextlib.suppress(OSError):
-                    os.fchown(file.number, before.st_uid, before.st_gid)
-                os.fchmod(file.number, stat.S_IMODE(before.st_mode) & 0o777)
-            os.fsync(file.number)
+    mode = _mode_of(target, path)
+    made = 0o666 if mode is None else 0o600
+    with _beside(target, lambda path: os.close(os.open(path, _NEW, made))) as aside:
+        with _opened(aside, os.O_WRONLY) as number:
+            yield Writer(number)
+            if mode is not None:
+                os.chmod(aside, mode)
+            os.fsync(number)
         os.replace(aside, target)
     _sync_names(target.parent)
 
@@ -155,27 +132,19 @@ def replace_text(path: PathLike, text: str) -> None:
 def becoming_folder(destination: Path) -> Iterator[Path]:
     """Make a folder beside `destination` that becomes it when the block ends, and is deleted when it fails.
 
-    The destination may be an empty folder, whose permissions the new one takes over. Parents that are missing are made, and
-    taken away again where it fails. Raises OSError.
+    The destination may be an empty folder, whose permissions the new one takes over. Parents that are missing are made.
+    Raises OSError.
     """
     target = Path(os.path.realpath(destination))
     there = target.exists()
-    mode = 0o700 if there else 0o777
-    missing = [parent for parent in target.parents if not parent.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _beside(target, lambda path: os.mkdir(path, mode)) as aside:
-            yield aside
-            if there:
-                os.chmod(aside, stat.S_IMODE(os.stat(target).st_mode))
-            for path in [*aside.rglob("*"), aside]:
-                _sync(path)
-            os.rename(aside, target)  # onto an empty folder, or a name that is free
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for parent in missing:
-                parent.rmdir()
-        raise
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _beside(target, lambda path: os.mkdir(path, 0o700 if there else 0o777)) as aside:
+        yield aside
+        if there:
+            shutil.copymode(target, aside)
+        for path in [*aside.rglob("*"), aside]:
+            _sync(path)
+        os.rename(aside, target)  # onto an empty folder, or a name that is free
     _sync_names(target.parent)
 
 
@@ -186,102 +155,84 @@ def scratch_folder(target: Path) -> Iterator[Path]:
         yield folder
 
 
+def lock(number: int, flags: int = 0) -> bool:
+    """Wait for a lock on an open file, which is held until the file is closed.
+
+    Args:
+        number: its descriptor.
+        flags: fcntl.LOCK_NB does not wait.
+    Returns: False where another process holds it, and where nothing can be locked (Windows, some disks).
+    """
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | flags)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _mode_of(target: Path, path: PathLike) -> int | None:
+    """Return the permissions of the file in this place, None where there is none. Raises OSError for what must not be replaced."""
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        kind = IsADirectoryError if stat.S_ISDIR(mode) else FileExistsError
+        raise kind(f"{path} is no regular file; give the name of a file")
+    if not os.access(target, os.W_OK):
+        raise PermissionError(f"{path} is a file that may not be written")
+    return stat.S_IMODE(mode) & 0o777
+
+
+@contextlib.contextmanager
+def _opened(path: PathLike, flags: int = os.O_RDONLY) -> Iterator[int]:
+    number = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+def _sync(path: Path) -> None:
+    if fcntl is not None or path.is_file():
+        with _opened(path) as number:
+            os.fsync(number)
+
+
 def _sync_names(folder: Path) -> None:
     """Have the system write out that a file has a new name. Raises nothing: the file is complete under its name."""
     with contextlib.suppress(OSError):
         _sync(folder)
 
 
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name != "posix":
-        return
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _replaceable(target: Path, path: PathLike) -> os.stat_result | None:
-    """Return the status of the file in this place, None where there is none. Raises OSError for what must not be replaced."""
-    try:
-        found = os.stat(target)
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(found.st_mode):
-        kind = IsADirectoryError if stat.S_ISDIR(found.st_mode) else FileExistsError
-        raise kind(f"{path} is no regular file; give the name of a file")
-    if not os.access(target, os.W_OK):
-        raise PermissionError(f"{path} is a file that may not be written")
-    return found
-
-
-@contextlib.contextmanager
-def _open(path: Path, flags: int = 0) -> Iterator[Writer]:
-    number = os.open(path, flags | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        yield Writer(number)
-    finally:
-        os.close(number)
-
-
 @contextlib.contextmanager
 def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """Make a new file or folder beside `target`, locked until the block ends; what has not been renamed then is removed."""
     _remove_abandoned(target.parent)
-    lock = None
-    while lock is None:
-        path = target.with_name(f"{secrets.token_hex(8)}{UNFINISHED}")
-        make(path)
-        lock = _lock(path)  # None: another writer took it for abandoned before it was locked
-    try:
+    path = target.with_name(f"{secrets.token_hex(8)}{UNFINISHED}")
+    with contextlib.ExitStack() as held:
+        held.callback(_remove, path)
+        while not path.exists():  # another writer may take it for abandoned before it is locked
+            make(path)
+            with contextlib.suppress(FileNotFoundError):
+                held.enter_context(_locked(path))
         yield path
-    finally:
-        if path.exists():
-            _remove(path)
-        if lock >= 0:
-            os.close(lock)
 
 
-def lock(number: int, flags: int = 0) -> None:
-    """Wait for a lock on an open file, which is held until the file is closed; without locks (Windows) nothing happens.
-
-    Args:
-        number: its descriptor.
-        flags: LOCK_NB raises BlockingIOError where another one holds it, and does not wait.
-    """
-    if fcntl is not None:
-        fcntl.flock(number, fcntl.LOCK_EX | flags)
-
-
-def _lock(path: Path, flags: int = 0) -> int | None:
-    """Return a descriptor that holds a lock on a file or folder, None where it is gone, -1 without locks.
-
-    Args:
-        flags: LOCK_NB raises BlockingIOError where another one holds it, and does not wait.
-    """
+@contextlib.contextmanager
+def _locked(path: Path, flags: int = 0) -> Iterator[bool]:
+    """Hold a lock on a file or folder, if there are locks; see `lock`. Raises OSError for what cannot be opened."""
     if fcntl is None:
-        return -1
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    try:
-        lock(number, flags)
-    except OSError as error:
-        if flags or error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-            os.close(number)
-            raise
-    if path.exists():
-        return number  # a disk without locks: what is left there stays
-    os.close(number)
-    return None
+        yield False
+        return
+    with _opened(path, os.O_NONBLOCK) as number:
+        yield lock(number, flags)
 
 
 def _remove(path: Path) -> None:
     """Remove a file or a folder with what is in it, as far as it can be."""
     with contextlib.suppress(OSError):  # rmtree raises those of a close all the same
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
@@ -291,12 +242,10 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove what killed processes left unfinished in a folder, and say so. Never raises OSError."""
     removed = []
     for path in sorted(folder.glob(f"*{UNFINISHED}")) if fcntl else ():
-        with contextlib.suppress(OSError):
-            lock = _lock(path, fcntl.LOCK_NB)
-            if lock is not None:
+        with contextlib.suppress(OSError), _locked(path, fcntl.LOCK_NB) as abandoned:
+            if abandoned and not path.is_symlink():
                 _remove(path)
                 removed.append(path.name)
-                os.close(lock)
     if removed:
         say_once(
             f"unfinished {folder}",

@@ -23,7 +23,7 @@ from ..pages.offload import OffloadArena
 from ..pages.host_heap import PrefillWatch
 from ..printable import short
 from ..spec import MemoryReport
-from .identity import model_mark
+from .identity import ModelId
 from .layer_formats import planned_specs
 from .model_shape import attention_config, decoder_config, page_sizes, signature
 from .origin import Origin, check_token_ids
@@ -59,13 +59,9 @@ class Portable(Origin):
 
     def check_signature(self, theirs: Mapping[str, Any]) -> None:
         """Raise CacheMismatchError when this cache was built for a model of other sizes than `theirs`."""
-        differing = [name for name, value in self.model_signature.items() if value != theirs[name]]
-        if differing:
-            name = differing[0]
-            raise CacheMismatchError(
-                f"this cache was built for a model with {name}={self.model_signature[name]!r}, got a model with "
-                f"{name}={theirs[name]!r}; use one cache per model"
-            )
+        found = ModelId(self.model_signature).difference(ModelId(dict(theirs)))
+        if found is not None:
+            raise CacheMismatchError(f"this cache was built for {found}; use one cache per model")
 
     def state(self) -> CacheState:
         """Return what this cache holds, for a file or another cache."""
@@ -88,7 +84,7 @@ class Portable(Origin):
 
         check_model_argument(model)
         self.check_model(model.config)
-        self.note_weights(model_mark(model), type(model).__name__)
+        self.check_filled_by(ModelId.of(model))
         save_state(self.state(), path, model, token_ids)
 
     @classmethod
@@ -117,8 +113,9 @@ class Portable(Origin):
         with opened_state(path, model, device, kernel) as (state, token_ids):
             cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
             held: Any = cache
-            cache.note_file(token_ids, int(held.get_seq_length()))
-            cache.note_weights(model_mark(model), type(model).__name__)
+            if token_ids is not None:
+                cache.note_text(token_ids, 0, int(held.get_seq_length()))
+            cache.from_file, cache.weights = True, ModelId.of(model).weights
         return cache
 
     @classmethod
@@ -365,8 +362,7 @@ class CacheBase(Portable, DynamicCache):
         """
         seen = int(self.get_seq_length())
         check_token_ids(token_ids, self.num_rows, seen)
-        self.note_prompt(token_ids[:, :seen])
-        self.note_generated(None, seen)
+        self.note_text(token_ids[:, :seen], 0, seen)
 
     @property
     def num_rows(self) -> int:

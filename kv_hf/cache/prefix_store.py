@@ -1,5 +1,6 @@
 """Prompts that begin alike share their sealed pages: within a batch, and from one call to the next."""
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +18,7 @@ from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
 from ..printable import short
 from ..units import parse_bytes
-from .identity import ModelState, model_state
+from .identity import ModelId
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class PrefixStore:
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._formats: dict[str, Format] = {}  # of the options that it is bound to
         self._model: weakref.ref[Any] | None = None
-        self._weights: dict[str, bytes] = {}  # space -> fingerprint of the weights seen in it
+        self._weights: dict[str, Any] = {}  # space -> weights seen in it, see ModelId
         self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
         self._rows = self._hits = self._tokens = self._computed = 0
@@ -213,7 +214,7 @@ class PrefixStore:
                 keys than a prompt that reads everything: those of equal read_* options have a space of their own.
         Raises: CacheMismatchError for another model: equal tokens have other keys there.
         """
-        state = model_state(model)
+        own = ModelId.for_store(model)
         with self._binding:
             if self._model is None:
                 self._model = weakref.ref(model)
@@ -221,19 +222,17 @@ class PrefixStore:
                 raise CacheMismatchError(
                     f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
                 )
-            self._check_weights(state)
-            self._weights[state.space] = state.weights
+            kept = self._weights.setdefault(own.space, own.weights)
+            if kept != own.weights:
+                warn_once(
+                    "prefix_store weights",
+                    "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
+                )
+                self.clear()
+                self._weights = {own.space: own.weights}
         # pages of other weights that a live cache still brings (`add`) are never found
-        return f"{state.space} {state.weights.hex()}{_reads(options)}"
-
-    def _check_weights(self, state: ModelState) -> None:
-        if self._weights.get(state.space, state.weights) != state.weights:
-            warn_once(
-                "prefix_store weights",
-                "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
-            )
-            self.clear()
-            self._weights.clear()
+        weights = hashlib.sha256(repr(own.weights).encode()).hexdigest()
+        return f"{own.space} {weights}{_reads(options)}"
 
     @property
     def tree(self) -> PrefixTree:

@@ -36,12 +36,12 @@ from ..pages.persistent import persistent_tensors
 from ..pages.step import Row
 from ..printable import short
 from ..version import __version__
-from .identity import adapters_of, check_identity, identity
+from .identity import ModelId, adapters_of
 from .model_shape import decoder_config, signature
 from .origin import check_token_ids
 from .state import CacheState, LayerPages, LayerState, StateTensors
 
-FORMAT, VERSION = "kv_hf.PagedCache", "3"
+FORMAT, VERSION = "kv_hf.PagedCache", "4"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_PAGE_SIZE = 1 << 20
@@ -140,7 +140,7 @@ class Description(_Described):
     Attributes:
         options: CacheConfig.to_dict(), without those that say where pages lie.
         formats: registered formats of its pages; none for shipped ones.
-        model: identity of the model (identity.py).
+        model: that the cache belongs to.
         groups: in the order of PagedCache.groups.
         layers: the layers that hold something.
         tensors: names -> SHA-256.
@@ -148,7 +148,7 @@ class Description(_Described):
 
     options: dict[str, Any]
     formats: list[str]
-    model: dict[str, Any]
+    model: ModelId
     groups: Annotated[tuple[SavedGroup, ...], Field(min_length=1)]
     layers: Annotated[tuple[SavedLayer, ...], Field(min_length=1)]
     tensors: dict[str, str]
@@ -186,7 +186,7 @@ def save_state(
     description = Description(
         options=_options(state.options),
         formats=_registered(state),
-        model=identity(model),
+        model=ModelId.for_file(model),
         groups=tuple(SavedGroup.of(group) for group in state.groups),
         layers=tuple(SavedLayer.of(layer) for layer in state.layers),
         tensors=digests,
@@ -429,7 +429,7 @@ def _read(
         raise CacheFileError("the file is damaged: its description does not fit its checksum")
     found = Description.model_validate_json(metadata["cache"])
     _check_formats(found.formats)
-    check_identity(found.model, model)
+    _check_model(found.model, model)
     options = _claimed_options(found.options, kernel)
     groups = tuple(group.state() for group in found.groups)
     if len({len(group.rows) for group in groups}) != 1:
@@ -446,6 +446,17 @@ def _read(
         (adapters_of(model),),
     )
     return state, _token_ids(tensors, groups[0])
+
+
+def _check_model(saved: ModelId, model: Any) -> None:
+    """Raise CacheFileError unless `model` computes the keys and values that the model of a file does."""
+    if saved.adapters is None or saved.weights is None:
+        raise CacheFileError("it does not say by which adapters and weights it was computed")
+    found = saved.difference(ModelId.for_file(model))
+    if found is not None:
+        raise CacheFileError(
+            f"it was saved with {found}; load it with the model, dtype and adapters that it was saved with"
+        )
 
 
 def _token_ids(tensors: FileTensors, group: RowsState) -> torch.Tensor | None:

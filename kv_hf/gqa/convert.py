@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..checks import check_choice
 from ..errors import ConversionError, KVCacheError
-from ..files import BESIDE_BYTES, becoming_folder, create_text, creating, read_bytes, scratch_folder
+from ..files import BESIDE_BYTES, becoming_folder, read_bytes, scratch_folder
 from ..printable import printable, tell, tell_error
 from ..records import CONVERSION
 from ..version import __version__
@@ -201,16 +201,18 @@ def write_rest(
     if SINGLE not in source.files:
         places = {name: source.places[names[0]] for name, (names, _) in structure.made.items()}
         index = {"metadata": {"total_size": report.nbytes}, "weight_map": places}
-        create_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / INDEX).write_text(text, encoding="utf-8")
     made = record(source, structure, report.method)
     config = {**structure.new_json, CONVERSION: made}
-    create_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
     for path in beside:
         place = folder / path.relative_to(source.folder)
         place.parent.mkdir(exist_ok=True)
-        with creating(place) as file:
-            file.write(read_bytes(path, BESIDE_BYTES, "file"))
-    create_text(folder / CARD, model_card(source.card(), made["source"], report))
+        place.write_bytes(read_bytes(path, BESIDE_BYTES, "file"))
+    card = model_card(source.card(), made["source"], report)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def record(source: Source, structure: Structure, method: str) -> dict[str, Any]:

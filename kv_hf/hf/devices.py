@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ..cache.model_shape import modules_of
+
 
 def execution_devices(model: torch.nn.Module) -> list[torch.device]:
     """Return the devices that `model` computes on, without repetitions.
@@ -14,7 +16,7 @@ def execution_devices(model: torch.nn.Module) -> list[torch.device]:
     """
     found = {
         torch.device(hook.execution_device): None
-        for module in model.modules()
+        for module in modules_of(model)
         for hook in _hooks(module)
         if getattr(hook, "execution_device", None) is not None
     }
@@ -23,7 +25,7 @@ def execution_devices(model: torch.nn.Module) -> list[torch.device]:
 
 def _hooks(module: torch.nn.Module) -> Iterator[Any]:
     """Yield accelerate's hooks of one module; a SequentialHook holds several."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     if hook is not None:
         yield hook
         yield from getattr(hook, "hooks", ())

@@ -9,10 +9,30 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from ..cache.identity import model_mark, virtual_owner
-from ..cache.origin import first_difference
+from ..cache.identity import virtual_owner
 from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError
+from ..notices import warn_once
+
+
+def first_difference(
+    known: torch.Tensor, given: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[int, int] | None:
+    """Return (row, column) of the first token that differs, None where all agree; waits for the device once.
+
+    Args:
+        known: [rows, columns] token ids.
+        given: [rows, columns] token ids; what one of the two is longer is not compared.
+        mask: [rows, columns of `given`], 0 or False = hidden: such columns are not compared; None hides none.
+    """
+    columns = min(known.shape[1], given.shape[1])
+    differs = known[:, :columns].to(given.device) != given[:, :columns]
+    if mask is not None:
+        differs &= mask[:, :columns].to(given.device, torch.bool)
+    if not bool(differs.any()):
+        return None
+    column = int(differs.any(0).nonzero()[0])
+    return int(differs[:, column].nonzero()[0]), column
 
 
 @dataclass(frozen=True)
@@ -22,23 +42,20 @@ class Text:
     Attributes:
         cache: of the text's own tokens.
         ids: [rows, columns] token ids, or those of new tokens alone.
-        width: columns of the mask; -1 where none is known.
-        mask: [rows, width], 0 or False = padding, or None.
-        is_pair: whether the cache is half of an encoder-decoder cache.
-        assists: whether the model drafts for another one, which calls it every few tokens and crops what it refuses.
-        embedded: whether embeddings are given in place of ids.
-        told: whether keys and values come from these ids alone, one column each.
+        mask: [rows, columns of the whole text], 0 or False = padding, or None.
+        seen: columns that the cache holds; 1 for a preallocated one that knows no text, as asking waits for its device.
+        is_whole: whether the ids are the whole text: where the mask is longer they are new tokens alone.
+        is_known: whether keys and values come from these ids alone, one column each.
+        may_be_short: whether the text may be no longer than the cache: columns may come from elsewhere.
     """
 
-    model: Any
     cache: Any
     ids: torch.Tensor
-    width: int
     mask: torch.Tensor | None
-    is_pair: bool
-    assists: bool
-    embedded: bool
-    told: bool
+    seen: int
+    is_whole: bool
+    is_known: bool
+    may_be_short: bool
 
     @classmethod
     def of(
@@ -46,7 +63,7 @@ class Text:
         model: Any,
         cache: Any,
         own: Any,
-        input_ids: torch.Tensor,
+        ids: torch.Tensor,
         generation_config: Any,
         inputs: dict[str, Any],
     ) -> "Text":
@@ -54,120 +71,99 @@ class Text:
 
         Args:
             own: the paged half of `cache`, or the cache itself.
-            input_ids: [rows, columns] token ids.
+            ids: [rows, columns] token ids.
             inputs: the other inputs of the model.
         """
         mask = inputs.get("attention_mask") if own is cache else None  # a pair's is the encoder's
         width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-        embedded = inputs.get("inputs_embeds") is not None
-        told = (
-            own is cache
-            and not embedded
-            and input_ids.ndim == 2
-            and (mask is None or mask.ndim == 2)
-            and max(generation_config.num_beams or 1, 1) == 1
+        cuts = type(model).prepare_inputs_for_generation
+        # a model that cuts the text by itself may have put columns in front that the text does not have (CPMAnt)
+        cuts_by_itself = cuts is not GenerationMixin.prepare_inputs_for_generation
+        static = isinstance(own, StaticPagedCache)
+        seen = own.get_seq_length()
+        if not isinstance(seen, int):
+            seen = 1 if own.token_ids is None else int(seen)
+        is_known = (
+            comes_from_ids(model, cache, own, inputs)
             and type(model)._sample is GenerationMixin._sample
-            and virtual_owner(model) is None
-            and not (_chooses_its_inputs(model) and isinstance(own, StaticPagedCache))
+            and ids.ndim == 2
+            and (mask is None or mask.ndim == 2)
+            and (generation_config.num_beams or 1) <= 1
+            # a drafting model is called every few tokens by another one, which crops what it refuses
+            and not getattr(generation_config, "is_assistant", False)
+            and not (cuts_by_itself and static)
         )
-        assists = bool(getattr(generation_config, "is_assistant", False))
-        return cls(model, own, input_ids, width, mask, own is not cache, assists, embedded, told)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the ids are the whole text: where the mask is longer they are new tokens alone."""
-        return self.width in (-1, self.ids.shape[1])
+        may_be_short = (
+            own is not cache or static or cuts_by_itself or inputs.get("inputs_embeds") is not None
+        )
+        is_whole = width in (-1, ids.shape[1])
+        return cls(own, ids, mask, seen, is_whole, is_known, may_be_short)
 
     def check(self) -> None:
-        """Raise CacheMismatchError where the cache holds another text, or more of this one than is given."""
-        known = self.cache.token_ids
-        comparable = known is not None and known.shape[0] == len(self.ids)
-        if comparable and self.told and self.is_whole and not self.assists:
-            self._check_same(known)
-        if not self.is_pair and not _chooses_its_inputs(self.model):
-            self._check_longer()
+        """Compare this text with what the cache knows of the one that it holds; warn once where it does not know all.
 
-    def note(self) -> None:
-        """Note this text, and the model's weights, in the cache. Raises CacheMismatchError for other weights than before."""
-        if self.assists:
+        Raises: CacheMismatchError where the cache holds another text, or more of this one than is given.
+        """
+        cache, columns = self.cache, self.ids.shape[1]
+        if not self.is_whole or not self.seen:
             return
-        self.cache.note_weights(model_mark(self.model), type(self.model).__name__)
-        seen = self._seen()
-        known = self.cache.token_ids
-        if not seen and self.told:
-            self.cache.note_prompt(self.ids)
-        elif not self.told or known is None or known.shape[0] != len(self.ids):
-            self.cache.note_prompt(None)
-        elif self.is_whole:
-            self.cache.note_prompt(self.ids)
-        else:
-            self.cache.note_prompt(self.ids if self.cache.known_columns >= seen else None, seen)
-
-    def check_columns(self) -> None:
-        """Forget the text behind a first forward where the model put other columns into the cache than its tokens."""
-        known, seen = self.cache.token_ids, self.cache.get_seq_length()
-        if known is not None and isinstance(seen, int) and seen != known.shape[1]:
-            self.cache.note_prompt(None)
-
-    def _seen(self) -> int:
-        """Return the columns that the cache holds; a preallocated cache is asked on its device, where ids are known."""
-        seen = self.cache.get_seq_length()
-        if isinstance(seen, int):
-            return seen
-        return int(seen) if self.cache.token_ids is not None else 1
-
-    def _check_longer(self) -> None:
-        """Raise CacheMismatchError when the whole text is no longer than what the cache has seen of it."""
-        seen = self.cache.get_seq_length()
-        columns = self.ids.shape[1]
-        if isinstance(seen, int) and 0 < columns <= seen and self.is_whole and not self.embedded:
+        if self.is_known:
+            known = cache.token_ids
+            held = 0 if known is None else min(self.seen, cache.known_columns)
+            if known is not None and known.shape[0] == len(self.ids):
+                self._check_same(known[:, :held])
+            if held < self.seen:
+                warn_once(
+                    "unknown columns",
+                    "A cache holds columns of which it does not know the token ids: the model was called without generate(), or a "
+                    "call was stopped. They are not compared with the text that generate() is given: call cache.note(ids) "
+                    "behind such calls",
+                )
+        if 0 < columns <= self.seen and not self.may_be_short:
             raise CacheMismatchError(
-                f"input_ids of {columns} tokens do not continue a cache that has seen {seen}: pass the whole text so "
+                f"input_ids of {columns} tokens do not continue a cache that has seen {self.seen}: pass the whole text so "
                 "far and at least one new token, or the new tokens with an attention_mask of the whole text; to go back "
-                f"to these tokens call cache.crop({columns - 1 - seen}); for another text make a new cache, or call "
+                f"to these tokens call cache.crop({columns - 1 - self.seen}); for another text make a new cache, or call "
                 "cache.reset()"
             )
 
     def _check_same(self, known: torch.Tensor) -> None:
         """Raise CacheMismatchError where the text begins otherwise than the text that the cache holds."""
-        seen = self._seen()
-        held = min(seen, self.cache.known_columns)
-        found = first_difference(known[:, :held], self.ids, self.mask)
+        found = first_difference(known, self.ids, self.mask)
         if found is None:
             return
         row, column = found
         pair = int(self.ids[row, column]), int(known[row, column])
-        less = f"call cache.crop({column - seen}) to keep the {column} tokens before it, or "
+        less = f"call cache.crop({column - self.seen}) to keep the {column} tokens before it, or "
         if isinstance(self.cache, StaticPagedCache) or not column:
             less = "call "
         raise CacheMismatchError(
-            f"input_ids do not begin with the {seen} tokens that this cache holds: token {column} of row {row} is "
+            f"input_ids do not begin with the {self.seen} tokens that this cache holds: token {column} of row {row} is "
             f"{pair[0]}, and {pair[1]} in the cache, so keys and values would be those of another text. After an edit "
             f"{less}cache.reset() for another text; cache_config={{'prefix_store': kv_hf.PrefixStore()}} finds common "
             "beginnings by itself"
         )
 
+    def note(self) -> int | None:
+        """Note this text in the cache, which holds it now; return the columns in front of it, None where it is not known.
 
-def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:
-    """Prepare a cache for assisted decoding, which has no prefill of its own: the text is noted at the end of the call.
+        Columns that were not known are from now on those that this text has.
+        """
+        front = 0 if self.is_whole else self.seen
+        end, seen = front + self.ids.shape[1], self.cache.get_seq_length()
+        # a model may have put other columns into the cache than its tokens
+        as_given = not isinstance(seen, int) or seen == end
+        if not self.is_known or not as_given or self.cache.known_columns < front:
+            return None
+        self.cache.note_text(self.ids, front, end)
+        return front
+
+
+def comes_from_ids(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> bool:
+    """Say whether a decoder's keys and values come from token ids: not from embeddings, or peft's virtual tokens.
 
     Args:
         cache, own: as `Text.of` takes them.
         inputs: of the model.
-    Raises: CacheMismatchError for other weights than the cache was filled with.
     """
-    own.note_weights(model_mark(model), type(model).__name__)
-    told = (
-        own is cache
-        and inputs.get("inputs_embeds") is None
-        and type(model)._assisted_decoding is GenerationMixin._assisted_decoding
-        and virtual_owner(model) is None
-    )
-    if told and not own.get_seq_length():
-        own.note_prompt(torch.empty(1, 0, dtype=torch.long))
-
-
-def _chooses_its_inputs(model: Any) -> bool:
-    """Say whether a model cuts the text by itself: it may have put columns in front that the text does not have (CPMAnt)."""
-    own = type(model).prepare_inputs_for_generation
-    return own is not GenerationMixin.prepare_inputs_for_generation
+    return own is cache and inputs.get("inputs_embeds") is None and virtual_owner(model) is None

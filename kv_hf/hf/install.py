@@ -31,10 +31,9 @@ from . import dispatch
 from .asked import WITHOUT_NAME, asked_name
 from .devices import execution_devices
 from .graph_choice import Generation, decide, refuse_growing, with_room
-from .history import expect_drafts
 from .latent import prepare_latents, restore_expansion, watch_latents
 from .models import restore_attention, use_paged_attention
-from .prefix import share_prefill
+from .prefix import expect_drafts, share_prefill
 from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
 from .step_graph import call_graphs, want_graphs

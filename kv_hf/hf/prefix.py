@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation.utils import GenerationMixin
 
-from ..cache.identity import adapters_of, drops_numbers
+from ..cache.identity import ModelId, adapters_of, drops_numbers
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache, paged_halves
 from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
 from ..notices import warn_once
-from .history import Text
+from .history import Text, comes_from_ids
 from .virtual_tokens import virtual_tokens_in_pages
-from .whole_call import Answer, expect_answer
+from .whole_call import note_at_end
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
@@ -68,79 +69,60 @@ def read_prompt(
 
 
 def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap GenerationMixin._prefill: known prefixes are attached before it, new pages kept behind it."""
+    """Wrap GenerationMixin._prefill: texts are compared and noted, known prefixes attached before it, new pages kept after it."""
 
     def prefill(
         self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        def run(ids: torch.Tensor) -> Any:
+            return original(self, ids, generation_config, model_kwargs, *args, **kwargs)
+
         cache: Any = model_kwargs.get("past_key_values")
-        own, _ = paged_halves(cache)
+        halves = [half for half in paged_halves(cache) if half is not None]
+        own = halves[0] if halves else None
         if own is None:
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            return run(input_ids)
         text = Text.of(self, cache, own, input_ids, generation_config, model_kwargs)
         text.check()
         note_origin(self, own)
-        text.note()
-        try:
-            with own.reading_everything():
-                return fill(
-                    self,
-                    cache,
-                    own,
-                    text,
-                    input_ids,
-                    generation_config,
-                    model_kwargs,
-                    *args,
-                    **kwargs,
-                )
-        except BaseException:
-            own.note_prompt(None)  # which columns of it the cache holds is not known
-            raise
-
-    def fill(
-        self: Any, cache: Any, own: Any, text: Text, input_ids: torch.Tensor, generation_config: Any,
-        model_kwargs: dict[str, Any], *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        store, prompt = own.prefix_store, None
-        if store is not None and not own.get_seq_length():
-            prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
-        if store is None or prompt is None:
-            with virtual_tokens_in_pages(self, cache):
-                outputs = original(
-                    self, input_ids, generation_config, model_kwargs, *args, **kwargs
-                )
-            _end_prefill(cache)
-            text.check_columns()
-            return outputs
-        space = _space_of(self, own, store)
-        own.note_space(space)
-        chunk = getattr(generation_config, "prefill_chunk_size", None)
-        skipped = attach_prefix(self, own, prompt, space, chunk)
-        try:
-            outputs = original(
-                self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
-            )
-        except BaseException:
-            # where no layer has run, what is known of this prompt must not stay
-            if not any(layer.seen for layer in own.paged_layers):
-                own.reset()
-            raise
-        store.add(own, prompt.rows, space)
-        if store.keep_answers:
-            expect_answer(Answer(own, prompt.padding))
-        _end_prefill(cache)
+        with own.reading_everything():
+            prompt = None
+            if own.prefix_store is not None and not text.seen:
+                prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
+            if prompt is None:
+                with virtual_tokens_in_pages(self, cache):
+                    outputs = run(input_ids)
+            else:
+                outputs = _share(self, own, prompt, generation_config, input_ids, run)
+        for half in halves:
+            half.end_prefill()
+        front = text.note()
+        if front is not None:
+            note_at_end(own, front, prompt is not None and own.prefix_store.keep_answers)
         return outputs
 
     return prefill
 
 
-def _end_prefill(cache: Any) -> None:
-    """Tell the paged halves of `cache` that the prefill is over."""
-    for half in paged_halves(cache):
-        if half is not None:
-            half.end_prefill()
+def _share(
+    model: Any, cache: PagedCache, prompt: Prompt, generation_config: Any, input_ids: torch.Tensor, run: Callable[..., Any],
+) -> Any:  # fmt: skip
+    """Run the prefill behind what the store of an empty cache knows of `prompt`; keep its pages."""
+    store: Any = cache.prefix_store
+    space = _space_of(model, cache, store)
+    cache.note_space(space)
+    chunk = getattr(generation_config, "prefill_chunk_size", None)
+    skipped = attach_prefix(model, cache, prompt, space, chunk)
+    try:
+        outputs = run(input_ids[:, skipped:])
+    except BaseException:
+        # where no layer has run, what is known of this prompt must not stay
+        if not cache.forward.arrived:
+            cache.reset()
+        raise
+    store.add(cache, prompt.rows, space)
+    return outputs
 
 
 def _prompt_to_share(
@@ -197,20 +179,34 @@ def common_tokens(rows: Sequence[Sequence[int]], page_size: int, sink_tokens: in
     return list(shortest[:end]) if pages else []
 
 
-def note_origin(model: Any, cache: PagedCache) -> None:
-    """Note in `cache` by which adapters its next tokens are computed, and in which space of its store.
+def note_origin(model: Any, cache: Any) -> None:
+    """Note in `cache` by which model its next tokens are computed, and in which space of its store.
 
-    Raises: CacheMismatchError where a loaded cache was saved with other adapters.
+    Raises: CacheMismatchError where another model has filled it.
     """
     seen = cache.get_seq_length()
     started = not isinstance(seen, int) or seen > 0  # a preallocated cache counts on the device
     if not started:
         cache.forget_origin()
-    cache.note_adapters(adapters_of(model))
-    if started and cache.prefix_store is not None:
+    cache.note_model(ModelId.of(model))
+    store = cache.prefix_store
+    if started and store is not None:
         tokens_alone = more_than_tokens(model) is None
-        store = cache.prefix_store
         cache.note_space(_space_of(model, cache, store) if tokens_alone else None)
+
+
+def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:
+    """Prepare a cache for assisted decoding, which has no prefill of its own: the text is noted at the end of the call.
+
+    Args:
+        cache, own: as `Text.of` takes them.
+        inputs: of the model.
+    Raises: CacheMismatchError where another model has filled the cache.
+    """
+    note_origin(model, own)
+    own_loop = type(model)._assisted_decoding is GenerationMixin._assisted_decoding
+    if own_loop and comes_from_ids(model, cache, own, inputs) and not own.get_seq_length():
+        note_at_end(own, 0)
 
 
 def _space_of(model: Any, cache: PagedCache, store: PrefixStore) -> str:

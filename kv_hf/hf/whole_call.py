@@ -1,97 +1,67 @@
 """One call of generate() as a whole: what is said while it streams waits, and the tokens that it made are noted and kept."""
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..bridge.masks import within_generate
-from ..cache.paged_cache import paged_halves
 from ..notices import held_back
 from .asked import with_hint
 
+# of the call that runs: caches that it fills, the columns in front of its text, and whether a store keeps its answer
+_filled: ContextVar[list[tuple[Any, int, bool]] | None] = ContextVar("kv_hf_filled", default=None)
 
-@dataclass(frozen=True)
-class Answer:
-    """A cache whose generated tokens its prefix store is to keep when the call ends.
 
-    Attributes:
-        cache: a PagedCache that began empty in this call.
-        padding: columns of left padding of each row.
+def note_at_end(cache: Any, columns_in_front: int, kept: bool = False) -> None:
+    """Have the call of generate() that runs now note the tokens that it makes in `cache`.
+
+    Args:
+        columns_in_front: of the text that the call is given.
+        kept: whether the tokens go into the cache's store too.
     """
-
-    cache: Any
-    padding: Sequence[int]
-
-
-_answers: ContextVar[list[Answer] | None] = ContextVar("kv_hf_answers", default=None)
-
-
-def expect_answer(answer: Answer) -> None:
-    """Have the call of generate() that runs now add the tokens that it makes to the store of `answer.cache`."""
-    expected = _answers.get()
-    if expected is not None:
-        expected.append(answer)
+    filled = _filled.get()
+    if filled is not None:
+        filled.append((cache, columns_in_front, kept))
 
 
 def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap GenerationMixin.generate."""
-    place = list(inspect.signature(original).parameters).index("streamer") - 1
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        streamer = args[place] if len(args) > place else kwargs.get("streamer")
-        if streamer is None:
-            return _generate(original, self, *args, **kwargs)
-        with held_back():
-            return _generate(original, self, *args, **kwargs)
+        filled: list[tuple[Any, int, bool]] = []
+        before = _filled.set(filled)
+        try:
+            streams = kwargs.get("streamer") is not None
+            with held_back() if streams else nullcontext(), within_generate():
+                result = original(self, *args, **kwargs)
+        except ValueError as error:
+            told = with_hint(error)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            _filled.reset(before)
+        made = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
+        # what code of others made of a text is not taken for what it is
+        if isinstance(made, torch.Tensor) and kwargs.get("custom_generate") is None:
+            for cache, front, kept in filled:
+                if made.ndim == 2 and made.shape[0] == cache.num_rows:
+                    cache.note_text(made, front, int(cache.get_seq_length()))
+                    if kept:
+                        _keep(cache)
+        return result
 
     return generate
 
 
-def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    expected: list[Answer] = []
-    before = _answers.set(expected)
-    try:
-        with within_generate():
-            result = original(model, *args, **kwargs)
-    except ValueError as error:
-        told = with_hint(error)
-        if told is error:
-            raise
-        raise told from error
-    finally:
-        _answers.reset(before)
-    made = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
-    given = kwargs.get("past_key_values")
-    cache = getattr(result, "past_key_values", None) if given is None else given
-    own, _ = paged_halves(cache)
-    # what code of others made of a text is not taken for what it is
-    known = None if kwargs.get("custom_generate") is not None else made
-    if own is not None:
-        _note(own, known)
-    for answer in expected:
-        if answer.cache is not own:
-            _note(answer.cache, known)
-        _keep(answer)
-    return result
-
-
-def _note(cache: Any, made: torch.Tensor | None) -> None:
-    held = 0 if cache.token_ids is None else int(cache.get_seq_length())  # may wait for the device
-    cache.note_generated(made, held)
-
-
-def _keep(answer: Answer) -> None:
-    """Add the text that a cache holds to its store, as far as it is known."""
-    cache = answer.cache
-    if cache.token_ids is None or cache.known_columns < cache.get_seq_length():
-        return
-    rows = cache.token_ids[:, : cache.known_columns].tolist()
-    cache.prefix_store.add(
-        cache, [row[start:] for row, start in zip(rows, answer.padding, strict=True)]
-    )
+def _keep(cache: Any) -> None:
+    """Add the text that a cache holds to its store, where all of it is known."""
+    seen = cache.get_seq_length()
+    if cache.known_columns == seen:
+        rows = zip(cache.token_ids[:, :seen].tolist(), cache.held_rows(), strict=True)
+        cache.prefix_store.add(cache, [ids[seen - held.tokens :] for ids, held in rows])

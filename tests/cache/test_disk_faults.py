@@ -157,7 +157,7 @@ def some(seen):
 def test_every_call_of_a_saving_may_fail(make, tmp_path):
     begin = make("cache")
     seen = places_of(tmp_path, begin)
-    assert {"open", "write", "fsync", "close", "fchmod", "replace"} <= set(seen)
+    assert {"open", "write", "fsync", "close", "chmod", "replace"} <= set(seen)
     assert check_errors(tmp_path, begin, some(seen), (errno.ENOSPC, errno.EIO)) >= 12
     check_errors(tmp_path, begin, some(seen), (errno.ENOSPC,), lasting=True)
 
@@ -171,13 +171,13 @@ def test_a_saving_may_be_killed_at_every_call(make, tmp_path):
 def test_calls_of_a_conversion_may_fail(make, tmp_path):
     begin = make("conversion")
     seen = places_of(tmp_path, begin)
-    assert {"open", "write", "fsync", "close", "rename", "mkdir"} <= set(seen)
-    assert check_errors(tmp_path, begin, some(seen), (errno.ENOSPC,)) >= 8
+    assert {"fsync", "close", "rename", "mkdir"} <= set(seen)
+    assert check_errors(tmp_path, begin, some(seen), (errno.ENOSPC,)) >= 6
 
 
 def test_a_conversion_may_be_killed_at_calls(make, tmp_path):
     begin = make("conversion")
-    assert check_kills(tmp_path, begin, some(places_of(tmp_path, begin))[::2]) >= 6
+    assert check_kills(tmp_path, begin, some(places_of(tmp_path, begin))[::2]) >= 4
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_faults_reach_the_calls_that_they_count(tmp_path):
         files.replace_text(tmp_path / "file", "text")
 
     writing = ["open", "close", "open", "write", "fsync", "close", "replace"]
-    assert calls_of(tmp_path, work) == [*writing, "close", "fsync", "close"]
+    assert calls_of(tmp_path, work) == [*writing, "close", "unlink", "fsync", "close"]
     assert killed_at(tmp_path, 0, work) and not killed_at(tmp_path, 99, work)
     with faults(tmp_path, 3, failing(errno.EIO)), pytest.raises(OSError, match="Input/output"):
         work()

@@ -14,11 +14,10 @@ from torch import nn
 import kv_hf
 from kv_hf.cache.identity import (
     WHOLE,
+    ModelId,
     Weight,
-    digests,
+    described,
     drops_numbers,
-    fingerprint,
-    model_state,
     sample,
     weights_of,
 )
@@ -64,32 +63,32 @@ def test_sample_of_a_turned_matrix_is_that_of_its_copy():
     [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64],
     ids=str,
 )  # fmt: skip
-def test_digests_read_numbers_of_every_dtype(dtype):
+def test_described_reads_numbers_of_every_dtype(dtype):
     tensor = matrix(200, 100).to(dtype)
-    before = next(digests([Weight("any", tensor)]))[1]
-    assert before is not None
+    before = described([Weight("any", tensor)])
+    assert not before["any"].endswith("-")
     tensor.view(torch.uint8)[3].bitwise_xor_(1)
-    assert next(digests([Weight("any", tensor)]))[1] != before
+    assert described([Weight("any", tensor)]) != before
 
 
 @pytest.mark.parametrize("line", ["row", "column"])
-def test_fingerprint_finds_a_line_written_through_data(line):
+def test_described_finds_a_line_written_through_data(line):
     model = nn.Linear(400, 300)
     weights = weights_of(model)
-    before = fingerprint(weights)
-    assert fingerprint(weights_of(model)) == before
+    before = described(weights)
+    assert described(weights_of(model)) == before
     data = model.weight.data if line == "row" else model.weight.data.T
     data[77] *= 1.001
-    assert fingerprint(weights) != before
+    assert described(weights) != before
 
 
-def test_fingerprint_finds_a_single_number_that_torch_counts():
+def test_described_finds_a_single_number_that_torch_counts():
     """Between the samples only the count of writes tells."""
     model = nn.Linear(400, 300)
-    before = fingerprint(weights_of(model))
+    before = described(weights_of(model), places=True)
     with torch.no_grad():
         model.weight[1, 5] += 1
-    assert fingerprint(weights_of(model)) != before
+    assert described(weights_of(model), places=True) != before
 
 
 def test_weights_of_takes_tied_tensors_once_and_buffers_too():
@@ -225,11 +224,11 @@ def test_a_hook_on_all_modules_has_prefixes_of_its_own():
 def test_dropout_that_is_a_number_is_not_shared_in_training():
     """Llama's attention_dropout is no module: pages filled under it were found again in eval mode."""
     model, store = make_model("llama", attention_dropout=0.5).train(), kv_hf.PrefixStore()
-    training = model_state(model).space
+    training = ModelId.for_store(model).space
     with pytest.warns(kv_hf.KVCacheWarning, match="drops numbers at random"):
         run(model, ROWS, store)
     model.eval()
-    assert model_state(model).space != training
+    assert ModelId.for_store(model).space != training
     check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
     assert store.stats().rows_hit == 0
     model.model.layers[0].self_attn.train()
@@ -253,9 +252,9 @@ def test_dropout_in_training_is_not_shared_and_says_so():
 def test_state_of_a_copy_is_that_of_the_model():
     model = make_model("llama")
     copied = copy.deepcopy(model)
-    assert model_state(model).space == model_state(copied).space
-    pairs = zip(digests(weights_of(model)), digests(weights_of(copied)), strict=True)
-    assert all(one[1] == other[1] for one, other in pairs)
+    assert ModelId.for_store(model).space == ModelId.for_store(copied).space
+    assert described(weights_of(model)) == described(weights_of(copied))
+    assert ModelId.of(model).difference(ModelId.of(copied)) is None
 
 
 # -- offloaded weights -----------------------------------------------------------------------------------------

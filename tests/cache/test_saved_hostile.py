@@ -131,7 +131,7 @@ def test_a_pipe_is_refused_without_waiting_for_it(model, tmp_path):
         kv_hf.PagedCache.load(tmp_path / "pipe", model)
 
 
-@pytest.mark.parametrize("version", ["2", "4", None])
+@pytest.mark.parametrize("version", ["3", "5", None])
 def test_another_file_version_is_refused(saved, model, path, version):
     header, description, tensors = split(saved)
     header["__metadata__"].update(version=version or "", kv_hf="9.9")
@@ -257,16 +257,26 @@ def set_at(*where):
         (set_at("options", "shell", "true"), "shell"),
         (set_at("options", ["keys"]), "Input should be an object"),
         (set_at("model", None), "Input should be an object"),
-        (set_at("model", "config", 1), "model's config"),
-        (set_at("model", "signature", {}), "model_type"),
-        (set_at("model", "adapters", None), "model's adapters"),
-        (set_at("model", "adapters", "active", "tuned"), "model's adapters"),
-        (set_at("model", "adapters", "active", [["tuned"]]), "model's adapters"),
+        (set_at("model", "sizes", 1), "model.sizes"),
+        (
+            set_at("model", "sizes", "hidden_size", 4),
+            "hidden_size=4, this model has hidden_size=64",
+        ),
+        (set_at("model", "adapters", None), "by which adapters and weights"),
+        (set_at("model", "weights", None), "by which adapters and weights"),
+        (set_at("model", "buffers", [1.0]), "model.buffers"),
+        (
+            set_at("model", "buffers", "model.rotary_emb.full_attention_inv_freq", ["1"]),
+            "model.buffers",
+        ),
+        (set_at("model", "adapters", "active", "tuned"), "model.adapters.active"),
+        (set_at("model", "adapters", "active", [["tuned"]]), "model.adapters.active"),
         (set_at("model", "adapters", "active", ["x" * 5000]), "saved with adapter"),
         (set_at("model", "adapters", "settings", "0"), "settings of these adapters differ"),
-        (set_at("model", "adapters", "more", 1), "model's adapters"),
-        (set_at("model", "weights", {}), "other parameters"),
-        (set_at("model", "weights", "model.norm.weight", 5), "model.norm.weight differs"),
+        (set_at("model", "adapters", "more", 1), "model.adapters.more"),
+        (set_at("model", "weights", {}), "embed_tokens.weight differs .'none' there"),
+        (set_at("model", "weights", "model.norm.weight", 5), "model.weights"),
+        (set_at("model", "weights", "model.norm.weight", "5"), "model.norm.weight differs"),
     ],
 )
 def test_forged_descriptions_are_refused(saved, model, path, change, match):

@@ -249,5 +249,5 @@ def test_whatever_happens_while_it_writes_leaves_nothing_behind(
     monkeypatch.setattr(convert, "save_file", failing)
     before = digest(tmp_path)
     with pytest.raises(kv_hf.ConversionError if isinstance(error, OSError) else type(error)):
-        kv_hf.convert_to_gqa(source, tmp_path / "a" / "new", 2)
-    assert digest(tmp_path) == before and not (tmp_path / "a").exists()
+        kv_hf.convert_to_gqa(source, tmp_path / "new", 2)
+    assert digest(tmp_path) == before and not (tmp_path / "new").exists()

@@ -411,7 +411,9 @@ def test_generate_refuses_a_loaded_cache_under_another_adapter(saved):
     path, model, text = saved
     cache = kv_hf.PagedCache.load(path, model)
     model.set_adapter("b")
-    with pytest.raises(kv_hf.CacheMismatchError, match="saved with adapter 'a' .* has adapter 'b'"):
+    with pytest.raises(
+        kv_hf.CacheMismatchError, match="filled with adapter 'a' .* has adapter 'b'"
+    ):
         go_on(model, cache, text)
     model.set_adapter("a")
     go_on(model, cache, text)

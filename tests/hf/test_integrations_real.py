@@ -6,7 +6,7 @@ import transformers
 from measure.models.packaged import resolve_model
 
 import kv_hf
-from kv_hf.cache.identity import fingerprint, weights_of
+from kv_hf.cache.identity import described, weights_of
 from kv_hf.texts import load_text
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def test_adapters_stores_and_saved_caches(plain, tokenizer, tmp_path):
     assert store.stats().rows_hit == before
 
 
-def test_fingerprint_finds_rows_columns_and_heads_but_not_every_single_number(path):
+def test_described_finds_rows_columns_and_heads_but_not_every_single_number(path):
     """What docs/serving.md promises, and what it does not."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     weights = model.model.layers[7]
@@ -90,15 +90,15 @@ def test_fingerprint_finds_rows_columns_and_heads_but_not_every_single_number(pa
         weights.input_layernorm.weight.data[17:18],
         model.get_input_embeddings().weight.data[12345],
     ]
-    before = fingerprint(weights_of(model))
+    before = described(weights_of(model))
     for part in parts:
         kept = part.clone()
         part.mul_(1.5).add_(0.01)
-        assert fingerprint(weights_of(model)) != before
+        assert described(weights_of(model)) != before
         part.copy_(kept)
-        assert fingerprint(weights_of(model)) == before
+        assert described(weights_of(model)) == before
     weights.mlp.up_proj.weight.data[5, 5] += 1  # between the samples, and torch does not count it
-    assert fingerprint(weights_of(model)) == before
+    assert described(weights_of(model)) == before
     with torch.no_grad():
         weights.mlp.up_proj.weight[5, 5] += 1  # torch counts it
-    assert fingerprint(weights_of(model)) != before
+    assert described(weights_of(model)) != before

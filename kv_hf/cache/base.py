@@ -19,8 +19,8 @@ from ..bridge.mask_watch import MaskWatch
 from ..checks import check_int
 from ..config import CacheConfig, shows_options
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
-from ..pages.arena import PageArena
-from ..pages.host_heap import PrefillWatch
+from ..pages.cpu_memory import PrefillWatch
+from ..pages.storage import PageArena
 from ..printable import short
 from ..spec import MemoryReport
 from .identity import model_mark

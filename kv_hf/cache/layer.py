@@ -9,10 +9,9 @@ from transformers.cache_utils import DynamicLayer
 from ..backends.inputs import PagedKV
 from ..bridge.lazy_kv import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
 from ..errors import InterruptedForwardError
-from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..pages.step import Step
-from ..pages.storage import PageStorage
+from ..pages.storage import PageArena, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .model_shape import removed_by_crop

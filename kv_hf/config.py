@@ -170,13 +170,11 @@ class CacheConfig:
             that one or raises ("triton", "c", "sdpa", "reference").
         cross_attention: of encoder-decoder models: "exact" keeps the encoder's keys and values as transformers
             does, "same" stores them in pages of the formats above.
-        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in a temporary
-            file; None keeps all on the device.
+        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in temporary
+            files; None keeps all on the device.
         device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers (and, where steps read a
             part, indexes) included. With offload and without a budget as little as possible lies there.
-        device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
-            counts once for every layer.
-        offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.
+        offload_dir: folder of the files of offload="disk"; None takes the system's folder for temporary files.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
             None takes that of `keys`.
         latent_group_size: numbers of a latent that share a scale (8 bits); must divide kv_lora_rank.
@@ -213,7 +211,6 @@ class CacheConfig:
     cross_attention: str = _option("exact", _choice("exact", "same"), "request")
     offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
-    device_pages: int | None = _option(None, _or_none(_whole(1)), "local", "call")
     offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
     latent: str | None = _option(None, _or_none(_format_of("latent")), "request")
     latent_group_size: int | None = _option(None, _GROUP, "request")
@@ -233,7 +230,6 @@ class CacheConfig:
             self._check_apart(name, "max_length", why)
         self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
         self._check_apart("offload", "prefix_store", "whose pages many caches read at once")
-        self._check_apart("device_bytes", "device_pages", "which gives the same budget")
         self._check_apart("read_tokens", "read_share", "which bounds the same")
         if self.key_group_size is not None and self.page_size % self.key_group_size:
             raise CacheOptionError(
@@ -277,12 +273,11 @@ class CacheConfig:
                 )
 
     def _check_offload(self) -> None:
-        for name in ("device_bytes", "device_pages"):
-            if self._gives(name) and self.offload is None:
-                raise CacheOptionError(
-                    f"{name}={getattr(self, name)} needs offload='cpu' or 'disk': without it all pages stay on the device; "
-                    "use max_pages to bound them"
-                )
+        if self.device_bytes is not None and self.offload is None:
+            raise CacheOptionError(
+                f"device_bytes={self.device_bytes} needs offload='cpu' or 'disk': without it all pages stay on the device; "
+                "use max_pages to bound them"
+            )
         if self.offload_dir is not None and self.offload != "disk":
             raise CacheOptionError(
                 f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"

@@ -18,9 +18,9 @@ from ..bridge.handles import view_of, warn_dense
 from ..checks import check_int
 from ..config import CacheConfig, shows_options
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
-from ..pages.arena import PageArena
+from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadArena
-from ..pages.host_heap import PrefillWatch
+from ..pages.storage import PageArena
 from ..printable import short
 from ..spec import MemoryReport
 from .identity import ModelId

@@ -14,11 +14,10 @@ from transformers.cache_utils import (
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
-from ..pages.arena import PageArena
-from ..pages.device_budget import DeviceBudget
 from ..pages.forward import Forward
 from ..pages.offload import OffloadArena
 from ..pages.rows import Rows, RowSizes
+from ..pages.storage import PageArena
 from ..read_budget import ReadBudget
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
@@ -212,9 +211,8 @@ def make_arena(options: CacheConfig) -> PageArena:
     """Return the arena that `options` ask for."""
     if options.offload is None:
         return PageArena(options.max_pages)
-    budget = DeviceBudget(options.device_pages, options.device_bytes)
     folder = None if options.offload_dir is None else str(options.offload_dir)
-    return OffloadArena(options.max_pages, options.offload, budget, folder)
+    return OffloadArena(options.max_pages, options.offload, options.device_bytes, folder)
 
 
 def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageArena:

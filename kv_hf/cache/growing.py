@@ -99,7 +99,7 @@ def make_room(
         for layer in layers
         if layer.store is None
     }
-    arena.settle(capacities, slots, expected)
+    arena.make_room(capacities, slots, expected)
 
 
 def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: Rows) -> bool:

@@ -9,11 +9,10 @@ from transformers.cache_utils import DynamicLayer
 from ..backends.inputs import PagedKV
 from ..bridge.handles import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
 from ..errors import CacheOptionError, InterruptedForwardError
-from ..pages.arena import PageArena
 from ..pages.forward import Forward
 from ..pages.rows import Rows
 from ..pages.step import Step
-from ..pages.storage import PageStorage
+from ..pages.storage import PageArena, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .state import LayerState, StateTensors

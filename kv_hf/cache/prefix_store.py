@@ -13,9 +13,9 @@ from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import Format, get_format
 from ..geometry import page_start
 from ..notices import warn_once
-from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
+from ..pages.storage import PageArena
 from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId

@@ -27,13 +27,11 @@ from ..errors import (
 )
 from ..formats import ATTENTION_NAME
 from ..pages import moved
-from ..pages.arena import PageArena
 from ..pages.forward import Forward
 from ..pages.rows import RowsState
 from ..pages.persistent import persistent_tensors
 from ..pages.static_table import WORKING, StaticStep, StaticTable
-from ..pages.storage import PageStorage, Pair
-from ..pages.widened import Wider
+from ..pages.storage import PageArena, PageStorage, Pair, Wider
 from ..spec import MemoryReport, PageSpec
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs

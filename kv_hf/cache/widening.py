@@ -11,10 +11,8 @@ from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once
 from ..pages import moved
-from ..pages.arena import PageArena
 from ..pages.step import SealJobs
-from ..pages.storage import PageStorage, Pair
-from ..pages.widened import Wider, rewritten
+from ..pages.storage import PageArena, PageStorage, Pair, Wider, rewritten
 from ..quant.strain import Sample, Strain, usual_damage
 from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats

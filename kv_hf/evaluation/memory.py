@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..cache.paged_cache import PagedCache
 from ..checks import check_choice, check_int
 from ..hf.models import use_paged_attention
-from ..pages.host_heap import trim_heap
+from ..pages.cpu_memory import trim_heap
 from ..texts import longest_context
 from .accuracy import check_finite, last_logits
 from .caches import CacheKind, cache_kind, check_runs, held_bytes

@@ -1,64 +1,534 @@
-"""Pages beyond a device budget live outside: in pinned host memory, or in a mapped file.
+"""Pages beyond a device budget are offloaded: to pinned host memory, or to mapped files.
 
-A layer's pages are either all on the device, as in an ordinary cache, or all outside; device_budget.py decides, and
-a layer that has left does not come back before the cache is reset. Sealed pages are written outside piece by piece
-and read through staging buffers (staging.py), which all caches of an arena share.
+Every step of full attention reads all pages, so what was used last says nothing about what to keep on the device. So a
+layer's pages are either all there, as in an ordinary cache, or all offloaded; a layer that has left does not come back
+before the cache is reset. One that stays costs no copy at all, and the layers that leave lie far apart, so that the copies of
+one have the computation of several to hide behind. Pages are written to their place some at a time, and read through staging
+buffers (staging.py), which all caches of an arena share.
 """
 
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..errors import CacheOptionError
-from ..spec import PageSpec
-from .arena import PageArena
-from .copy_stream import CopyStream, lane_for
-from .device_budget import Demand, DeviceBudget, Split
-from .host_memory import HostMemory
-from .mapped_file import MappedFile
-from .offload_storage import OffloadedStorage
+from ..errors import CacheOptionError, DeviceBudgetError
+from ..page_summary import RANGED_PAGES, Summary, part_bytes, part_fields, spread, summary_of
+from ..quant.codec import decode
+from ..quant.page_parts import part_of, words_to_read
+from ..spec import PageFields, PageSpec, SideSpec
+from .host_memory import DiskMemory, HostMemory, Run, runs_of
 from .persistent import persistent_tensors
-from .slab import carved_bytes
-from .staging import SlotPlan, Staging
-from .step import TableView
-from .storage import PageStorage
+from .staging import Copies, SlotPlan, Staging
+from .step import SealJobs, TableView
+from .storage import (
+    PageArena,
+    PageStorage,
+    Pair,
+    ReadablePages,
+    Sides,
+    SideStorage,
+    carve,
+    carved_bytes,
+    empty_fields,
+)
 
+SEAL_PAGES = 8  # pages that are encoded, or moved, at a time on their way to host memory
+LEAST_PAGES = 8  # that a layer has room for in host memory
 PLANS = 8  # slot plans that are kept: one for each group of the caches in use
 
 
+# -- who stays under a budget ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The bytes of one layer's pages.
+
+    Attributes:
+        capacity: pages that storage has room for.
+        slots: most pages that one batch reads.
+        index: whether steps choose among the pages, by an index that stays on the device while they are offloaded.
+    """
+
+    spec: PageSpec
+    device: torch.device
+    capacity: int
+    slots: int
+    index: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.capacity * self.spec.page_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes on the device for pages that are offloaded."""
+        return self.capacity * part_bytes(self.spec.keys) if self.index else 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """The layers that stay and the layers that leave.
+
+    Attributes:
+        offloaded: layers whose pages leave.
+        staging: bytes of one staging buffer, by device.
+    """
+
+    offloaded: frozenset[int] = frozenset()
+    staging: Mapping[torch.device, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, demands: Mapping[int, Demand], offloaded: Iterable[int]) -> "Split":
+        """Return the split in which these layers leave."""
+        staging: dict[torch.device, int] = {}
+        for one in (demands[layer] for layer in offloaded):
+            size = carved_bytes(one.spec, one.slots)
+            staging[one.device] = max(staging.get(one.device, 0), size)
+        return cls(frozenset(offloaded), staging)
+
+    def on_device(self, demands: Mapping[int, Demand], buffers: int) -> int:
+        """Return the bytes on devices at most.
+
+        Counted are the pages that stay, the largest layer among them once more (it exists twice while it grows),
+        `buffers` staging buffers for the largest layer that leaves, the indexes of the layers that leave (the largest
+        once more as well), and the pages that are being sealed.
+        """
+        staying = [one.nbytes for layer, one in demands.items() if layer not in self.offloaded]
+        leaving = [one for layer, one in demands.items() if layer in self.offloaded]
+        indexes = [one.index_bytes for one in leaving]
+        sides = (side for one in leaving for side in one.spec.sides)
+        sealing = max((one.payload_bytes + one.scale_bytes for one in sides), default=0)
+        transient = max([*staying, *indexes, SEAL_PAGES * sealing])
+        return sum(staying) + sum(indexes) + transient + buffers * sum(self.staging.values())
+
+
+def split_layers(
+    demands: Mapping[int, Demand],
+    device_bytes: int | None,
+    buffers: int,
+    already: Iterable[int] = (),
+) -> Split:
+    """Choose who leaves; layers that are offloaded `already` stay so.
+
+    Args:
+        device_bytes: of sealed pages on the device at most; None: as few as possible.
+        buffers: staging buffers of each device.
+    Raises: DeviceBudgetError when not even one layer at a time fits.
+    """
+    split = Split.of(demands, demands if device_bytes is None else set(already) & set(demands))
+    if device_bytes is None:
+        return split
+    waiting = _leaving_order(demands)
+    while (needed := split.on_device(demands, buffers)) > device_bytes and waiting:
+        split = Split.of(demands, split.offloaded | {waiting.pop(0)})
+    if needed <= device_bytes:
+        return split
+    slots = max(demand.slots for demand in demands.values())
+    indexes = sum(demand.index_bytes for demand in demands.values())
+    index = (
+        f", the index of all pages that a step chooses from, {indexes:,} bytes" if indexes else ""
+    )
+    raise DeviceBudgetError(
+        f"device_bytes={device_bytes} is too small for this text: reading one layer at a time needs device_bytes={needed} "
+        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages{index}, and {SEAL_PAGES} pages that are being "
+        "sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text or a smaller format"
+    )
+
+
+def _leaving_order(demands: Mapping[int, Demand]) -> list[int]:
+    """Return the layers in the order in which they leave: the largest first, equal ones far apart."""
+    layers = sorted(demands)
+    width = max(1, (len(layers) - 1).bit_length())
+    scattered = {layer: int(f"{at:0{width}b}"[::-1], 2) for at, layer in enumerate(layers)}
+    return sorted(layers, key=lambda layer: (-demands[layer].nbytes, scattered[layer]))
+
+
+# -- one layer -------------------------------------------------------------------------------------------------------
+
+
+class PageIndex:
+    """What a choice of pages reads of one layer's keys, on the device, while the pages themselves are offloaded.
+
+    Of every page the words of its codes that are read, and what says the middle of the rest (page_summary.part_fields):
+    about a quarter of the keys, and nothing of the values. It is filled when a step is about to choose, with those pages
+    that it lacks: sealing, cropping and loading only have pages forgotten, if anything.
+
+    Args:
+        spec: of the keys.
+        device: where kernels choose.
+    Attributes:
+        fields: tensors of page_summary.part_fields, by page id; pages that are not held are zero or stale.
+        words: [heads, words], int32: which words of a token's codes, by the first pages; None: all of them.
+    """
+
+    def __init__(self, spec: SideSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.fields = self._room(0)
+        self.words: torch.Tensor | None = None
+        self._held: set[int] = set()
+        self._covered: torch.Tensor | None = None  # a table all of whose pages are held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for pages."""
+        return self.fields.room * part_bytes(self.spec)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Note that other tokens lie in these pages now."""
+        self._held.difference_update(pages)
+        self._covered = None
+
+    def cover(
+        self,
+        table: torch.Tensor,
+        pages: Sequence[int],
+        capacity: int,
+        take: Callable[[Sequence[int]], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Hold all pages of a table.
+
+        Args:
+            table: the block table, by which the pages are known the next time.
+            pages: its pages, each once.
+            capacity: pages to have room for.
+            take: returns copies of whole pages of keys, [n, ..] by field name; called for some pages at a time.
+        """
+        if table is self._covered and capacity <= self.fields.room:
+            return
+        with persistent_tensors():
+            if capacity > self.fields.room:  # for a moment the index exists twice
+                old, new = self.fields, self._room(capacity)
+                for name, tensor in old.items():
+                    new[name][: len(tensor)] = tensor
+                self.fields = new
+            if pages and self.words is None and summary_of(self.spec) != Summary.ALL_CHANNELS:
+                sample = take([pages[place] for place in spread(RANGED_PAGES, len(pages))])
+                self.words = words_to_read(sample, self.spec)
+            missing = [page for page in pages if page not in self._held]
+            for first in range(0, len(missing), SEAL_PAGES):
+                some = missing[first : first + SEAL_PAGES]
+                part = part_of(take(some), self.words, self.spec)
+                for name, tensor in self.fields.items():
+                    tensor[some] = part[name]
+                self._held.update(some)
+        self._covered = table
+
+    def _room(self, pages: int) -> PageFields:
+        shapes = part_fields(self.spec).items()
+        with persistent_tensors():
+            return PageFields(
+                {
+                    name: torch.zeros((pages, *shape), dtype=dtype, device=self.device)
+                    for name, (shape, dtype) in shapes
+                }
+            )
+
+
+class OffloadedSide(SideStorage):
+    """One side of an OffloadedStorage.
+
+    Attributes:
+        host: the memory that `fields` lie in; None while they are on the device.
+        index: what choices among offloaded pages read, from the first choice on; of keys alone.
+    """
+
+    host: HostMemory | None = None
+    index: PageIndex | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy fields out of host memory: where the pickle is read, they leave the device once more."""
+        if self.host is None:
+            return super().__getstate__()
+        fields = empty_fields(self.spec, self.capacity, torch.device("cpu"))
+        self.host.fetch(self.fields, [(0, 0, self.capacity)], fields)
+        return {**vars(self), "fields": fields, "host": None, "index": None, "_mapped": {}}
+
+    def leave(self, host: HostMemory, fields: PageFields) -> None:
+        """Lie in these fields of host memory from now on, which contain the pages so far."""
+        self.host, self.fields, self._mapped = host, fields, {}
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated on the device, by tensor name."""
+        return super().nbytes if self.host is None else dict.fromkeys(self.fields, 0)
+
+    def take(
+        self, pages: Sequence[int], names: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
+        if self.host is None:
+            return super().take(pages, names)
+        found = dict(empty_fields(self.spec, len(pages), self.device))
+        found = {name: found[name] for name in names or found}
+        self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
+        return found
+
+    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room.
+
+        For storage that nothing was read from yet: staging buffers are not told.
+        """
+        if self.host is None:
+            return super().put(first, field, pages)
+        self.host.store({field: pages}, [(0, first, len(pages))], self.fields)
+        self.outdate(range(first, first + len(pages)))
+
+    def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
+        if self.host is None:
+            return super().read(pages, dtype)
+        tokens = decode(self.take(pages.reshape(-1).tolist()), self.spec, dtype)
+        return tokens.reshape(*pages.shape, *tokens.shape[1:])
+
+    def outdate(self, pages: Iterable[int]) -> None:
+        """Note that other tokens lie in these pages now."""
+        if self.index is not None:
+            self.index.forget(pages)
+
+    def covering(self, table: torch.Tensor, pages: Sequence[int], capacity: int) -> PageIndex:
+        """Return the index of the pages of `table` [rows, width], with room for `capacity`; see PageIndex.cover."""
+        if self.index is None:
+            self.index = PageIndex(self.spec, self.device)
+        self.index.cover(table, pages, capacity, self.take)
+        return self.index
+
+
+class OffloadedStorage(PageStorage):
+    """Both sides of one layer's pages, on the device or in host memory.
+
+    Args:
+        arena: what the layers share; it decides which of them leave.
+    Attributes:
+        written: event behind the last write to host memory.
+    """
+
+    keys: OffloadedSide
+    values: OffloadedSide
+    side_class = OffloadedSide
+
+    def __init__(
+        self, layer_idx: int, spec: PageSpec, device: torch.device, arena: "OffloadArena"
+    ) -> None:
+        super().__init__(spec, device, arena.pages_lock)
+        self.layer_idx = layer_idx
+        self.arena = arena
+        self.written: Any = None
+        self._none_here: Sides = self.fields
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock and events; pages of host memory are written out on the CPU."""
+        self._staging.copies.wait()
+        return {**super().__getstate__(), "written": None}
+
+    @property
+    def _staging(self) -> Staging:
+        return self.arena.staging(self.device)
+
+    @property
+    def fields(self) -> Sides:
+        """The tensors of keys and of values on the device; none once they have left."""
+        return super().fields if self.values.host is None else self._none_here
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of pages in host memory or on a disk, apart from the device."""
+        return 0 if self.values.host is None else self.capacity * self.spec.page_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes on the device of what choices among offloaded pages read."""
+        return 0 if self.keys.index is None else self.keys.index.nbytes
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the pages are not on the device; out of a pickle they are on the CPU, in no host memory."""
+        return self.keys.fields["codes"].device != self.device or self.values.host is not None
+
+    @property
+    def why_not_wider(self) -> str | None:
+        """Return why these pages cannot get a wider spec: host memory and budget were planned for the one they have."""
+        return "its pages may leave the device, whose budget was planned for it"
+
+    def leave(self, capacity: int) -> None:
+        """Move all pages to host memory with room for `capacity`; where that fails nothing has changed."""
+        host, held = self.arena.host_memory(), self.capacity
+        here = self.values.host is host
+        if here and capacity <= held:
+            return
+        room = max(capacity, held, LEAST_PAGES, held + held // 4 if here else 0)
+        sides = carve(host.allocate(carved_bytes(self.spec, room)), self.spec, room)
+        for side, fields in zip((self.keys, self.values), sides, strict=True):
+            for first in range(0, held, SEAL_PAGES):
+                some = range(first, min(first + SEAL_PAGES, held))
+                host.store(side.take(some), [(0, first, len(some))], fields)
+        self.written = self._staging.copies.mark()
+        for side, fields in zip((self.keys, self.values), sides, strict=True):
+            side.leave(host, fields)
+
+    def grow(self, capacity: int, ahead: int = 0) -> None:
+        """Make room for `capacity` pages, and for no more `ahead`; pages may leave the device for it."""
+        with self.lock, persistent_tensors():
+            if self.arena.room_for(self.layer_idx) < capacity:
+                self.arena.make_room({self.layer_idx: capacity})
+            if self.has_left or self.arena.leaves(self.layer_idx):
+                self.leave(capacity)
+            else:
+                super().grow(capacity)
+
+    def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
+        """Nothing: the arena has made room on the device and in host memory before the step (OffloadArena.make_room)."""
+
+    def write_pair(
+        self,
+        kernel: Any,
+        windows: Pair,
+        new: Pair,
+        view: TableView,
+        jobs: SealJobs | None,
+        damaged: torch.Tensor,
+        launches: dict[Any, Any],
+    ) -> None:
+        """Have `kernel` append `new` to the windows, and seal pages from them, on the device or into host memory."""
+        later = jobs if self.values.host is not None else None
+        now = None if later else jobs
+        super().write_pair(kernel, windows, new, view, now, damaged, launches)
+        if later is not None:
+            self.seal_pair(kernel, windows, later, damaged, launches)
+
+    def seal_pair(
+        self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
+    ) -> None:  # fmt: skip
+        """Seal pages of both sides from `tokens` [rows, heads, slots, channels]: some at a time on their way to host memory."""
+        host = self.values.host
+        if host is None:
+            return super().seal_pair(kernel, tokens, jobs, damaged, launches)
+        pages = jobs.jobs[:, 2].tolist()
+        count = min(SEAL_PAGES, len(pages))
+        fields = tuple(empty_fields(side, count, self.device) for side in self.spec.sides)
+        slots = torch.arange(count, dtype=torch.int32, device=self.device)
+        for first in range(0, len(pages), count):
+            some = jobs.on(self.device)[first : first + count].clone()
+            some[:, 2] = slots[: len(some)]
+            kernel.seal_pair(tokens, some, fields, self.spec, damaged, {})
+            runs = runs_of(enumerate(pages[first : first + count]))
+            for side, own in zip(self.sides, fields, strict=True):
+                host.store(own, runs, side.fields)
+        self._staging.outdate(self, pages)
+        self.keys.outdate(pages)
+        self.written = self._staging.copies.mark()
+
+    def readable(self, view: TableView) -> ReadablePages:
+        """Return what kernels read of the pages of `view`; offloaded ones are fetched while they are held."""
+        with self.lock:
+            if self.values.host is None:
+                return super().readable(view)
+            plan = self.arena.plan(view, self.device)
+        return self.through(plan)._replace(outside=ChosenPages(self, view, plan))
+
+    def through(self, plan: SlotPlan) -> ReadablePages:
+        """Return what kernels read of the pages of `plan`: the fields are there while they are held, not before."""
+        keys: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
+
+        @contextmanager
+        def hold() -> Iterator[None]:
+            with self.lock:
+                if not self._staging.holds(self.spec, len(plan.ids)):
+                    self.arena.make_room({}, {self.layer_idx: len(plan.ids)})
+                with self._staging.reading(self, plan) as sides:
+                    keys.update(sides[0])
+                    values.update(sides[1])
+                    yield
+
+        return ReadablePages(keys, values, plan.table, hold)
+
+    def fetch(self, runs: Sequence[Run], targets: Sides) -> None:
+        """Copy runs of offloaded pages of both sides to `targets`."""
+        for side, fields in zip((self.keys, self.values), targets, strict=True):
+            assert side.host is not None
+            with persistent_tensors():
+                side.host.fetch(side.fields, runs, fields)
+
+    def expect(self, pages: Iterable[int]) -> None:
+        """Say that offloaded pages will be fetched soon."""
+        some = list(pages)
+        for side in (self.keys, self.values):
+            assert side.host is not None
+            side.host.expect_pages(side.fields, some)
+
+    def to(self, device: torch.device) -> None:
+        """Move the pages that are on the device to `device`."""
+        if self.values.host is None:
+            super().to(device)
+
+
+class ChosenPages:
+    """The offloaded pages of one forward, of which a step may choose some; what PagedKV.outside offers.
+
+    Args:
+        plan: lists all pages of `view`.
+    """
+
+    def __init__(self, storage: OffloadedStorage, view: TableView, plan: SlotPlan) -> None:
+        self._storage, self._view, self._plan = storage, view, plan
+
+    def index(self) -> tuple[PageFields, torch.Tensor, torch.Tensor | None]:
+        """Return what a choice reads: fields of the keys' index, their block table [rows, width], and the words that are there."""
+        storage, ids = self._storage, self._plan.ids
+        with storage.lock:
+            room = max(storage.arena.room_for(storage.layer_idx), max(ids, default=-1) + 1)
+            index = storage.keys.covering(self._view.block_table, ids, room)
+            return index.fields, self._view.on(storage.device).block_table, index.words
+
+    def read(
+        self, block_table: torch.Tensor, num_pages: torch.Tensor
+    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], torch.Tensor, Any]:
+        """Return keys, values, block table and hold of chosen pages; the host waits for the choice, as it starts the copies.
+
+        Args:
+            block_table: [rows, width], int32, pages of the index's table.
+            num_pages: [rows], int32, pages of each row.
+        """
+        storage, most = self._storage, min(len(self._plan.ids), block_table.numel())
+        table, counts = block_table.cpu(), num_pages.cpu()
+        with storage.lock:
+            held = storage.arena.staging(storage.device).held(storage)
+            plan = SlotPlan.choose(table, counts, most, held, storage.device)
+        found = storage.through(plan)
+        return found.keys, found.values, found.block_table, found.hold
+
+
+# -- all layers ------------------------------------------------------------------------------------------------------
+
+
 class OffloadArena(PageArena):
-    """An arena whose pages lie on the device up to a budget, and outside beyond it.
+    """An arena whose pages lie on the device up to a budget, and in host memory beyond it.
 
     Args:
         max_pages: bound of each pool, as in CacheConfig.
-        place: "cpu" (host memory) or "disk" (a mapped file).
-        budget: what may lie on the device.
-        folder: where the file is made; None takes the system's folder for temporary files.
+        place: "cpu" (host memory) or "disk" (mapped files).
+        device_bytes: of sealed pages that may lie on the device; None: as few as possible do.
+        folder: where files are made; None takes the system's folder for temporary files.
     Attributes:
         chosen_from: layers of whose pages a step may choose some: their index counts as memory of the device.
     """
 
     chosen_from: frozenset[int] = frozenset()
 
-    def __new__(cls, *args: Any, **options: Any) -> "OffloadArena":
-        """Make the lock first: storages that are read from a pickle need it before the arena is whole."""
-        self = super().__new__(cls)
-        self.lock = threading.RLock()
-        return self
-
-    lock: Any  # held while pages are written, storage grows, or staging buffers are read
-
     def __init__(
-        self, max_pages: int | None, place: str, budget: DeviceBudget, folder: str | None = None
+        self, max_pages: int | None, place: str, device_bytes: int | None, folder: str | None = None
     ) -> None:
         super().__init__(max_pages)
-        self.place, self.budget, self.folder = place, budget, folder
-        self._prepare()
+        self.place, self.device_bytes, self.folder = place, device_bytes, folder
+        self._begin()
 
-    def _prepare(self) -> None:
-        self._outside: HostMemory | None = None
+    def _begin(self) -> None:
+        self._host: HostMemory | None = None
         self._staging: dict[torch.device, Staging] = {}
         self._specs: dict[int, tuple[PageSpec, torch.device]] = {}  # as far as is known
         self._capacities: dict[int, int] = {}  # pages that room was made for
@@ -67,31 +537,22 @@ class OffloadArena(PageArena):
         self._plans: dict[int, SlotPlan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but memory, buffers and the lock: they are made anew where the pickle is read."""
-        names = (
-            "max_pages",
-            "place",
-            "budget",
-            "folder",
-            "pools",
-            "storages",
-            "neighbours",
-            "chosen_from",
-        )
-        return {name: getattr(self, name) for name in names}
+        """Everything but memory, buffers and locks: they are made anew where the pickle is read."""
+        state = super().__getstate__()
+        return {name: one for name, one in state.items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._prepare()
+        super().__setstate__(state)
+        self._begin()
 
     def choose_from(self, layers: Iterable[int]) -> None:
         """Note that steps may read a part of the pages of these layers."""
         self.chosen_from = frozenset(layers)
 
     def check_process(self) -> None:
-        """Raise OffloadError in a process that was forked from the one whose file the pages lie in."""
-        if self._outside is not None:
-            self._outside.check_process()
+        """Raise OffloadError in a process that was forked from the one whose files the pages lie in."""
+        if self._host is not None:
+            self._host.check_process()
 
     def check_device(self, device: torch.device) -> None:
         """Raise CacheOptionError where pages on `device` cannot be put to this arena's place."""
@@ -106,22 +567,20 @@ class OffloadArena(PageArena):
         self.check_device(device)
         return OffloadedStorage(layer_idx, spec, device, self)
 
-    def outside(self) -> HostMemory:
-        """Return the memory outside, made on first use."""
-        if self._outside is None:
-            cuda = torch.cuda.is_available()
-            disk = self.place == "disk"
-            self._outside = MappedFile(self.folder) if disk else HostMemory(pinned=cuda)
-        return self._outside
+    def host_memory(self) -> HostMemory:
+        """Return the memory that pages leave to, made on first use."""
+        if self._host is None:
+            self._host = DiskMemory(self.folder) if self.place == "disk" else HostMemory()
+        return self._host
 
-    def make_lane(self, device: torch.device) -> CopyStream:
+    def make_copies(self, device: torch.device) -> Copies:
         """Return how copies to `device` run."""
-        return lane_for(device)
+        return Copies(device)
 
     def staging(self, device: torch.device) -> Staging:
         """Return the staging buffers of a device."""
         if device not in self._staging:
-            self._staging[device] = Staging(device, self.make_lane(device))
+            self._staging[device] = Staging(self.make_copies(device))
         return self._staging[device]
 
     def plan(self, view: TableView, device: torch.device) -> SlotPlan:
@@ -129,31 +588,26 @@ class OffloadArena(PageArena):
         key = id(view.block_table)  # nobody else's: the plan keeps the table
         found = self._plans.get(key)
         if found is None or found.table.device != device:
-            found = SlotPlan.build(view, device)
-            self._plans[key] = found
+            found = self._plans[key] = SlotPlan.build(view, device)
             while len(self._plans) > PLANS:
                 del self._plans[next(iter(self._plans))]
         return found
-
-    def settled(self, layer: int, capacity: int) -> bool:
-        """Say whether room was made for so many pages of a layer."""
-        return self._capacities.get(layer, 0) >= capacity
 
     def room_for(self, layer: int) -> int:
         """Return the pages of a layer that room was made for."""
         return self._capacities.get(layer, 0)
 
-    def is_outside(self, layer: int) -> bool:
-        """Say whether the pages of a layer live outside."""
-        return layer in self._split.outside
+    def leaves(self, layer: int) -> bool:
+        """Say whether the pages of a layer are, or will be, offloaded."""
+        return layer in self._split.offloaded
 
-    def settle(
+    def make_room(
         self,
         capacities: Mapping[int, int],
         slots: Mapping[int, int] | None = None,
         expected: Mapping[int, tuple[PageSpec, torch.device]] | None = None,
     ) -> None:
-        """Make room on the device and outside, before anything is written.
+        """Make room on the device and in host memory, before anything is written.
 
         Args:
             capacities: layer -> pages that its storage shall have room for, where that grows.
@@ -161,56 +615,52 @@ class OffloadArena(PageArena):
             expected: spec and device of layers whose storage is still to be made, as far as is known.
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
-        with self.lock, persistent_tensors():
-            held = {layer: (one.spec, one.device) for layer, one in self.storages.items()}
+        with self.pages_lock, persistent_tensors():
+            storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
+            held = {layer: (one.spec, one.device) for layer, one in storages.items()}
             specs = {**self._specs, **(expected or {}), **held}
-            room, most = dict(self._capacities), dict(self._slots)
-            for known, more in ((room, capacities), (most, slots or {})):
-                known.update({layer: max(n, known.get(layer, 0)) for layer, n in more.items()})
+            room, most = _largest(self._capacities, capacities), _largest(self._slots, slots or {})
             demands = {
                 layer: Demand(
-                    *found,
+                    spec,
+                    device,
                     room.get(layer, 0),
                     most.get(layer, room.get(layer, 0)),
                     layer in self.chosen_from,
                 )
-                for layer, found in specs.items()
+                for layer, (spec, device) in specs.items()
             }
-            lanes = [self.staging(device).lane for device in {found[1] for found in specs.values()}]
-            buffers = max((lane.buffers for lane in lanes), default=1)
-            left = {layer for layer, one in self.storages.items() if one.offloaded_bytes}
-            split = self.budget.split(demands, buffers, self._split.outside | left)
-            self._check_outside(split, demands)
-            for layer in sorted(split.outside & set(self.storages)):
-                storage = self.storages[layer]
-                assert isinstance(storage, OffloadedStorage)
-                storage.leave(self.outside(), demands[layer].capacity)
+            devices = {demand.device for demand in demands.values()}
+            buffers = max((self.staging(device).copies.buffers for device in devices), default=1)
+            left = {layer for layer, one in storages.items() if one.has_left}
+            split = split_layers(demands, self.device_bytes, buffers, self._split.offloaded | left)
+            needed = 0
+            for layer in split.offloaded:
+                demand, one = demands[layer], storages.get(layer)
+                there = one.capacity if one is not None and one.offloaded_bytes else 0
+                needed += carved_bytes(demand.spec, max(0, demand.capacity - there))
+            if needed:
+                self.host_memory().check_room(needed)
+            for layer in sorted(split.offloaded & set(storages)):
+                storages[layer].leave(max(demands[layer].capacity, storages[layer].capacity))
             self._specs, self._capacities, self._slots, self._split = specs, room, most, split
             for device, size in split.staging.items():
                 self.staging(device).resize(size)
 
-    def _check_outside(self, split: Split, demands: Mapping[int, Demand]) -> None:
-        needed = 0
-        for layer in split.outside:
-            demand, storage = demands[layer], self.storages.get(layer)
-            outside = storage is not None and bool(storage.offloaded_bytes)
-            held = storage.capacity if storage is not None and outside else 0
-            if demand.capacity > held:
-                needed += carved_bytes(demand.spec, demand.capacity - held)
-        if needed:
-            self.outside().check_room(needed)
-
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging buffers, and of the indexes by which pages to be fetched are chosen."""
-        indexes = sum(
-            one.index_bytes for one in self.storages.values() if isinstance(one, OffloadedStorage)
-        )
+        storages = (one for one in self.storages.values() if isinstance(one, OffloadedStorage))
+        indexes = sum(one.index_bytes for one in storages)
         return indexes + sum(staging.nbytes for staging in self._staging.values())
 
     def clear(self) -> None:
-        """Give all memory back where nobody holds a page, the file too."""
-        with self.lock:
-            super().clear()
-            if not self.storages:
-                self._prepare()
+        """Give all memory back where nobody holds a page, the files too."""
+        super().clear()
+        if not self.storages:
+            self._begin()
+
+
+def _largest(known: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+    """Return the larger number for each layer."""
+    return {**known, **{layer: max(n, known.get(layer, 0)) for layer, n in more.items()}}

@@ -1,11 +1,11 @@
-"""Room on the device through which pages that live outside are read: one layer at a time, the next one ahead.
+"""Room on the device through which offloaded pages are read: one layer at a time, the next one in advance.
 
 A kernel reads pages by number out of one tensor per field. So the pages that a batch holds are laid, in the order of
 their ids, into the slots 0, 1, .. of a buffer, and the block table is written anew in slots: once per table, for all
 layers of a group. With two buffers the layer that was read next the last time is copied while this one is used.
 
 Where a step chooses pages, every layer has a plan of its own for them. Those that a buffer holds already stay in their
-slots, so that the others alone are copied: what was copied ahead are the pages that the layer read the last time.
+slots, so that the others alone are copied: what was copied in advance are the pages that the layer read the last time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,32 +18,75 @@ import numpy as np
 import torch
 
 from ..spec import TABLE_DTYPE, PageSpec
-from .copy_stream import CopyStream
-from .host_pages import HostPages
+from .host_memory import Run, runs_of
 from .moved import moved
 from .persistent import persistent_tensors
-from .slab import Fields, carve, carved_bytes
 from .step import TableView
+from .storage import Sides, carve, carved_bytes
 
 NO_PAGE = -1  # in a slot that nobody reads
 
 
-class Outsider(Protocol):
-    """A layer whose pages live outside."""
+class OffloadedLayer(Protocol):
+    """A layer whose pages are offloaded."""
 
     layer_idx: int
     spec: PageSpec
-    written: Any  # event behind the last write to its home
-    plan: "SlotPlan | None"  # that it was last read by
+    written: Any  # event behind the last write to its pages
 
-    def read_by(self, plan: "SlotPlan") -> None:
-        """Note the plan that it is read by."""
+    def fetch(self, runs: Sequence[Run], targets: Sides) -> None:
+        """Copy runs of pages of both sides to `targets`."""
         ...
 
-    @property
-    def home(self) -> HostPages | None:
-        """Return the host pages of the storage, None while they are on the device."""
+    def expect(self, pages: Iterable[int]) -> None:
+        """Say that pages will be fetched soon."""
         ...
+
+
+class Copies:
+    """The order of copies and kernels of a device: on a GPU copies run on a stream beside kernels, on a CPU at once.
+
+    Attributes:
+        buffers: staging buffers that make sense: two where a copy can run while the other one is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.buffers = 1 if self.stream is None else 2
+
+    def mark(self) -> Any:
+        """Return an event behind everything that kernels and writes have been given to do so far."""
+        return self.stream and torch.cuda.current_stream(self.device).record_event()
+
+    def run(self, copy: Callable[[], None], after: Iterable[Any]) -> Any:
+        """Copy behind the events `after`; return an event behind the copy."""
+        if self.stream is None:
+            return copy()
+        for event in after:
+            if event is not None:
+                self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            copy()
+        return self.stream.record_event()
+
+    def join(self, event: Any) -> None:
+        """Let kernels that come now wait for `event`."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def keep(self, target: torch.Tensor) -> None:
+        """Keep the memory of `target` [any shape] from being used again before the copies into it are done.
+
+        A cache is often dropped while its next layer is being fetched.
+        """
+        if self.stream is not None:
+            target.record_stream(self.stream)
+
+    def wait(self) -> None:
+        """Wait until everything is done, for reading host memory on the host."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +100,7 @@ class SlotPlan:
     """
 
     source: torch.Tensor
-    ids: tuple[int, ...]
+    ids: list[int]
     table: torch.Tensor
 
     @classmethod
@@ -67,8 +110,7 @@ class SlotPlan:
         held = torch.arange(table.shape[1]) < view.num_pages[:, None]
         ids = torch.unique(table[held])
         slots = torch.searchsorted(ids, table).clamp(max=max(0, ids.numel() - 1))
-        renumbered = slots.to(TABLE_DTYPE).to(device, non_blocking=True)
-        return cls(table, tuple(ids.tolist()), renumbered)
+        return cls(table, ids.tolist(), slots.to(TABLE_DTYPE).to(device, non_blocking=True))
 
     @classmethod
     def choose(
@@ -89,39 +131,25 @@ class SlotPlan:
         pages = table.numpy()
         used = np.arange(pages.shape[1]) < num_pages.numpy()[:, None]
         ids, places = np.unique(pages[used], return_inverse=True)
-        wanted = {page: place for place, page in enumerate(ids.tolist())}
-        slot_of = np.full(max(1, len(wanted)), -1, dtype=np.int32)
-        found = [NO_PAGE] * slots
-        if len(held) == slots:
-            for slot, page in enumerate(held):
-                if page is not None and page in wanted:
-                    found[slot], slot_of[wanted[page]] = page, slot
+        wanted = set(ids.tolist())
+        if len(held) != slots:
+            held = [NO_PAGE] * slots
+        found = [page if page in wanted and page is not None else NO_PAGE for page in held]
+        slot_of = {page: slot for slot, page in enumerate(found)}
         free = (slot for slot, page in enumerate(found) if page == NO_PAGE)
-        for page, place in wanted.items():
-            if slot_of[place] < 0:
-                slot_of[place] = slot = next(free)
+        for page in ids.tolist():
+            if page not in slot_of:
+                slot_of[page] = slot = next(free)
                 found[slot] = page
-        in_slots = np.full(pages.shape, max(0, int(slot_of[0])), dtype=np.int32)
-        in_slots[used] = slot_of[places.reshape(-1)]
-        return cls(table, tuple(found), moved(torch.from_numpy(in_slots), device))
+        numbers = np.array([slot_of[page] for page in ids.tolist()] or [0], dtype=np.int32)
+        in_slots = np.full(pages.shape, numbers[0], dtype=np.int32)
+        in_slots[used] = numbers[places.reshape(-1)]
+        return cls(table, found, moved(torch.from_numpy(in_slots), device))
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """The pages as runs of consecutive ids: (slot, first id, count)."""
-        return _pieces((slot, page) for slot, page in enumerate(self.ids) if page != NO_PAGE)
-
-
-def _pieces(places: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return runs of (slot, page) whose slots and pages are consecutive: (first slot, first page, count)."""
-    found: list[tuple[int, int, int]] = []
-    for slot, page in places:
-        if found:
-            first, start, count = found[-1]
-            if (slot, page) == (first + count, start + count):
-                found[-1] = (first, start, count + 1)
-                continue
-        found.append((slot, page, 1))
-    return found
+    def runs(self) -> list[Run]:
+        """The pages as runs: (first slot, first id, count)."""
+        return runs_of((slot, page) for slot, page in enumerate(self.ids) if page != NO_PAGE)
 
 
 class StagingBuffer:
@@ -129,74 +157,70 @@ class StagingBuffer:
 
     Attributes:
         owner: the layer whose pages it holds.
-        ids: page in each slot, None where a newer one was written outside since.
-        plan: whose pages it holds, every one; None where that is to be looked at.
-        ready, used: events behind the last copy into it, and behind the last kernel that read it.
+        ids: page in each slot, None where it holds nothing, or a newer one was written since.
+        fields: the slots as fields of keys and of values.
+        ready: event behind the last copy into it.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, copies: Copies) -> None:
+        self.copies = copies
         with persistent_tensors():
-            self.raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.owner: Outsider | None = None
+            self.raw = torch.empty(nbytes, dtype=torch.uint8, device=copies.device)
+        self.owner: OffloadedLayer | None = None
         self.ids: list[int | None] = []
-        self.plan: SlotPlan | None = None
+        self.fields: Any = None
         self.ready: Any = None
-        self.used: Any = None
-        self._fields: tuple[Fields, Fields] = ({}, {})
+        self._used = copies.mark()  # kernels given before may still read that memory
+        copies.keep(self.raw)
 
-    def give(self, owner: Outsider, slots: int) -> None:
-        """Let the buffer be `owner`'s, with so many slots; what it held is forgotten where that is new."""
-        if self.owner is not owner or len(self.ids) != slots:
-            self.owner = self.plan = None  # of nobody, should this be stopped half-way
-            self.ids = [None] * slots
+    def load(self, layer: OffloadedLayer, plan: SlotPlan) -> None:
+        """Have the pages of `plan` copied into their slots, those that are not there; where it fails, there are none."""
+        slots = len(plan.ids)
+        if self.owner is not layer or len(self.ids) != slots:
+            self.owner = None  # should this be stopped half-way
             with persistent_tensors():
-                used = self.raw[: carved_bytes(owner.spec, slots)]
-                self._fields = carve(used, owner.spec, slots)
-            self.owner = owner
+                used = self.raw[: carved_bytes(layer.spec, slots)]
+                self.fields, self.ids = carve(used, layer.spec, slots), [None] * slots
+            self.owner = layer
+        held = self.ids
+        if held == plan.ids:
+            return
+        runs = plan.runs
+        if held.count(None) != slots:
+            pairs = enumerate(zip(plan.ids, held, strict=True))
+            runs = runs_of((slot, new) for slot, (new, old) in pairs if new not in (old, NO_PAGE))
+        if runs:
+            self.ids, fields = [None] * slots, self.fields
+            self.ready = self.copies.run(
+                lambda: layer.fetch(runs, fields), (self._used, layer.written)
+            )
+            pairs = enumerate(zip(plan.ids, held, strict=True))
+            self.ids = [old if new == NO_PAGE else new for _, (new, old) in pairs]
 
-    def fill(self, plan: SlotPlan, copy: Callable[[], Any] | None) -> None:
-        """Have `copy` fill the slots with the pages of `plan`; where it fails, they hold nothing. None: they are there.
+    def outdate(self, pages: Sequence[int]) -> None:
+        """Note that newer ones of these pages were written."""
+        self.ids = [None if page in pages else page for page in self.ids]
 
-        Slots of NO_PAGE keep what they hold.
-        """
-        ids = plan.ids
-        before, self.ids, self.plan = self.ids, [None] * len(ids), None
-        if copy is not None:
-            self.ready = copy()
-        self.ids = [old if page == NO_PAGE else page for old, page in zip(before, ids, strict=True)]
-        self.plan = plan
-
-    def outdate(self, pages: Iterable[int]) -> None:
-        """Note that newer ones of these pages were written outside."""
-        stale = set(pages)
-        self.plan = None
-        self.ids = [None if page in stale else page for page in self.ids]
-
-    def note_use(self, event: Any) -> None:
-        """Note the event behind the last kernel that reads it."""
-        self.used = event
-
-    @property
-    def fields(self) -> tuple[Fields, Fields]:
-        """The slots as fields of keys and of values."""
-        return self._fields
+    def note_use(self) -> None:
+        """Note that the last kernel that reads it was launched."""
+        self._used = self.copies.mark()
 
 
 class Staging:
     """The staging buffers of one device.
 
     Args:
-        lane: how copies run beside kernels; says how many buffers there are.
+        copies: how they run beside kernels; says how many buffers there are.
     """
 
-    def __init__(self, device: torch.device, lane: CopyStream) -> None:
-        self.device = device
-        self.lane = lane
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
         self.size = 0  # bytes of a buffer
         self._buffers: list[StagingBuffer] = []
         self._last: StagingBuffer | None = None
-        self._before: Outsider | None = None
-        self._next: dict[int, Outsider] = {}  # layer -> the one that was read behind it
+        self._before: OffloadedLayer | None = None
+        self._next: dict[int, OffloadedLayer] = {}  # layer -> the one that was read behind it
+        self._plans: dict[int, SlotPlan] = {}  # layer -> what it was last read by
 
     @property
     def nbytes(self) -> int:
@@ -213,83 +237,50 @@ class Staging:
         """Say whether so many pages fit into a buffer."""
         return carved_bytes(spec, slots) <= self.size
 
-    def forget(self, layer: Outsider, pages: list[int]) -> None:
-        """Note that `pages` of a layer were written outside: what lies here is stale."""
+    def outdate(self, layer: OffloadedLayer, pages: Sequence[int]) -> None:
+        """Note that `pages` of a layer were written: what lies here is stale."""
         for buffer in self._buffers:
             if buffer.owner is layer:
                 buffer.outdate(pages)
 
-    def held(self, layer: Outsider) -> Sequence[int | None]:
+    def held(self, layer: OffloadedLayer) -> Sequence[int | None]:
         """Return the page in each slot of the buffer that holds pages of a layer; nothing where none does."""
         return next((one.ids for one in self._buffers if one.owner is layer), ())
 
-    def read(self, layer: Outsider, plan: SlotPlan) -> tuple[Fields, Fields]:
-        """Return the pages of `plan` in their slots, for kernels that are launched now."""
-        buffer = self._filled(layer, plan)
-        self.lane.join(buffer.ready)
-        self._last = buffer
-        return buffer.fields
-
     @contextmanager
-    def reading(self, layer: Outsider, plan: SlotPlan) -> Iterator[None]:
-        """Keep the pages of `plan` in their slots for the kernels launched inside, then fetch what comes next."""
-        self.read(layer, plan)
-        buffer = self._last
-        assert buffer is not None
+    def reading(self, layer: OffloadedLayer, plan: SlotPlan) -> Iterator[Sides]:
+        """Give the pages of `plan` in their slots to the kernels launched inside, then fetch what comes next."""
+        buffer = self._last = self._loaded(layer, plan)
+        self.copies.join(buffer.ready)
         try:
-            yield
+            yield buffer.fields
         finally:
-            buffer.note_use(self.lane.mark())
-        before = layer.plan
-        layer.read_by(plan)
+            buffer.note_use()
+        before = self._plans.get(layer.layer_idx)
+        self._plans[layer.layer_idx] = plan
         if self._before is not None and self._before is not layer:
             self._next[self._before.layer_idx] = layer
         self._before = layer
         following = self._next.get(layer.layer_idx)
-        if following is not None and following is not layer and following.plan is not None:
+        if following is not None and following is not layer:
             # layers of one group share their table: what this one has just got, the next one will
-            ahead = plan if following.plan is before else following.plan
-            self._fetch_ahead(following, ahead)
+            usual = self._plans[following.layer_idx]
+            self._fetch_in_advance(following, plan if usual is before else usual)
 
-    def _fetch_ahead(self, layer: Outsider, plan: SlotPlan) -> None:
-        if layer.home is None or not self.holds(layer.spec, len(plan.ids)):
+    def _fetch_in_advance(self, layer: OffloadedLayer, plan: SlotPlan) -> None:
+        if not self.holds(layer.spec, len(plan.ids)):
             return
-        if self.lane.buffers > 1:
-            self._filled(layer, plan)
-            return
-        layer.home.expect_runs(plan.runs)
-
-    def _filled(self, layer: Outsider, plan: SlotPlan) -> StagingBuffer:
-        """Return a buffer into which the pages of `plan` have been, or are being, copied."""
-        buffer = self._buffer(layer)
-        buffer.give(layer, len(plan.ids))
-        if buffer.plan is plan:
-            return buffer
-        if any(page is not None for page in buffer.ids):
-            slots = enumerate(zip(buffer.ids, plan.ids, strict=True))
-            todo = _pieces((slot, new) for slot, (old, new) in slots if new not in (old, NO_PAGE))
+        if self.copies.buffers > 1:
+            self._loaded(layer, plan)
         else:
-            todo = plan.runs
-        if not todo:
-            buffer.fill(plan, None)
-            return buffer
-        home, fields = layer.home, buffer.fields
-        assert home is not None
+            layer.expect(page for page in plan.ids if page != NO_PAGE)
 
-        def copy() -> None:
-            with persistent_tensors():
-                home.fetch_runs(todo, fields, (0, 1))
-
-        buffer.fill(plan, lambda: self.lane.run(copy, (buffer.used, layer.written)))
-        return buffer
-
-    def _buffer(self, layer: Outsider) -> StagingBuffer:
-        """Return the buffer that holds pages of `layer`, or else the one that was not read last."""
-        while len(self._buffers) < self.lane.buffers:
-            buffer = StagingBuffer(self.size, self.device)
-            buffer.note_use(self.lane.mark())  # kernels given before may still read that memory
-            self.lane.keep(buffer.raw)
-            self._buffers.append(buffer)
+    def _loaded(self, layer: OffloadedLayer, plan: SlotPlan) -> StagingBuffer:
+        """Return the buffer of `layer`, or else the one that was not read last; the pages of `plan` are on their way to it."""
+        while len(self._buffers) < self.copies.buffers:
+            self._buffers.append(StagingBuffer(self.size, self.copies))
         own = [buffer for buffer in self._buffers if buffer.owner is layer]
         others = [buffer for buffer in self._buffers if buffer is not self._last]
-        return (own or others or self._buffers)[0]
+        buffer = (own or others or self._buffers)[0]
+        buffer.load(layer, plan)
+        return buffer

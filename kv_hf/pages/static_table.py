@@ -63,7 +63,7 @@ class StaticTable:
         budget: how much of a row a step of few queries reads, None for everything.
     Attributes:
         block_table: [rows, pages_per_row], int32, never changed.
-        num_pages, exact_lens, padding: [rows], int32, as in pages.group.Row.
+        num_pages, exact_lens, padding: [rows], int32, as in pages.step.Row.
         seen: int64 scalar, columns so far.
         started: whether any column was appended since the last reset. A prompt is; Python may know that.
         was_empty: whether the step in progress found the cache empty.
@@ -137,7 +137,7 @@ class StaticTable:
         self.step = None
         self.turn = 0
 
-    # -- states (group_state.py) ------------------------------------------------------------------------------
+    # -- states (rows.py) ------------------------------------------------------------------------------
 
     def state(self) -> RowsState:
         """Return rows and lengths between two steps, pages numbered anew; waits for the device."""
@@ -193,7 +193,7 @@ class StaticTable:
                 found[page].append(index * self.pages_per_row + at)
         return found
 
-    # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
+    # -- left padding, under the names of pages.rows.Rows ---------------------------------------------
 
     def observe_padding(self, attention_mask: torch.Tensor) -> None:
         """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding), without waiting for it.

@@ -1,36 +1,95 @@
-"""The tensors of one layer's sealed pages, growing by steps. Knows ids, not rows."""
+"""The tensors of sealed pages: of one side, of one layer, and of all layers of the caches that share them.
 
+A cache makes an owner of pages of its own (PageArena). Copies of it, and all caches of one prefix store, share one: a page is
+then held by several of them, and freed when the last lets go. Knows ids, not rows.
+
+On a GPU the storages of layers grow in blocks. torch's caching allocator keeps what is freed, in the segments that it asked
+the driver for, and a layer's old pages never have room for its new ones. Growing layer by layer therefore keeps everything
+that was ever allocated (and allocations of a few MiB waste what is left of their segment). So layers grow together:
+
+    [ layer 0 ][ layer 1 ] .. [ layer k - 1 ]      one allocation, of BLOCK_BYTES or a PARTS-th of all layers at least
+
+k is a power of two that falls while the text grows, so that the layers of a block are those of whole former blocks: these
+are then free as a whole, and `give_back` returns them to the driver. What is held beyond the pages is one block at a time.
+"""
+
+import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import CacheMismatchError
 from ..notices import warn_once
-from ..quant.codec import decode
+from ..quant.codec import decode, encode, lay_out, pick_up
 from ..spec import PageFields, PageSpec, SideSpec
-from . import blocks
-from .host_pages import HostPages
-from .page_memory import PageMemory
+from .cpu_memory import AHEAD, advise, mapped_zeros
+from .rows import Rows
 from .persistent import persistent_tensors
+from .pool import PagePool
 from .step import SealJobs, TableView
 
+BLOCK_BYTES = 64 << 20  # three segments of the allocator and more: rounding wastes little beside it
+PARTS = 16
+ALIGNMENT = 64  # bytes, of every field in a piece of memory
+BLOCK_ALIGNMENT = 512  # as torch aligns tensors of their own
+PIECE = 4 << 20  # bytes of numbers that are decoded and encoded at once
+
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+Sides = tuple[PageFields, PageFields]
 
 
-class PairWriter(Protocol):
-    """A backend's functions that write pages; backends/reference/pairs.py documents both."""
+# -- both sides in one piece of memory: [ field 0 of pages 0 .. n ) [ field 1 of pages 0 .. n ) ...  keys before values -----
 
-    @property
-    def write_pair(self) -> Callable[..., None]:
-        """Append to both windows, and seal pages from them."""
-        ...
 
-    @property
-    def seal_pair(self) -> Callable[..., None]:
-        """Seal pages of both sides."""
-        ...
+@functools.lru_cache(maxsize=256)
+def fields_of(spec: PageSpec) -> tuple[tuple[int, tuple[int, ...], torch.dtype], ...]:
+    """Return (bytes of one page, shape, dtype) of every field, keys before values."""
+    return tuple(
+        (torch.Size(shape).numel() * dtype.itemsize, shape, dtype)
+        for side in spec.sides
+        for shape, dtype in side.fields.values()
+    )
+
+
+def carved_bytes(spec: PageSpec, pages: int, alignment: int = ALIGNMENT) -> int:
+    """Return the bytes that `carve` needs for `pages` pages."""
+    return sum(-(-pages * nbytes // alignment) * alignment for nbytes, _, _ in fields_of(spec))
+
+
+def carve(raw: torch.Tensor, spec: PageSpec, pages: int, alignment: int = ALIGNMENT) -> Sides:
+    """Lay the fields of `pages` pages into one piece of memory.
+
+    Args:
+        raw: [bytes], uint8; at least `carved_bytes(spec, pages, alignment)`, aligned to `alignment`.
+    Returns: the fields of keys and those of values, views of `raw`: [pages, *shape of the field in a page].
+    """
+    found, start = [], 0
+    for nbytes, shape, dtype in fields_of(spec):
+        size = pages * nbytes
+        found.append(raw[start : start + size].view(dtype).view(pages, *shape))
+        start += -(-size // alignment) * alignment
+    keys, values = (side.fields for side in spec.sides)
+    return (
+        PageFields(dict(zip(keys, found[: len(keys)], strict=True))),
+        PageFields(dict(zip(values, found[len(keys) :], strict=True))),
+    )
+
+
+def empty_fields(spec: SideSpec, pages: int, device: torch.device) -> PageFields:
+    """Return new fields of one side for `pages` pages on `device`; they hold anything."""
+    return PageFields(
+        {
+            name: torch.empty((pages, *shape), dtype=dtype, device=device)
+            for name, (shape, dtype) in spec.fields.items()
+        }
+    )
+
+
+# -- one side, one layer ---------------------------------------------------------------------------------------------
 
 
 class ReadablePages(NamedTuple):
@@ -44,19 +103,16 @@ class ReadablePages(NamedTuple):
 
 
 class SideStorage:
-    """Encoded pages of one side of one layer: the tensors of `SideSpec.fields`, indexed by page id."""
+    """Encoded pages of one side of one layer: the tensors of `SideSpec.fields`, indexed by page id.
 
-    _memory: PageMemory | None = None  # that `grown` made last
+    Attributes:
+        fields: replaced as a whole: whoever reads has the tensors of before or those of after.
+    """
 
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
-        self.spec = spec
-        # replaced as a whole: whoever reads has the tensors of before or those of after
-        self.fields = PageFields(
-            {
-                name: torch.zeros((0, *shape), dtype=dtype, device=device)
-                for name, (shape, dtype) in spec.fields.items()
-            }
-        )
+        self.spec, self.device = spec, device
+        self.fields = empty_fields(spec, 0, device)
+        self._mapped: dict[str, torch.Tensor] = {}  # fields in memory with addresses for more pages
 
     @property
     def capacity(self) -> int:
@@ -65,37 +121,39 @@ class SideStorage:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes by tensor name."""
+        """Bytes allocated on the device, by tensor name."""
         return {name: tensor.nbytes for name, tensor in self.fields.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy fields out of memory that has addresses for more pages: a pickle holds the pages alone."""
-        if self._memory is None:
+        if not self._mapped:
             return vars(self)
         fields = PageFields({name: tensor.clone() for name, tensor in self.fields.items()})
-        return {**vars(self), "fields": fields, "_memory": None}
+        return {**vars(self), "fields": fields, "_mapped": {}}
 
     def grown(self, capacity: int) -> PageFields:
-        """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite.
+        """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite."""
+        return PageFields({name: self._grown(name, capacity) for name in self.fields})
 
-        On a CPU large fields lie in memory of their own, which may have the room already (page_memory.py).
-        """
-        old = self.fields
-        memory = self._memory
-        if memory is not None and self.capacity < capacity <= memory.most and memory.holds(old):
-            return PageFields(memory.pages(capacity, written=self.capacity))
-        memory = PageMemory.of(old, capacity) if self.capacity < capacity else None
-        if memory is not None:
-            self._memory, room = memory, memory.pages(capacity)
+    def _grown(self, name: str, capacity: int) -> torch.Tensor:
+        old, whole = self.fields[name], self._mapped.get(name)
+        held = len(old)
+        if capacity <= held:
+            return old
+        if whole is not None and len(whole) >= capacity and whole.data_ptr() == old.data_ptr():
+            advise(whole[:capacity], written=old.nbytes)
+            return whole[:capacity]
+        for room in (AHEAD * capacity, capacity):
+            whole = mapped_zeros(old, room)
+            if whole is not None:
+                self._mapped[name], new = whole, whole[:capacity]
+                advise(new)
+                break
         else:
-            small = {name: one for name, one in old.items() if one.shape[0] < capacity}
-            room = {name: one.new_empty((capacity, *one.shape[1:])) for name, one in small.items()}
-        for name, new in room.items():
-            held = old[name].shape[0]
-            new[:held] = old[name]
-            if memory is None:
-                new[held:].zero_()
-        return PageFields({**old, **room})
+            new = old.new_empty((capacity, *old.shape[1:]))
+            new[held:].zero_()
+        new[:held] = old
+        return new
 
     def check_integrity(self) -> None:
         """Raise ValueError unless every field has room for equally many pages."""
@@ -135,31 +193,51 @@ class SideStorage:
     def to(self, device: torch.device) -> None:
         """Move all tensors to `device`."""
         self.fields = PageFields({name: one.to(device) for name, one in self.fields.items()})
-        self._memory = None
+        self._mapped = {}
+
+
+@dataclass(frozen=True)
+class Wider:
+    """The formats that a layer has in place of those asked for.
+
+    Attributes:
+        formats: by side ("keys", "values"); sides that keep their format are not named.
+        reasons: for each of them, the change and why.
+    """
+
+    formats: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def and_also(self, side: str, name: str, reason: str) -> "Wider":
+        """Return this with the format of one more side, or another one of the same side."""
+        return Wider({**self.formats, side: name}, {**self.reasons, side: reason})
 
 
 class PageStorage:
     """Both sides of one layer's pages.
 
     Attributes:
-        neighbours: the layers that this one grows with, and its own position; None where it grows alone.
         asked: the spec by the options of the caches that share these pages.
-        wider: the formats that are others than those of `asked`, and why; None where there are none (widened.Wider).
+        wider: the formats that are others than those of `asked`, and why; None where there are none.
         keeps: why these pages keep their spec, where somebody has said so; None: they may get a wider one.
         successor: storage of a wider spec that took over all pages; from then on nothing is written here.
+        lock: held while pages are written or storage grows; storages of one owner share it.
+        blocks: the layers that this one grows with on a GPU; None where it grows alone.
     """
 
-    def __init__(self, spec: PageSpec, device: torch.device) -> None:
+    side_class: type[SideStorage] = SideStorage
+
+    def __init__(self, spec: PageSpec, device: torch.device, lock: Any = None) -> None:
         self.spec = self.asked = spec
-        self.wider: Any = None
+        self.device = device
+        self.wider: Wider | None = None
         self.keeps: str | None = None
         self.successor: PageStorage | None = None
-        self.device = device
-        self.neighbours: tuple[blocks.Neighbours, int] | None = None
+        self.blocks: LayerBlocks | None = None
+        self.lock = lock or threading.RLock()
         self._wishes = True  # False: memory was too short for more than a step needs
-        self.lock: Any = threading.RLock()  # held while pages are written or storage grows
-        self.keys = SideStorage(spec.keys, device)
-        self.values = SideStorage(spec.values, device)
+        self.keys = self.side_class(spec.keys, device)
+        self.values = self.side_class(spec.values, device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock."""
@@ -167,30 +245,25 @@ class PageStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.lock = threading.RLock()
-        if self.neighbours is not None and self.successor is None:
-            neighbours, layer = self.neighbours
-            neighbours.join(layer, self)
+        vars(self).setdefault("lock", threading.RLock())  # its owner, read before, has given it one
 
-    def became(self, asked: PageSpec, wider: Any) -> None:
-        """Note that pages of `asked` were asked for, and why there are others (widened.Wider)."""
+    def use_lock(self, lock: Any) -> None:
+        """Be written under `lock` from now on."""
+        self.lock = lock
+
+    def grow_with(self, blocks: "LayerBlocks") -> None:
+        """Grow in blocks with other layers from now on."""
+        self.blocks = blocks
+
+    def became(self, asked: PageSpec, wider: Wider | None) -> None:
+        """Note that pages of `asked` were asked for, and why there are others."""
         self.asked, self.wider = asked, wider
-
-    def share_lock(self, other: "PageStorage") -> None:
-        """Be written under the lock of `other` from now on."""
-        self.lock = other.lock
 
     def hand_over(self, successor: "PageStorage") -> None:
         """Leave all pages to `successor`, which holds them; nobody writes here from now on."""
         self.successor = successor
-        if self.neighbours is not None:
-            neighbours, layer = self.neighbours
-            neighbours.leave(layer)
-
-    @property
-    def sides(self) -> tuple[SideStorage, SideStorage]:
-        """(keys, values)"""
-        return self.keys, self.values
+        if self.blocks is not None:
+            self.blocks.leave(self)
 
     @property
     def newest(self) -> "PageStorage":
@@ -201,12 +274,12 @@ class PageStorage:
         return found
 
     @property
-    def why_not_wider(self) -> str | None:
-        """Return why these pages cannot get a wider spec, or None."""
-        return self.keeps
+    def sides(self) -> tuple[SideStorage, SideStorage]:
+        """(keys, values)"""
+        return self.keys, self.values
 
     @property
-    def fields(self) -> tuple[PageFields, PageFields]:
+    def fields(self) -> Sides:
         """The tensors of keys and of values."""
         return self.keys.fields, self.values.fields
 
@@ -214,6 +287,16 @@ class PageStorage:
     def capacity(self) -> int:
         """Pages that there is room for in every field of both sides."""
         return min(self.keys.capacity, self.values.capacity)
+
+    @property
+    def why_not_wider(self) -> str | None:
+        """Return why these pages cannot get a wider spec, or None."""
+        return self.keeps
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of pages in host memory or on a disk, apart from the device."""
+        return 0
 
     def grow(self, capacity: int, ahead: int = 0) -> None:
         """Make room for `capacity` pages on both sides, or on none where memory is short.
@@ -236,24 +319,20 @@ class PageStorage:
         self._grow(capacity)
 
     def _grow(self, capacity: int) -> None:
-        if self.neighbours is not None and blocks.in_blocks(self.device):
-            neighbours, layer = self.neighbours
-            if neighbours.holds(layer, self):
-                return neighbours.grow(layer, capacity)
-        self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
-
-    def grow_with(self, neighbours: blocks.Neighbours, layer: int) -> None:
-        """Grow as `layer` of `neighbours` from now on, under the lock that they share."""
-        self.neighbours, self.lock = (neighbours, layer), neighbours.lock
-
-    def take_over(self, sides: tuple[PageFields, PageFields]) -> None:
-        """Hold these fields of keys and of values from now on, which contain the pages so far."""
-        self.keys.fields, self.values.fields = sides
+        layer = None if self.blocks is None else self.blocks.layer_of(self)
+        if self.blocks is not None and layer is not None and in_blocks(self.device):
+            self.blocks.grow(layer, capacity)
+        else:
+            self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
 
     def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Make room as `grow` does before a step that needs it is in force."""
         with persistent_tensors(), self.lock:
             self.grow(capacity, ahead)
+
+    def take_over(self, sides: Sides) -> None:
+        """Hold these fields of keys and of values from now on, which contain the pages so far."""
+        self.keys.fields, self.values.fields = sides
 
     def check_integrity(self) -> None:
         """Raise ValueError unless all fields of both sides have room for equally many pages."""
@@ -265,19 +344,9 @@ class PageStorage:
                 f"{self.values.capacity}"
             )
 
-    @property
-    def home(self) -> HostPages | None:
-        """The pages' memory outside of the device, or None where they lie on the device."""
-        return None
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of pages that live outside of the device."""
-        return 0
-
     def write_pair(
         self,
-        kernel: PairWriter,
+        kernel: Any,
         windows: Pair,
         new: Pair,
         view: TableView,
@@ -288,33 +357,24 @@ class PageStorage:
         """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py).
 
         Args:
+            kernel: a Backend.
             windows: keys and values [rows, heads, slots, channels], written in place.
             new: keys and values [rows, heads, q_len, channels] of this forward.
             damaged: [], uint8; set to 1 where numbers had to be made finite.
             launches: what the backend keeps for this layer.
         """
-        assert view.starts is not None and view.skips is not None
-        outside = jobs is not None and self.home is not None
-        table = None if jobs is None or outside else jobs.on(self.device)
-        fields = self.keys.fields, self.values.fields
+        table = None if jobs is None else jobs.on(self.device)
         kernel.write_pair(
-            windows, new, view.starts, view.skips, table, fields, self.spec, damaged, launches
+            windows, new, view.starts, view.skips, table, self.fields, self.spec, damaged, launches
         )
-        if outside:
-            assert jobs is not None
-            self.seal_pair(kernel, windows, jobs, damaged, launches)
 
     def seal_pair(
-        self,
-        kernel: PairWriter,
-        tokens: Pair,
-        jobs: SealJobs,
-        damaged: torch.Tensor,
-        launches: dict[Any, Any],
-    ) -> None:
+        self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
+    ) -> None:  # fmt: skip
         """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pairs.py).
 
         Args:
+            kernel: a Backend.
             tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
             damaged: [], uint8; set to 1 where numbers had to be made finite.
         """
@@ -329,3 +389,260 @@ class PageStorage:
         """Move both sides to `device`."""
         for side in self.sides:
             side.to(device)
+
+
+# -- wider pages -----------------------------------------------------------------------------------------------------
+
+
+def rewritten(old: PageStorage, spec: PageSpec, wider: Wider | None) -> PageStorage:
+    """Return storage of `spec` with all pages of `old`, which stays as it is; the rounding of `old` stays in them.
+
+    Where the format of a side is the same, its tensors are too.
+    """
+    with persistent_tensors():
+        new = PageStorage(spec, old.device, old.lock)
+        new.became(old.asked, wider)
+        pairs = zip(old.sides, spec.sides, strict=True)
+        keys, values = (_rewritten_side(side, to) for side, to in pairs)
+        new.take_over((keys, values))
+    return new
+
+
+def _rewritten_side(old: SideStorage, spec: SideSpec) -> PageFields:
+    if old.spec == spec:
+        return old.fields
+    fields = SideStorage(spec, old.fields["codes"].device).grown(old.capacity)
+    step = max(1, PIECE // (spec.num_kv_heads * spec.page_size * spec.head_dim * 4))
+    for first in range(0, old.capacity, step):
+        piece = {name: tensor[first : first + step] for name, tensor in old.fields.items()}
+        if old.spec.scheme == spec.scheme:
+            piece["codes"] = lay_out(pick_up(piece["codes"], old.spec), spec)
+        else:
+            piece = encode(decode(piece, old.spec, old.spec.dtype), spec)[0]
+        for name, tensor in piece.items():
+            fields[name][first : first + step] = tensor
+    return fields
+
+
+# -- growth in blocks ------------------------------------------------------------------------------------------------
+
+
+def in_blocks(device: torch.device) -> bool:
+    """Say whether storage on `device` grows in blocks: on a CPU the C library gives back what was freed."""
+    return device.type != "cpu"
+
+
+def give_back(device: torch.device) -> None:
+    """Return memory that torch keeps unused to the driver: only segments that are free as a whole go."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class LayerBlocks:
+    """Layers that see the same tokens and have the same formats, whose storages grow in blocks.
+
+    Attributes:
+        layers: positions in the model, in order.
+        storages: layer -> its storage, as soon as there is one.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self.storages: dict[int, PageStorage] = {}
+
+    def join(self, layer: int, storage: PageStorage) -> None:
+        """Let the storage of `layer` grow with the others."""
+        self.storages[layer] = storage
+        storage.grow_with(self)
+
+    def layer_of(self, storage: PageStorage) -> int | None:
+        """Return the layer that `storage` has joined as, None where it grows alone."""
+        return next((layer for layer, one in self.storages.items() if one is storage), None)
+
+    def leave(self, storage: PageStorage) -> None:
+        """Let a storage go: the one that takes its place grows alone."""
+        self.storages.pop(self.layer_of(storage), None)  # type: ignore[arg-type]
+
+    def block_of(self, layer: int, layer_bytes: int) -> tuple[int, ...]:
+        """Return the layers of the block that `layer` lies in, where each takes `layer_bytes` bytes."""
+        count = len(self.layers)
+        wanted = max(BLOCK_BYTES, count * layer_bytes // PARTS)
+        size = 1
+        while size < count and size * layer_bytes < wanted:
+            size *= 2
+        first = self.layers.index(layer) // size * size
+        return self.layers[first : first + size]
+
+    def grow(self, layer: int, capacity: int) -> None:
+        """Make room for `capacity` pages in the storage of `layer` and in those that share its block, or in none."""
+        asking = self.storages[layer]
+        spec, device = asking.spec, asking.device
+        size = carved_bytes(spec, capacity, BLOCK_ALIGNMENT)
+        block = [self.storages[one] for one in self.block_of(layer, size) if one in self.storages]
+        alike = [one for one in block if (one.spec, one.device) == (spec, device)]
+        growing = [one for one in alike if one.capacity < capacity]
+        if asking not in growing:
+            return
+        raw = torch.empty(len(growing) * size, dtype=torch.uint8, device=device)
+        # nothing of the old is given up before all of the new is there
+        new = [
+            _filled(one, carve(piece, spec, capacity, BLOCK_ALIGNMENT))
+            for one, piece in zip(growing, raw.split(size), strict=True)
+        ]
+        had_pages = any(one.capacity for one in growing)
+        for one, sides in zip(growing, new, strict=True):
+            one.take_over(sides)
+        del raw, new, sides
+        if had_pages:
+            give_back(device)
+
+
+def _filled(storage: PageStorage, sides: Sides) -> Sides:
+    """Fill new fields with a storage's pages and, behind them, zeros, so that reading any is finite."""
+    for old, fields in zip(storage.fields, sides, strict=True):
+        for name, tensor in fields.items():
+            held = len(old[name])
+            tensor[:held] = old[name]
+            tensor[held:].zero_()
+    return sides
+
+
+# -- all layers ------------------------------------------------------------------------------------------------------
+
+
+class PageArena:
+    """Pools of page ids, one for each group, and storage, one for each layer.
+
+    Args:
+        max_pages: bound of each pool, as in CacheConfig.
+    Attributes:
+        pages_lock: of all storages. A pool's lock may be held around it, and around this one's `lock` none.
+    """
+
+    def __init__(self, max_pages: int | None = None) -> None:
+        self.max_pages = max_pages
+        self.pools: dict[int | None, PagePool] = {}
+        self.storages: dict[int, PageStorage] = {}
+        self.blocks: dict[int, LayerBlocks] = {}
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self.lock: Any = threading.RLock()
+        self.pages_lock: Any = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the locks."""
+        return {name: one for name, one in vars(self).items() if name not in ("lock", "pages_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_locks()
+        for storage in self.storages.values():
+            storage.use_lock(self.pages_lock)
+
+    def grow_together(self, groups: Iterable[Sequence[int]]) -> None:
+        """Let the storages of each of `groups` grow in blocks; groups that are known already stay as they are."""
+        for layers in groups:
+            if not self.blocks.keys() & set(layers):
+                self.blocks.update(dict.fromkeys(layers, LayerBlocks(layers)))
+
+    def pool(self, window: int | None) -> PagePool:
+        """Return the pool of the group with this sliding window (None: full attention)."""
+        return self.pools.setdefault(window, PagePool(self.max_pages))
+
+    def storage(
+        self, layer_idx: int, spec: PageSpec, device: torch.device, group: Rows
+    ) -> PageStorage:
+        """Return the storage of a layer of `group`, made on first use; from then on nobody takes it away.
+
+        Raises: CacheMismatchError where another cache has or will have pages of another spec or device there.
+        """
+        with self.lock:
+            found = self.newest(layer_idx)
+            if found is None or (found.asked, found.device) != (spec, device):
+                others = any(one is not group for one in self._touched(group.pool))
+                if found is not None and (others or self.num_held):
+                    ours, theirs = _difference(found.asked, found.device, spec, device)
+                    raise CacheMismatchError(
+                        f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds {ours}, this "
+                        f"one needs {theirs}. Use one prefix_store per dtype (torch.autocast gives keys or values another one) and device, "
+                        "or call its clear() when no cache uses it"
+                    )
+                self.storages[layer_idx] = found = self.make_storage(layer_idx, spec, device)
+            group.touched = True
+            return found
+
+    def _touched(self, pool: PagePool) -> list[Any]:
+        """Return who has storage here, and tokens that will be sealed into it."""
+        return [one for one in list(pool.holders) if getattr(one, "touched", False)]
+
+    def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
+        """Make the storage of a layer."""
+        storage = PageStorage(spec, device, self.pages_lock)
+        if layer_idx in self.blocks:
+            self.blocks[layer_idx].join(layer_idx, storage)
+        return storage
+
+    def newest(self, layer_idx: int) -> PageStorage | None:
+        """Return the storage that the pages of a layer lie in now, None before there is any."""
+        found = self.storages.get(layer_idx)
+        if found is not None and found.successor is not None:
+            self.storages[layer_idx] = found = found.newest
+        return found
+
+    def specs(self) -> list[PageSpec]:
+        """Return what the pages of each layer with storage are like."""
+        return [one.newest.spec for one in list(self.storages.values())]
+
+    def replace(self, layer_idx: int, old: PageStorage, new: PageStorage) -> None:
+        """Let `new`, which holds all pages of `old`, take its place for every cache, under the lock that both share.
+
+        Layers that hold `old` find `new` before they write next; what reads `old` may finish.
+        """
+        old.hand_over(new)
+        if self.storages.get(layer_idx) is old:
+            self.storages[layer_idx] = new
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes on devices through which offloaded pages are read."""
+        return 0
+
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds, over all pools."""
+        return sum(pool.num_held for pool in self.pools.values())
+
+    def clear(self) -> None:
+        """Give all memory back where nobody holds a page, nor has tokens that will be sealed into one."""
+        with self.lock:
+            if not self.num_held and not any(map(self._touched, self.pools.values())):
+                self.storages.clear()
+                for blocks in self.blocks.values():
+                    blocks.storages.clear()
+                for pool in self.pools.values():
+                    pool.clear()
+
+    def shared_parts(self) -> list[Any]:
+        """Return the objects that a copy of a cache shares with it."""
+        storages = [one.newest for one in list(self.storages.values())]
+        return [self, *self.pools.values(), *storages]
+
+
+def _difference(
+    held: PageSpec, there: torch.device, needed: PageSpec, here: torch.device
+) -> tuple[str, str]:
+    """Return in words what is held and what is needed instead, as far as they differ."""
+    pairs = [
+        (_words(one), _words(other)) for one, other in zip(held.sides, needed.sides, strict=False)
+    ]
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if there != here or not differing:
+        differing.append((f"pages on {there}", f"pages on {here}"))
+    ours, theirs = zip(*differing, strict=True)
+    return " and ".join(ours), " and ".join(theirs)
+
+
+def _words(side: SideSpec) -> str:
+    dtype = str(side.dtype).removeprefix("torch.")
+    return f"{side.side} in {side.scheme.name} ({dtype}, {side.num_kv_heads} heads of {side.head_dim}, pages of {side.page_size})"

@@ -19,8 +19,7 @@ from ..cache.paged_cache import PagedCache
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
-from ..pages.device_budget import Demand
-from ..pages.host_pages import SMALLEST_EXTENT
+from ..pages.offload import LEAST_PAGES, Demand, split_layers
 from ..row_pages import PageUse, RowPages, page_use
 from ..spec import LANES, ROWS, TABLE_DTYPE, MemoryReport, PageSpec, pages_report, reserved_pages
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
@@ -196,7 +195,7 @@ class Pages:
 
     def unbounded(self) -> "Pages":
         """Return the same pages without bounds, and without room made in advance."""
-        free = dict.fromkeys(("max_length", "max_pages", "device_bytes", "device_pages"))
+        free = dict.fromkeys(("max_length", "max_pages", "device_bytes"))
         options = replace(self.options, **free, reserve_tokens=0)  # type: ignore[arg-type]
         return Pages(self.inventory, options, self.on_cpu)
 
@@ -295,13 +294,13 @@ class Pages:
                 if reading is not None and chosen:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)
-        split = arena.budget.split(demands, buffers)
+        split = split_layers(demands, arena.device_bytes, buffers)
         held = self.sizes(None).held(max(0, longest - 1))
         chooses = reading is not None and reading.chooses(held, longest)
-        indexes = sum(demands[layer].index_bytes for layer in split.outside) * chooses
+        indexes = sum(demands[layer].index_bytes for layer in split.offloaded) * chooses
         room = {
-            layer: max(demands[layer].capacity, SMALLEST_EXTENT)
-            for layer in split.outside
+            layer: max(demands[layer].capacity, LEAST_PAGES)
+            for layer in split.offloaded
             if demands[layer].capacity
         }
         return room, buffers * sum(split.staging.values()) + indexes

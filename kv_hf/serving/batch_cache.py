@@ -10,9 +10,8 @@ from ..cache.layer import PagedLayer
 from ..cache.prefix_store import PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
-from ..pages.arena import PageArena
 from ..pages.step import Row
-from ..pages.widened import rewritten
+from ..pages.storage import PageArena, rewritten
 from ..spec import MemoryReport
 from .batch_attention import attend_in_parts
 from .batch_forward import Forward, Part, run_of

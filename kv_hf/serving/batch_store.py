@@ -8,11 +8,10 @@ import torch
 from ..cache.layer_formats import LayerFormats
 from ..cache.store import LayerStore, Residual
 from ..cache.widening import Widening
-from ..pages.arena import PageArena
-from ..pages.page_memory import LEAST_BYTES, mapped_like, page_bytes
+from ..pages.cpu_memory import mapped_zeros
 from ..pages.persistent import persistent_tensors
 from ..pages.step import Step
-from ..pages.storage import PageStorage, Pair
+from ..pages.storage import PageArena, PageStorage, Pair
 from ..read_budget import ReadBudget
 
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
@@ -128,7 +127,5 @@ def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:
     """Return windows [rows, num_kv_heads, slots, head_dim], all zero; on a CPU the system gives memory to those that are used."""
     spec = residual.spec
     none = residual.tokens.new_empty((0, spec.num_kv_heads, slots, spec.head_dim))
-    mapped = None
-    if none.device.type == "cpu" and rows * page_bytes(none) >= LEAST_BYTES:
-        mapped = mapped_like(none, rows)
+    mapped = mapped_zeros(none, rows)
     return none.new_zeros((rows, *none.shape[1:])) if mapped is None else mapped

@@ -61,7 +61,6 @@ def test_bad_cache_config_is_refused_before_generation(model, config, words):
         ("max_pages", {}),
         ("max_length", {}),
         ("device_bytes", {"offload": "cpu"}),
-        ("device_pages", {"offload": "cpu"}),
         ("latent_group_size", {"latent": "int8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -361,7 +361,7 @@ def test_cache_config_documents_and_tests_every_field():
         "kernel",
         "prefix_store",
         "cross_attention",
-        *("offload", "device_bytes", "device_pages", "offload_dir"),  # test_offload.py
+        *("offload", "device_bytes", "offload_dir"),  # test_offload.py
         "widen",  # test_widening.py
         *("read_tokens", "read_share", "read_top_p", "read_from"),  # test_reading.py
         *("latent", "latent_group_size", "k_rope", "mla"),  # test_latent.py

@@ -520,10 +520,10 @@ def test_add_refuses_what_the_cache_does_not_hold():
 
 def test_two_first_users_get_one_storage(monkeypatch):
     """Both find none: the second must not put its own in the place of the first one's."""
-    from kv_hf.pages import arena
+    from kv_hf.pages import storage
 
     model, store = shared_model("llama"), kv_hf.PrefixStore()
-    made = arena.PageStorage
+    made = storage.PageStorage
     barrier = threading.Barrier(2)
 
     def slow(*args):
@@ -531,7 +531,7 @@ def test_two_first_users_get_one_storage(monkeypatch):
             barrier.wait(0.3)
         return made(*args)
 
-    monkeypatch.setattr(arena, "PageStorage", slow)
+    monkeypatch.setattr(storage, "PageStorage", slow)
     caches = [kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store) for _ in range(2)]
 
     def work(cache):

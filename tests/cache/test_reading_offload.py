@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import tiny_encoder_decoders
 import torch
-from outside_pages import EagerLane, FakeLayer, place_outside
+from offloaded_pages import EagerCopies, FakeLayer, place_outside
 from test_choose_pages import compare_choices
 from test_offload import make_spec
 from test_reading import MOST, PART, cache_of, needs_c, steps
@@ -19,8 +19,7 @@ from kv_hf import notices
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.reference import selection
 from kv_hf.page_summary import part_bytes, summary_words
-from kv_hf.pages import page_index
-from kv_hf.pages.host_pages import HostPages
+from kv_hf.pages import offload
 from kv_hf.pages.staging import NO_PAGE, SlotPlan, Staging
 
 LAYERS = 3
@@ -54,7 +53,7 @@ def same_words(monkeypatch):
         count = summary_words(spec)
         return torch.arange(count, dtype=torch.int32).repeat(spec.num_kv_heads, 1)
 
-    for module in (selection, page_index):
+    for module in (selection, offload):
         monkeypatch.setattr(module, "words_to_read", words_to_read)
 
 
@@ -81,26 +80,24 @@ def choices(monkeypatch):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """What was copied from outside: (host pages, pages, sides)."""
-    seen = []
-    own = HostPages.fetch
+    """What was copied from host memory: (layer, pages), and (layer, pages of keys) for an index."""
+    whole, keys = [], []
+    fetch, cover = offload.OffloadedStorage.fetch, offload.PageIndex.cover
 
-    def fetch(self, page, count, targets, at, sides):
-        seen.append((self, list(range(page, page + count)), tuple(sides)))
-        own(self, page, count, targets, at, sides)
+    def fetching(self, runs, targets):
+        whole.append((self, [page + at for _, page, count in runs for at in range(count)]))
+        fetch(self, runs, targets)
 
-    def fetch_runs(self, places, targets, sides):
-        before = len(seen)
-        runs(self, places, targets, sides)
-        if len(seen) == before:  # gathered
-            seen.extend(
-                (self, list(range(page, page + count)), tuple(sides)) for _, page, count in places
-            )
+    def covering(self, table, pages, capacity, take):
+        def taking(some):
+            keys.append((self, list(some)))
+            return take(some)
 
-    runs = HostPages.fetch_runs
-    monkeypatch.setattr(HostPages, "fetch", fetch)
-    monkeypatch.setattr(HostPages, "fetch_runs", fetch_runs)
-    return seen
+        cover(self, table, pages, capacity, taking)
+
+    monkeypatch.setattr(offload.OffloadedStorage, "fetch", fetching)
+    monkeypatch.setattr(offload.PageIndex, "cover", covering)
+    return whole, keys
 
 
 def offloaded(model, keys="int4", kernel="reference", **options):
@@ -116,7 +113,7 @@ def plain_steps(model, keys, rows, **options):
 
 
 def pages_of(copies):
-    return [page for _, pages, sides in copies if sides == (0, 1) for page in pages]
+    return [page for _, pages in copies for page in pages]
 
 
 # -- the same results ------------------------------------------------------------------------------------------------
@@ -266,24 +263,23 @@ def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fe
     ids = tokens(1, 330)
     cache = offloaded(model, offload="disk")
     steps(model, cache, ids[:, :301], 300)
-    summed_up = [copy for copy in fetched if copy[2] == (0,)]
+    whole, keys = fetched
     for (
         layer
     ) in cache.paged_layers:  # each page once, and those twice that say which words are read
-        own = [page for home, pages, _ in summed_up if home is layer.storage.home for page in pages]
+        own = [page for index, pages in keys if index is layer.storage.keys.index for page in pages]
         assert set(own) == set(range(18)) and len(own) == 18 + 8
     for at in range(301, 329):
         sealed = len(cache.group.rows[0].pages)
-        choices.clear()
-        fetched.clear()
+        for seen in (choices, whole, keys):
+            seen.clear()
         steps(model, cache, ids[:, at : at + 1])
         assert len(choices) == LAYERS
         # one buffer for all layers: each fetches all that it chose
-        assert pages_of(fetched) == [page for choice in choices for page in choice[0]]
+        assert pages_of(whole) == [page for choice in choices for page in choice[0]]
         assert all(len(choice[0]) == MOST for choice in choices)
-        new = [pages for _, pages, sides in fetched if sides == (0,)]
-        assert len(new) in (0, LAYERS)  # a page that was sealed behind the last step
-        assert all(pages == [sealed - 1] for pages in new)
+        # a page that was sealed behind the last step
+        assert pages_of(keys) in ([], [sealed - 1] * LAYERS)
 
 
 def test_a_layer_that_keeps_the_buffer_fetches_new_pages_alone(choices, fetched):
@@ -293,49 +289,41 @@ def test_a_layer_that_keeps_the_buffer_fetches_new_pages_alone(choices, fetched)
     last, kept = set(choices[-1][0]), 0
     for at in range(320, 330):
         choices.clear()
-        fetched.clear()
+        fetched[0].clear()
         steps(model, cache, ids[:, at : at + 1])
         now = set(choices[0][0])
-        assert sorted(pages_of(fetched)) == sorted(now - last)
+        assert sorted(pages_of(fetched[0])) == sorted(now - last)
         last, kept = now, kept + len(now & last)
     assert kept
 
 
 def test_what_a_layer_chose_last_is_fetched_ahead():
-    spec, lane = make_spec(), EagerLane()
-    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]
+    spec, copies = make_spec(), EagerCopies()
+    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
     staging.resize(4 * spec.page_bytes)
-    copied = []
-    for layer in layers:
-        own = layer.home.fetch
-
-        def fetch(page, count, *rest, own=own, layer=layer):
-            copied.append((layer.layer_idx, list(range(page, page + count))))
-            own(page, count, *rest)
-
-        layer.home.fetch = fetch
 
     def read(layer, pages):
-        table = torch.tensor([pages], dtype=torch.int32)
-        plan = SlotPlan.choose(
-            table, torch.tensor([len(pages)]), 4, staging.held(layer), torch.device("cpu")
-        )
-        copied.clear()
-        with staging.reading(layer, plan):
-            late = [page for idx, some in copied for page in some if idx == layer.layer_idx]
-            copied.clear()
-            codes = staging.read(layer, plan)[0]["codes"].flatten(1)[:, 0]
+        """Read pages; return the runs that this layer fetched, and those that others fetched behind it."""
+        table, counts = torch.tensor([pages], dtype=torch.int32), torch.tensor([len(pages)])
+        plan = SlotPlan.choose(table, counts, 4, staging.held(layer), torch.device("cpu"))
+        for one in layers:
+            one.fetched.clear()
+        with staging.reading(layer, plan) as fields:
+            codes = fields[0]["codes"].flatten(1)[:, 0]
             found = codes[plan.table[0].long()].tolist()
             assert found == [1000 * layer.layer_idx + page for page in pages]
-        return late, list(copied)
+            late = list(layer.fetched)
+        return late, {
+            one.layer_idx: one.fetched for one in layers if one.fetched and one is not layer
+        }
 
     for _ in range(2):
         for layer in layers:
             read(layer, [0, 1, 5, 9])
-    assert read(layers[0], [0, 1, 5, 9]) == ([], [(1, [0, 1]), (1, [5]), (1, [9])])
-    late, ahead = read(layers[1], [1, 2, 5, 9])
-    assert late == [2] and {idx for idx, _ in ahead} == {2}
-    assert read(layers[2], [9, 10])[0] == [10]
+    assert read(layers[0], [0, 1, 5, 9]) == ([], {1: [(0, 2), (5, 1), (9, 1)]})
+    late, others = read(layers[1], [1, 2, 5, 9])
+    assert late == [(2, 1)] and set(others) == {2}
+    assert read(layers[2], [9, 10])[0] == [(10, 1)]
 
 
 def test_pages_stay_in_their_slots():
@@ -344,13 +332,13 @@ def test_pages_stay_in_their_slots():
         return SlotPlan.choose(*given, slots, held, torch.device("cpu"))
 
     first = plan([[3, 4, 9], [4, 0, 0]], [3, 1], 4, ())
-    assert first.ids == (3, 4, 9, NO_PAGE)
+    assert first.ids == [3, 4, 9, NO_PAGE]
     assert first.table.tolist() == [[0, 1, 2], [1, 0, 0]] and first.table.dtype == torch.int32
     assert first.runs == [(0, 3, 2), (2, 9, 1)]
     second = plan([[4, 5, 7], [9, 9, 9]], [3, 1], 4, [3, 4, 9, None])
-    assert second.ids == (5, 4, 9, 7)
+    assert second.ids == [5, 4, 9, 7]
     assert second.table.tolist() == [[1, 0, 3], [2, 1, 1]]
-    assert plan([[5, 6]], [2], 2, [6, 5, 1]).ids == (5, 6)  # of a buffer of other slots
+    assert plan([[5, 6]], [2], 2, [6, 5, 1]).ids == [5, 6]  # of a buffer of other slots
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

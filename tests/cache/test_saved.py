@@ -22,7 +22,7 @@ from kv_hf.cache import identity
 from kv_hf.cache import saved as saving
 from kv_hf.cache.identity import Adapters
 from kv_hf.cache.static_cache import StaticPagedCache
-from kv_hf.pages.page_memory import AHEAD
+from kv_hf.pages.cpu_memory import AHEAD
 
 PAGE = 16
 FORMATS = ("exact", "fp8", "int8", "int4", "int2")

@@ -368,7 +368,7 @@ def test_a_preallocated_cache_that_was_made_before_says_why_it_stays():
 
 
 def test_offloaded_pages_say_why_they_stay():
-    held = cache_of(offload="disk", device_pages=64)
+    held = cache_of(offload="disk", device_bytes=311_296)
     with pytest.warns(
         kv_hf.KVCacheWarning, match="keeps values int4: its pages may leave the device"
     ):
@@ -416,7 +416,7 @@ def test_latents_and_exact_pages_are_not_watched():
 
 def test_layers_that_grow_in_blocks_let_a_widened_one_go(monkeypatch):
     """On a GPU layers of one format share an allocation: the widened layer grows alone, the others without it."""
-    monkeypatch.setattr("kv_hf.pages.blocks.in_blocks", lambda device: True)
+    monkeypatch.setattr("kv_hf.pages.storage.in_blocks", lambda device: True)
     ids = words(2, PROMPT + 6 * PAGE)
     held, alone = cache_of(), cache_of(layers={"1": {"keys": "int4", "values": "fp8"}})
     for one in (held, alone):

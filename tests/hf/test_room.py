@@ -11,7 +11,7 @@ import kv_hf
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.pages.host_pages import HostPages
+from kv_hf.pages.host_memory import HostMemory
 from kv_hf.pages.storage import PageStorage, SideStorage
 
 compiled = pytest.mark.skipif(library.missing() is not None, reason="needs the C kernel")
@@ -120,16 +120,16 @@ def test_growth_of_a_side_leaves_the_old_fields_alone():
 
 
 def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
-    """Its room was that of a place outside which the arena did not know of."""
+    """Its room was that of a place in host memory which the arena did not know of."""
     caches = [
         kv_hf.PagedCache(FULL, page_size=PAGE, **options)
-        for options in ({}, {"offload": "disk", "device_pages": 60})
+        for options in ({}, {"offload": "disk", "device_bytes": 491_520})
     ]
     for cache in caches:
         feed(cache, ROWS, 0, 250)
     plain, cache = caches
     assert not cache.memory().offloaded
-    store = HostPages.store
+    store = HostMemory.store
     calls = []
 
     def failing(home, *args):
@@ -139,7 +139,7 @@ def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
         store(home, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostPages, "store", failing)
+        patched.setattr(HostMemory, "store", failing)
         with pytest.raises(MemoryError):
             feed(cache, ROWS, 250, 390)
     cache.check_integrity()

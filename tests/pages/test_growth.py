@@ -15,7 +15,7 @@ import kv_hf
 from kv_hf.cache.report import measure_memory
 from kv_hf.cache.store import LayerStore
 from kv_hf.hf import room
-from kv_hf.pages import blocks
+from kv_hf.pages import storage as blocks
 from kv_hf.pages.rows import LEAST_AHEAD, MOST_AHEAD, Expected
 
 META = torch.device("meta")
@@ -90,7 +90,7 @@ def test_growth_leaves_little_beside_the_pages(allocator, rows, prompt, new, tol
     calls = allocator.calls
     for _ in range((new if told else min(new, 1024)) // PAGE):
         text.grow(PAGE)
-    assert text.worst <= 1.1
+    assert text.worst <= 1.2  # before layers have grown together for the first time
     assert text.stored <= allocator.allocated <= 1.05 * text.stored
     one_block = max(blocks.BLOCK_BYTES, allocator.allocated // blocks.PARTS)
     assert allocator.most_reserved <= 1.1 * allocator.allocated + 2 * one_block
@@ -101,7 +101,7 @@ def test_growth_leaves_little_beside_the_pages(allocator, rows, prompt, new, tol
 def test_growth_without_blocks_is_what_the_simulator_was_written_for(allocator):
     """Layer by layer and field by field, storage of 18 GiB had torch keep 83: freed pages never fit the next ones."""
     text = Text(allocator, rows=16)
-    text.cache.arena.neighbours.clear()
+    text.cache.arena.blocks.clear()
     text.grow(32768)
     for _ in range(1024 // PAGE):
         text.grow(PAGE)
@@ -184,16 +184,14 @@ def test_block_that_cannot_be_made_changes_nothing(on_a_gpu, monkeypatch, error)
     assert same(dense(cache), dense(plain))
 
 
-def test_layers_that_never_come_leave_their_place_at_reset(on_a_gpu):
-    """A forward that stopped behind the first layer: the block holds a place for the second one."""
+def test_blocks_are_let_go_at_reset(on_a_gpu):
     cache = kv_hf.PagedCache(FULL, page_size=16)
     cache.update(*torch.zeros(2, 1, 2, 60, 32), 0)
-    neighbours = cache.arena.neighbours[0]
-    assert list(neighbours._parts) == [1]
+    assert sorted(cache.arena.blocks[0].storages) == [0]
     cache.reset()
-    assert not neighbours._parts and not neighbours.storages
+    assert not cache.arena.blocks[0].storages
     feed(cache, ROWS, 0, 60)
-    assert not neighbours._parts and sorted(neighbours.storages) == [0, 1]
+    assert sorted(cache.arena.blocks[0].storages) == [0, 1]
 
 
 def test_layers_of_other_sizes_do_not_share_a_block(on_a_gpu):
@@ -204,7 +202,6 @@ def test_layers_of_other_sizes_do_not_share_a_block(on_a_gpu):
     cache.check_integrity()
     heads = [layer.storage.keys.fields["codes"].shape[1] for layer in cache.layers]
     assert heads == [2, 1]
-    assert not cache.arena.neighbours[0]._parts
 
 
 @pytest.mark.parametrize(
@@ -287,7 +284,7 @@ def test_beams_make_no_room_that_they_do_not_use(on_a_gpu):
 def test_memory_that_ends_ahead_of_need_is_said_once(on_a_gpu, monkeypatch, caplog):
     cache = kv_hf.PagedCache(FULL, page_size=16)
     cache.expect_length(2000)
-    grow, tried = blocks.Neighbours.grow, []
+    grow, tried = blocks.LayerBlocks.grow, []
 
     def short(self, layer, capacity):
         tried.append(capacity)
@@ -295,7 +292,7 @@ def test_memory_that_ends_ahead_of_need_is_said_once(on_a_gpu, monkeypatch, capl
             raise torch.OutOfMemoryError("no memory ahead")
         grow(self, layer, capacity)
 
-    monkeypatch.setattr(blocks.Neighbours, "grow", short)
+    monkeypatch.setattr(blocks.LayerBlocks, "grow", short)
     with pytest.warns(UserWarning, match="no memory for the 67 pages") as said:
         feed(cache, ROWS, 0, 60)
     feed(cache, ROWS, 60, 100)

@@ -10,8 +10,14 @@ from transformers import LlamaConfig
 
 import kv_hf
 from kv_hf.evaluation import measure_footprint
-from kv_hf.pages import host_heap
-from kv_hf.pages.host_heap import LEAST_COLUMNS, VARIABLE, PrefillWatch, give_back_freed, trim_heap
+from kv_hf.pages import cpu_memory
+from kv_hf.pages.cpu_memory import (
+    LEAST_COLUMNS,
+    TRIM_VARIABLE,
+    PrefillWatch,
+    give_back_freed,
+    trim_heap,
+)
 
 CPU, LONG = torch.device("cpu"), LEAST_COLUMNS
 
@@ -20,7 +26,7 @@ CPU, LONG = torch.device("cpu"), LEAST_COLUMNS
 def calls(monkeypatch):
     """One entry for each time that memory was given back."""
     found = []
-    monkeypatch.setattr(host_heap, "give_back_freed", lambda: found.append(1))
+    monkeypatch.setattr(cpu_memory, "give_back_freed", lambda: found.append(1))
     return found
 
 
@@ -118,14 +124,14 @@ def test_generate_gives_back_for_a_shared_beginning_and_for_the_rest(calls):
 def asked(monkeypatch):
     """The arguments of malloc_trim, which is replaced."""
     found = []
-    monkeypatch.setattr(host_heap, "_malloc_trim", lambda: found.append)
+    monkeypatch.setattr(cpu_memory, "_malloc_trim", lambda: found.append)
     return found
 
 
 def test_give_back_freed_obeys_its_switch(asked, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TRIM_VARIABLE, raising=False)
     assert give_back_freed() and asked == [0]
-    monkeypatch.setenv(VARIABLE, "never")
+    monkeypatch.setenv(TRIM_VARIABLE, "never")
     assert not give_back_freed() and asked == [0]
 
 
@@ -137,11 +143,11 @@ def test_trim_heap_does_nothing_beside_other_libraries(version, monkeypatch):
         return version
 
     monkeypatch.setattr(os, "confstr", confstr)
-    host_heap._malloc_trim.cache_clear()
+    cpu_memory._malloc_trim.cache_clear()
     try:
         assert not trim_heap()
     finally:
-        host_heap._malloc_trim.cache_clear()
+        cpu_memory._malloc_trim.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is a library of Linux")
@@ -154,7 +160,7 @@ def test_trim_heap_finds_glibc():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not host_heap._malloc_trim(), reason="only glibc keeps what a prefill frees")
+@pytest.mark.skipif(not cpu_memory._malloc_trim(), reason="only glibc keeps what a prefill frees")
 def test_process_with_int4_stays_below_one_with_dynamic_cache():
     """Two processes of their own, as users start them: a small model with heads as real ones have them."""
     sizes = {

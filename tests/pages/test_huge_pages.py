@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.pages import huge_pages
-from kv_hf.pages.huge_pages import advise, huge_page_bytes
+from kv_hf.pages import cpu_memory
+from kv_hf.pages.cpu_memory import advise, huge_page_bytes
 from kv_hf.pages.storage import SideStorage
 from kv_hf.spec import PageSpec
 
@@ -52,7 +52,7 @@ def test_advise_leaves_small_tensors_and_other_devices() -> None:
 
 
 def test_advise_does_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "huge_page_bytes", lambda: 0)
+    monkeypatch.setattr(cpu_memory, "huge_page_bytes", lambda: 0)
     assert not advise(torch.empty(1 << 24, dtype=torch.uint8))
 
 

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from outside_pages import EagerLane, FakeLayer, LateLane, place_outside
+from offloaded_pages import EagerCopies, FakeLayer, LateCopies, place_outside
 from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
-from kv_hf.pages.copy_stream import InOrder
-from kv_hf.pages.device_budget import SEAL_PAGES, Demand, DeviceBudget
-from kv_hf.pages.host_pages import runs
-from kv_hf.pages.staging import SlotPlan, Staging
+from kv_hf.pages.host_memory import runs_of
+from kv_hf.pages.offload import SEAL_PAGES, Demand, split_layers
+from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
 PAGE = 16
@@ -87,11 +86,13 @@ def check_equal(found, expected):
 
 
 @pytest.mark.parametrize("keys", ["exact", "int8", "int4"])
-@pytest.mark.parametrize("budget", [{}, {"device_pages": 85}], ids=str)
+@pytest.mark.parametrize("budget", [False, True])
 def test_ragged_batch_is_equal(place, keys, budget):
     inputs = left_padded([150, 4, 77])
     expected = generate(five_layers(), inputs, keys)
-    found = generate(five_layers(), inputs, keys, {**place, **budget})
+    budgets = {"exact": 348_160, "int8": 98_260, "int4": 65_280}
+    some = {"device_bytes": budgets[keys]} if budget else {}
+    found = generate(five_layers(), inputs, keys, {**place, **some})
     check_equal(found, expected)
     left = outside(found.past_key_values)
     assert left == list(range(LAYERS)) if not budget else 0 < len(left) < LAYERS
@@ -144,7 +145,7 @@ def test_formats_that_differ_by_layer_share_the_buffers(place):
 def test_any_sequence_of_operations_is_equal(place, seed):
     """Freed ids come back with other bytes while buffers still hold the old ones."""
     model, chance = five_layers(), random.Random(seed)
-    budget = {"device_pages": 90} if seed % 2 else {}
+    budget = {"device_bytes": 104_040} if seed % 2 else {}
     both = [make_cache(keys="int8", **options) for options in ({}, {**place, **budget})]
     for _ in range(24):
         rows = len(both[0].group.rows) or 2
@@ -267,7 +268,7 @@ def test_gpu_is_equal(offloaded, keys):
     model = make_model("llama", num_hidden_layers=LAYERS, head_dim=64).cuda()
     inputs = {name: x.cuda() for name, x in left_padded([700, 300]).items()}
     expected = generate(model, inputs, keys, max_new_tokens=100)
-    for budget in ({}, {"device_pages": 300}):
+    for budget in ({}, {"device_bytes": 600_000}):
         config = {"offload": offloaded, **budget}
         check_equal(generate(model, inputs, keys, config, max_new_tokens=100), expected)
 
@@ -305,26 +306,25 @@ def test_without_a_budget_only_the_buffers_are_on_the_device(place):
     assert {row.kind for row in cache.report()} == {"paged, offloaded"}
 
 
-@pytest.mark.parametrize("name", ["device_pages", "device_bytes"])
-def test_smaller_than_the_least_is_refused_with_both_figures_and_nothing_changes(place, name):
+def test_smaller_than_the_least_is_refused_with_both_figures_and_nothing_changes(place):
     model = five_layers()
-    least = re.compile(rf"reading one layer at a time needs {name}=(\d+)")
-    size = 30 if name == "device_pages" else 30 * PAGE_BYTES
-    cache = make_cache(**place, **{name: size})
-    with pytest.raises(kv_hf.DeviceBudgetError, match=f"{name}={size} .* is too small") as caught:
+    least = re.compile(r"reading one layer at a time needs device_bytes=(\d+)")
+    cache = make_cache(**place, device_bytes=30 * PAGE_BYTES)
+    refused = f"device_bytes={30 * PAGE_BYTES} is too small"
+    with pytest.raises(kv_hf.DeviceBudgetError, match=refused) as caught:
         forward(model, cache, tokens(2, 300))
     assert (cache.get_seq_length(), cache.memory().total) == (0, 0)
     needed = int(least.search(str(caught.value))[1])
-    enough = make_cache(**place, **{name: needed})
+    enough = make_cache(**place, device_bytes=needed)
     logits = forward(model, enough, tokens(2, 300))
     assert torch.equal(logits, forward(model, make_cache(), tokens(2, 300)))
     with pytest.raises(kv_hf.DeviceBudgetError):
-        forward(model, make_cache(**place, **{name: needed - 1}), tokens(2, 300))
+        forward(model, make_cache(**place, device_bytes=needed - 1), tokens(2, 300))
 
 
 def test_budget_that_ends_while_the_text_grows_leaves_the_cache_usable(place):
     model = five_layers()
-    cache, plain = make_cache(**place, device_pages=40), make_cache()
+    cache, plain = make_cache(**place, device_bytes=40 * PAGE_BYTES), make_cache()
     refused = False
     for seed in range(40):
         ids = tokens(1, 16, seed=seed)
@@ -346,14 +346,14 @@ def test_budget_that_ends_while_the_text_grows_leaves_the_cache_usable(place):
 def test_layers_that_leave_lie_far_apart():
     spec = make_spec()
     demands = {layer: Demand(spec, torch.device("cpu"), 100, 100) for layer in range(8)}
-    some = DeviceBudget(None, 7 * 100 * spec.page_bytes).split(demands, 1)
-    assert some.outside == {0, 4, 2}
-    # one that is outside already is not taken back
-    more = DeviceBudget(None, 7 * 100 * spec.page_bytes).split(demands, 1, already={7})
-    assert some.outside != more.outside
-    assert 7 in more.outside
+    some = split_layers(demands, 7 * 100 * spec.page_bytes, 1)
+    assert some.offloaded == {0, 4, 2}
+    # one that has left already is not taken back
+    more = split_layers(demands, 7 * 100 * spec.page_bytes, 1, already={7})
+    assert some.offloaded != more.offloaded
+    assert 7 in more.offloaded
     demands[6] = Demand(spec, torch.device("cpu"), 1000, 10)
-    assert min(DeviceBudget(None, 9 * 100 * spec.page_bytes).split(demands, 1).outside) == 6
+    assert min(split_layers(demands, 9 * 100 * spec.page_bytes, 1).offloaded) == 6
 
 
 def test_saved_pages_are_those_outside_and_placement_stays_behind(place, tmp_path):
@@ -417,114 +417,110 @@ def check_slots(fields, layer, plan):
 
 def test_slots_renumber_the_table():
     plan = plan_of([9, 2, 5], [2, 11])
-    assert plan.ids == (2, 5, 9, 11)
+    assert plan.ids == [2, 5, 9, 11]
     assert plan.runs == [(0, 2, 1), (1, 5, 1), (2, 9, 1), (3, 11, 1)]
     assert plan.table.tolist() == [[2, 0, 1], [0, 3, 0]]
     assert plan.table.dtype == torch.int32
-    assert runs([3, 4, 5, 9, 10, 2]) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
+    assert runs_of(enumerate([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
+    assert runs_of(((0, page) for page in (3, 5, 9)), gap=1) == [(0, 3, 3), (0, 9, 1)]
     assert plan_of([], []).table.shape == (2, 0)
 
 
 def test_next_layer_is_fetched_while_this_one_is_read():
-    spec, lane = make_spec(), LateLane()
-    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]
+    spec, copies = make_spec(), LateCopies()
+    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
     staging.resize(8 * spec.page_bytes)
     plan = plan_of([0, 1, 2, 7])
     for step in range(3):
         for layer in layers:
-            lane.log.clear()
-            with staging.reading(layer, plan):
-                asked = [what for what, _ in lane.log]
-                check_slots(staging.read(layer, plan), layer, plan)
+            copies.log.clear()
+            with staging.reading(layer, plan) as found:
+                asked = [what for what, _ in copies.log]
+                check_slots(found, layer, plan)
             # once the order is known nothing is fetched when it is read, and one layer behind it
-            fetched = [what for what, _ in lane.log][len(asked) :].count("run")
+            fetched = [what for what, _ in copies.log][len(asked) :].count("run")
             if step == 2:
                 assert (asked.count("run"), fetched) == (0, 1)
 
 
 def test_new_table_is_fetched_late_for_its_first_layer_only():
-    spec, lane = make_spec(), EagerLane()
-    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(4)]
+    spec, copies = make_spec(), EagerCopies()
+    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(4)]
     staging.resize(8 * spec.page_bytes)
     for plan in (plan_of([0, 1]), plan_of([0, 1]), plan_of([0, 1, 2])):
         late = []
         for layer in layers:
-            lane.log.clear()
+            copies.log.clear()
             with staging.reading(layer, plan):
-                late.append([what for what, _ in lane.log].count("run"))
+                late.append([what for what, _ in copies.log].count("run"))
     assert late == [1, 0, 0, 0]
 
 
 def test_every_buffer_is_kept_until_copies_into_it_are_done():
     """The last step of a generation fetches a layer that nobody reads: the cache may go before the copy is done."""
-    spec, lane = make_spec(), LateLane()
-    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]
+    spec, copies = make_spec(), LateCopies()
+    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
     for size in (8, 9):
         staging.resize(size * spec.page_bytes)
-        lane.kept.clear()
+        copies.kept.clear()
         for layer in (*layers, *layers):
             with staging.reading(layer, plan_of([0, 1])):
                 pass
-        assert lane.waiting
-        assert lane.kept == [buffer.raw.data_ptr() for buffer in staging._buffers]
-        assert len(lane.kept) == 2
+        assert copies.waiting
+        assert copies.kept == [buffer.raw.data_ptr() for buffer in staging._buffers]
+        assert len(copies.kept) == 2
 
 
 def test_fetch_waits_for_the_last_reader_of_its_buffer_and_for_writes():
-    spec, lane = make_spec(), EagerLane()
-    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]
+    spec, copies = make_spec(), EagerCopies()
+    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
     staging.resize(8 * spec.page_bytes)
     plan = plan_of([0, 1, 2, 7])
     for _ in range(2):
         for layer in layers:
             with staging.reading(layer, plan):
                 pass
-    lane.log.clear()
+    copies.log.clear()
     layers[1].written = "sealed"
     with staging.reading(
         layers[0], plan
     ):  # has been fetched; 1 goes into the buffer that 2 was read from
-        used = lane.marks
-    assert [entry for entry in lane.log if entry[0] == "run"] == [("run", (used, "sealed"))]
+        used = copies.marks
+    assert [entry for entry in copies.log if entry[0] == "run"] == [("run", (used, "sealed"))]
 
 
 def test_pages_written_since_are_fetched_again_and_only_those():
-    spec, lane = make_spec(), LateLane()
-    staging, layer = Staging(torch.device("cpu"), lane), FakeLayer(0, spec)
+    spec, copies = make_spec(), LateCopies()
+    staging, layer = Staging(copies), FakeLayer(0, spec)
     staging.resize(8 * spec.page_bytes)
-    plan, fetched = plan_of([0, 1, 2, 7]), []
-    fetch = layer.home.fetch
-    layer.home.fetch = lambda page, count, *rest: (
-        fetched.append((page, count)),
-        fetch(page, count, *rest),
-    )
-    staging.read(layer, plan)
-    (buffer,) = (one for one in staging._buffers if one.owner is layer)
-    assert buffer.plan is plan  # by which another read of it finds everything there
-    for extent in layer.home.extents[:1]:
-        for fields in extent.sides:
-            fields["codes"][2] = 77
-    staging.forget(layer, [2, 11])
-    assert buffer.plan is None
-    fields = staging.read(layer, plan)
-    assert fields[0]["codes"][2].unique().tolist() == [77]
-    assert fetched == [(0, 3), (7, 1), (2, 1)]
+    plan = plan_of([0, 1, 2, 7])
+    with staging.reading(layer, plan):
+        pass
+    with staging.reading(layer, plan):
+        assert layer.fetched == [(0, 3), (7, 1)]
+    for fields in layer.sides:
+        fields["codes"][2] = 77
+    staging.outdate(layer, [2, 11])
+    with staging.reading(layer, plan) as fields:
+        assert fields[0]["codes"][2].unique().tolist() == [77]
+    assert layer.fetched == [(0, 3), (7, 1), (2, 1)]
 
 
 def test_failed_fetch_is_tried_again():
     spec = make_spec()
-    staging, layer = Staging(torch.device("cpu"), InOrder()), FakeLayer(3, spec)
+    staging, layer = Staging(Copies(torch.device("cpu"))), FakeLayer(3, spec)
     staging.resize(8 * spec.page_bytes)
-    plan, fetch = plan_of([4, 5]), layer.home.fetch
+    plan, fetch = plan_of([4, 5]), layer.fetch
 
     def fail(*args):
         raise RuntimeError("bad copy")
 
-    layer.home.fetch = fail
-    with pytest.raises(RuntimeError, match="bad copy"):
-        staging.read(layer, plan)
-    layer.home.fetch = fetch
-    check_slots(staging.read(layer, plan), layer, plan)
+    layer.fetch = fail
+    with pytest.raises(RuntimeError, match="bad copy"), staging.reading(layer, plan):
+        pass
+    layer.fetch = fetch
+    with staging.reading(layer, plan) as fields:
+        check_slots(fields, layer, plan)
 
 
 def test_encoded_pages_are_taken_and_put(place):
@@ -551,13 +547,8 @@ def test_encoded_pages_are_taken_and_put(place):
     ("options", "message"),
     [
         ({"offload": "dsk"}, "offload must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
-        ({"device_pages": 4}, "device_pages=4 needs offload='cpu' or 'disk'"),
+        ({"device_bytes": 4}, "device_bytes=4 needs offload='cpu' or 'disk'"),
         ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
-        ({"offload": "disk", "device_pages": 1.5}, "device_pages must be an integer"),
-        (
-            {"offload": "disk", "device_pages": 1, "device_bytes": 1},
-            "device_bytes=1 does not go with device_pages=1",
-        ),
         ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
         ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
     ],
@@ -622,25 +613,29 @@ def test_filesystem_that_cannot_reserve_is_written_to(monkeypatch, code):
     assert torch.equal(*logits)
 
 
-def test_folder_that_is_gone_is_an_error_and_one_that_goes_later_is_none(tmp_path):
+def test_folder_that_is_gone_is_an_error_and_changes_nothing(tmp_path):
     model, folder = five_layers(), tmp_path / "pages"
     folder.mkdir()
     gone, cache = (make_cache(offload="disk", offload_dir=folder) for _ in range(2))
     plain = make_cache()
     for one in (cache, plain):
         forward(model, one, tokens(1, 100))
-    folder.rmdir()  # empty: the file has no name
-    with pytest.raises(kv_hf.OffloadError, match="no file can be made in .*pages"):
-        forward(model, gone, tokens(1, 100))
-    assert gone.get_seq_length() == 0
+    folder.rmdir()  # empty: files have no name
+    for one, seen in ((gone, 0), (cache, 100)):
+        with pytest.raises(kv_hf.OffloadError, match="no file can be made in .*pages"):
+            forward(model, one, tokens(1, 900, seed=3))
+        assert one.get_seq_length() == seen
+    folder.mkdir()
     logits = [forward(model, one, tokens(1, 900, seed=3)) for one in (cache, plain)]
     assert torch.equal(*logits)
 
 
 def open_files(folder):
-    """Return the open files of this process that lie in `folder`."""
+    """Return the open and mapped files of this process that lie in `folder`."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return [os.readlink(x) for x in links if x.is_symlink() and str(folder) in os.readlink(x)]
+    found = [os.readlink(x) for x in links if x.is_symlink()]
+    found += Path("/proc/self/maps").read_text().splitlines()
+    return [one for one in found if str(folder) in one]
 
 
 MEASURED = """

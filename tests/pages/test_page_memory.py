@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.pages import page_memory
-from kv_hf.pages.page_memory import AHEAD, LEAST_BYTES, PageMemory
+from kv_hf.pages import cpu_memory
+from kv_hf.pages.cpu_memory import AHEAD, LEAST_BYTES, mapped_zeros
 from kv_hf.pages.storage import SideStorage
 from kv_hf.spec import PageSpec
 
@@ -91,11 +91,10 @@ def test_fields_share_no_memory():
 
 
 def test_small_sides_and_other_devices_stay_with_torch():
-    fields = side().fields
-    few = LEAST_BYTES // (2 * sum(page_memory.page_bytes(one) for one in fields.values()))
-    assert few and PageMemory.of(fields, few) is None
-    away = {name: field.to("meta") for name, field in fields.items()}
-    assert PageMemory.of(away, 1000) is None
+    codes = side().fields["codes"]
+    page_bytes = codes[0:1].new_empty((1, *codes.shape[1:])).nbytes
+    assert mapped_zeros(codes, LEAST_BYTES // page_bytes - 1) is None
+    assert mapped_zeros(codes.to("meta"), 1000) is None
 
 
 @pytest.mark.parametrize("refused", [1, 10**6], ids=["once", "always"])
@@ -109,7 +108,7 @@ def test_grown_does_without_mappings_that_the_system_refuses(refused, monkeypatc
         return real(*args, **kwargs)
 
     storage = filled(PAGES)
-    monkeypatch.setattr(page_memory.mmap, "mmap", mapping)
+    monkeypatch.setattr(cpu_memory.mmap, "mmap", mapping)
     for room in (AHEAD * PAGES + 1, AHEAD * PAGES + 2):
         storage.fields = storage.grown(room)
         check(storage, PAGES, room)

@@ -50,7 +50,10 @@ class World:
         kind = self.rng.choice(["plain", "disk", "some on disk", "store", "store"])
         options = {
             "disk": {"offload": "disk"},
-            "some on disk": {"offload": "disk", "device_pages": 50},
+            "some on disk": {
+                "offload": "disk",
+                "device_bytes": 204_800 if self.keys == "exact" else 38_400,
+            },
             "store": {"prefix_store": self.store},
         }.get(kind, {})
         return kv_hf.PagedCache(self.config, page_size=PAGE, keys=self.keys, **options)

@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cache import model_shape as _first  # noqa: F401  (an old transformers is named first)
-from .cache.paged_cache import CrossCache, PagedCache, PagedEncoderDecoderCache
+from .cache.encoder_decoder import PagedEncoderDecoderCache
+from .cache.paged_cache import CrossCache, PagedCache
 from .cache.prefix_store import PrefixStats, PrefixStore
 from .cache_names import register_cache, unregister_cache
 from .config import CacheConfig

@@ -199,7 +199,7 @@ class CacheConfig:
     key_group_size: int | None = _option(None, _GROUP, "request")
     value_group_size: int | None = _option(None, _GROUP, "request")
     sink_tokens: int = _option(4, _whole(0), "request")
-    recent_tokens: int = _option(0, _whole(0), "grows", "request")
+    recent_tokens: int = _option(0, _whole(0), "request")
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
     max_bytes: int | None = _option(None, _BYTES)
     reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call")
@@ -226,7 +226,7 @@ class CacheConfig:
         for name, option in OPTIONS.items():
             object.__setattr__(self, name, option.check(name, getattr(self, name)))
         for name in names_of("grows"):
-            why = "which allocates all pages at once and keeps one page of exact tokens"
+            why = "which allocates all pages at once"
             self._check_apart(name, "max_length", why)
         self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
         self._check_apart("offload", "prefix_store", "whose pages many caches read at once")

@@ -7,7 +7,7 @@ to a handle, or to a view of one, is an error. While torch.compile traces a forw
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,19 +292,17 @@ def view_of(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
 
 @dataclass(frozen=True)
 class TracedView:
-    """The pages of the layer that was updated last, and the pair that stands for them.
+    """The layer that was updated last, and the pair that stands for its pages.
 
     Attributes:
-        table: lengths on the device (pages/static_table.py); is_first: whether the layer is the first of its cache.
+        attend: takes query, mask, scale, softcap and sink logits; returns [rows, q_len, num_heads, value_dim].
+        sliding_window: tokens that a query sees, itself included; None for all.
     """
 
-    kv: PagedKV
-    kernel: Backend
     keys: torch.Tensor
     values: torch.Tensor
-    table: Any = None
-    is_first: bool = False
-    sliding_window: None = None
+    attend: Callable[..., torch.Tensor]
+    sliding_window: int | None = None
 
 
 CHANGED = (

@@ -126,7 +126,7 @@ class MaskLength(int):
     def stored(self) -> Any:
         """Return the first page group that holds tokens, so that attention gets handles; None where none does."""
         for group in self.cache.groups:
-            if group.columns():
+            if group.seen:
                 return group
         return None
 
@@ -161,7 +161,7 @@ def hides_padding(group: Any, mask: torch.Tensor | None, new: int) -> bool:
         mask: [rows, columns], bool, or None.
     Raises: CacheMismatchError where it shows padding that was not stored.
     """
-    padding = group.left_padding()
+    padding = group.batch.padding
     if mask is None:
         if (padding > group.offset).any():
             raise CacheMismatchError(
@@ -172,7 +172,7 @@ def hides_padding(group: Any, mask: torch.Tensor | None, new: int) -> bool:
         return True
     if mask.ndim != 2 or mask.shape[0] != len(padding):
         return False
-    end = group.columns() + new
+    end = group.seen + new
     mask = mask[:, :end].bool()
     if not padding.any():
         return mask.shape[1] == end and bool(mask.all())

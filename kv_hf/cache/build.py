@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+import torch
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -11,6 +12,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
+from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
@@ -19,6 +21,7 @@ from ..pages.offload import OffloadArena
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageArena
 from ..read_budget import ReadBudget
+from ..spec import page_capacity, reserved_pages
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
 from .layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
@@ -204,7 +207,7 @@ def _rows(
     window: int | None, options: CacheConfig, arena: PageArena, budget: ReadBudget | None
 ) -> Rows:
     sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
-    return Rows(sizes, arena.pool(window), options.reserve_tokens, budget)
+    return Rows(sizes, arena.pool(window), options.reserve_tokens, budget, options.max_length)
 
 
 def make_arena(options: CacheConfig) -> PageArena:
@@ -235,3 +238,60 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
                 f"{type(layer).__name__}, whose state belongs to the whole text"
             )
     return store.bind(options, signature(config))
+
+
+def make_room(
+    arena: OffloadArena,
+    layers: Sequence[Any],
+    groups: Sequence[Rows],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Make room, for all layers, for the pages that an append of keys and values [rows, heads, q_len, head_dim] will seal.
+
+    Layers that have not seen keys yet are taken to have heads like these.
+    Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
+    """
+    arena.check_device(keys.device)
+    arena.check_process()
+    capacities: dict[int, int] = {}
+    slots: dict[int, int] = {}
+    batch, q_len = keys.shape[0], keys.shape[2]
+    for group in groups:
+        count = group.plan(batch, q_len).num_pages
+        group.pool.check_room(count)
+        reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
+        whole = bool(group.rows) and _reads_everything(group, q_len)
+        if not count and group.rows and not whole and _is_settled(arena, layers, group):
+            continue
+        held = {page for row in group.rows for page in row.pages}
+        capacity = max(page_capacity(group.pool.ids_with(count)), reserved)
+        most = max(page_capacity(len(held) + count), min(reserved, capacity))
+        budget = group.reading.usual
+        if budget is not None and not whole:
+            most = budget.batch_width(most, batch, group.page_size)
+        for layer in layers:
+            if layer.group is group:
+                capacities[layer.layer_idx] = capacity
+                slots[layer.layer_idx] = most
+    if not capacities:
+        return
+    expected = {
+        layer.layer_idx: (layer.formats.spec_of(keys, values), keys.device)
+        for layer in layers
+        if layer.store is None
+    }
+    arena.make_room(capacities, slots, expected)
+
+
+def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: Rows) -> bool:
+    """Say whether room was made for the pages that a group holds: not so where they came out of a pickle."""
+    known = any(arena.room_for(layer.layer_idx) for layer in layers if layer.group is group)
+    return known or not any(row.pages for row in group.rows)
+
+
+def _reads_everything(group: Rows, q_len: int) -> bool:
+    """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
+    if group.reading.usual is None or not any(row.pages or row.exact for row in group.rows):
+        return False  # as every step, or a first forward, which reads no pages
+    return q_len > MAX_DECODE_QUERIES or group.reading.budget is None

@@ -36,7 +36,6 @@ class PagedLayer(DynamicLayer):
     """
 
     is_croppable = True
-    is_compileable = False
 
     def __init__(
         self,
@@ -53,6 +52,7 @@ class PagedLayer(DynamicLayer):
         if window is not None:  # code asks layers whether they have this at all
             self.sliding_window = window
         self.is_sliding = window is not None
+        self.is_compileable = group.max_length is not None
         self.kernel = kernel
         self.group = group
         self.forward = forward
@@ -115,7 +115,7 @@ class PagedLayer(DynamicLayer):
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_gradients()
         assert step.view is not None
-        kv = store.kv(step.view, *runs, step.seen_after, self.group.reading.budget)
+        kv = store.kv(step.view, *runs, step.columns, self.group.reading.budget)
         handles = LazyKV.pair(KVView(kv, self, self.revision, store.kernel, self.window))
         self.take_part(step)
         return handles
@@ -138,7 +138,7 @@ class PagedLayer(DynamicLayer):
 
     def get_max_length(self) -> int:
         """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
-        return self.window or -1
+        return self.window or self.group.max_length or -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
@@ -296,7 +296,8 @@ class PagedLayer(DynamicLayer):
         assert store is not None
         keys, values = (window.tokens for window in store.residuals)
         if self.seen == group.seen:
-            return store.kv(group.view(), keys, values, self.seen)
+            view = group.view()
+            return store.kv(view, keys, values, self.seen - view.offset)
         if (
             step is None or step.view is None or step.first is not None or self.window is not None
             or self.seen != step.seen_before or group.batch.padding.any()
@@ -304,7 +305,8 @@ class PagedLayer(DynamicLayer):
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} lacks tokens that the other layers hold: read it outside of a forward"
             )
-        return store.kv(step.view.before(self.seen), keys, values, self.seen)
+        view = step.view.before(self.seen)
+        return store.kv(view, keys, values, self.seen - view.offset)
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -403,4 +405,6 @@ class HandleLayer(PagedLayer):
 
 
 def _of_the_cache(method: str) -> CacheOptionError:
-    return CacheOptionError(f"layers of a paged cache share their rows: call {method}() of the cache")
+    return CacheOptionError(
+        f"layers of a paged cache share their rows: call {method}() of the cache"
+    )

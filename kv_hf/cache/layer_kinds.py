@@ -1,6 +1,6 @@
 """Paged layers that hold more than keys and values: latents and RoPE keys (MLA), or a linear-attention state beside them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,8 +184,6 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     Args:
         number_of_states: as transformers' layer has it; the others are those of PagedLayer.
     """
-
-    is_compileable = False
 
     def __init__(self, layer_idx: int, *args: Any, number_of_states: int = 1) -> None:
         super().__init__(layer_idx, *args)

@@ -1,35 +1,858 @@
-"""The public names of paged caches: of decoders, of cross-attention and of encoder-decoder models.
+"""The paged cache: a transformers `Cache` whose layers live in pages. Its layers, copies, shared pages and states."""
 
-Which of the siblings keeps a text is decided here, and nowhere else.
-"""
-
-import inspect
-from abc import ABCMeta
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any
+import copy
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ..backends.registry import choose, layout_for
+from ..bridge.handles import view_of, warn_dense
+from ..bridge.masks import MaskLength, check_padding_mask, takes_length
+from ..checks import check_int
 from ..config import CacheConfig, shows_options
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import (
+    CacheMismatchError,
+    CacheOptionError,
+    InterruptedForwardError,
+    UnsupportedModelError,
+)
+from ..pages.cpu_memory import PrefillWatch
+from ..pages.offload import OffloadArena
+from ..pages.rows import Expected, Rows, held_pages
+from ..pages.step import FixedStep, Row
+from ..printable import short
 from ..spec import MemoryReport
-from .base import CacheBase
-from .growing import GrowingCache
+from . import compiled
+from .build import make_room, page_layers
+from .identity import ModelId
 from .layer import HandleLayer, PagedLayer
+from .layer_formats import planned_specs
+from .layer_kinds import HybridLayer, LatentLayer
 from .model_shape import (
     attention_config,
     cross_config,
     decoder_config,
     forget_tokens,
-    is_encoder_decoder,
+    is_chunked,
+    is_dummy,
+    kept_layers,
+    page_sizes,
+    removed_by_crop,
+    signature,
 )
-from .report import LayerReport, tensor_bytes
-from .static_cache import StaticPagedCache
+from .origin import Origin, check_token_ids
+from .prefix_store import HeldRow, PrefixStore
+from .report import LayerReport, in_lines, measure_memory, one_line, report_layers, tensor_bytes
+from .state import (
+    CacheState,
+    LayerPages,
+    LayerState,
+    LiveTensors,
+    in_rows,
+    portable,
+    with_wider,
+)
+
+Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
+HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
 
 
-class CrossCache(GrowingCache):
+def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
+    """Return `layer_idx`, or the first layer of its kind behind it that has tokens where it is not run here.
+
+    With `any_kind` a layer of another kind answers where none of its own has tokens: all have seen as many.
+
+    Under pipeline parallelism a process runs a run of the layers and its cache fills only those, but models ask
+    the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
+    others, or not run here: layers run in order.
+    """
+    if layer_idx >= len(layers) or any(_filled(layer) for layer in layers[: layer_idx + 1]):
+        return layer_idx
+    kind = _kind(layers[layer_idx])
+    filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
+    alike = [i for i in filled if _kind(layers[i]) == kind]
+    return next(iter(alike or (filled if any_kind else ())), layer_idx)
+
+
+def _kind(layer: Any) -> tuple[type, int | None]:
+    return type(layer), getattr(layer, "sliding_window", None)
+
+
+def _filled(layer: Any) -> bool:
+    return bool(getattr(layer, "is_initialized", False)) and not is_dummy(layer)
+
+
+def release_pages(layers: Sequence[Any]) -> None:
+    """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
+    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
+        group.let_go()
+
+
+class PagedCache(Origin, DynamicCache):
+    """Keys and values in fixed-size pages, stored exactly or quantized.
+
+        cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
+        model.generate(**inputs, past_key_values=cache)
+
+    Without formats nothing is quantized: `from_implementation(model.config, "paged_int8")` takes those of a name.
+
+    With `max_length` it makes room for all of a text at the first forward and holds no longer one; a decode step then compiles as
+    one graph (compiled.py), and generate() can replay it as a CUDA graph.
+
+    Args:
+        config: the model's config (`model.config`).
+        cache_config: a kv_hf.CacheConfig, or a dict of options; options by name win over it.
+        keys, values: exact (the default), fp8, int8, int4, int2 or another format; `values` defaults to the format of
+            `keys`.
+        **options: the other fields of `kv_hf.CacheConfig`.
+    Attributes:
+        options: of the cache.
+        model_signature: sizes of the model that it was built for.
+        groups: rows and lengths, one for all layers that see the same tokens; full attention first.
+        forward: the forward in progress, by which one that stopped is noticed.
+        arena: where sealed pages lie.
+        captured: whether generate() replays its decode steps as a CUDA graph.
+        masks_skippable: whether kernels hide by themselves what a mask of left padding hides, in all layers.
+    Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
+    """
+
+    layer_class = PagedLayer
+    captured = False
+    _releases = False
+    _last_updated = sys.maxsize  # layer of the last update
+    _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
+    _straight = False  # the forward in progress is one without special cases
+    started = False  # tokens came since the last reset; compiled code depends on it
+    fixed: Mapping[Rows, FixedStep] | None = None  # while a step is recorded as a CUDA graph
+
+    @shows_options
+    def __init__(
+        self,
+        config: Any,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        *,
+        keys: str | None = None,
+        values: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
+
+    @classmethod
+    def from_implementation(
+        cls,
+        config: Any,
+        implementation: str,
+        options: CacheConfig | Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
+        return cls.from_options(config, CacheConfig.from_options(implementation, options))
+
+    @classmethod
+    def from_options(cls, config: Any, options: CacheConfig) -> Self:
+        """Build the cache of validated options."""
+        made = cls.__new__(cls)
+        made._build(config, options)
+        return made
+
+    def _build(self, config: Any, options: CacheConfig) -> None:
+        """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
+        if options.cross_attention != "exact":
+            raise CacheOptionError(
+                f"cross_attention={options.cross_attention!r} is for encoder-decoder models, whose cache is "
+                "kv_hf.PagedEncoderDecoderCache"
+            )
+        if options.max_bytes is not None:
+            raise CacheOptionError(
+                f"max_bytes={options.max_bytes} bounds the cache of continuous batching alone; bound this one by max_pages, or leave "
+                "it out"
+            )
+        decoder = decoder_config(config)
+        DynamicCache.__init__(self, config=decoder)
+        self.options = options
+        self._config = decoder
+        self._attention_config = attention_config(config)
+        self.model_signature = signature(decoder)
+        self._prefill = PrefillWatch()
+        self._kept = kept_layers(decoder)
+        # a model that attends to images in layers of the same cache asks each layer whether it has keys
+        kind = HandleLayer if self._kept else self.layer_class
+        self.layers, self.forward, self.arena = page_layers(
+            self.layers, decoder, options, self._kept, kind
+        )
+        self.groups = self.forward.groups
+        if options.prefix_store is not None:
+            self.release_when_gone()
+        # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
+        self.masks_skippable = not is_chunked(decoder) and all(
+            isinstance(layer, PagedLayer) or linear or is_dummy(layer)
+            for layer, linear in zip(self.layers, self.is_linear, strict=True)
+        )
+        self.number: torch.Tensor | None = None
+        self.views: dict[int, Any] = {}
+        self._number()
+
+    def _number(self) -> None:
+        """Let operators of compiled steps find this cache, where it has a max_length."""
+        if self.options.max_length is not None:
+            self.number, self.views = compiled.number_of(self), {}
+            self.compared: tuple[Any, bool] = (None, False)
+            self.holds_latents = any(isinstance(one, LatentLayer) for one in self.layers)
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """The store that this cache shares prefixes with, or None."""
+        return self.options.prefix_store
+
+    @property
+    def max_length(self) -> int | None:
+        """Columns (padding included) that a row has room for; None: as many as there is memory for."""
+        return self.options.max_length
+
+    def fresh(self) -> Self:
+        """Return an empty cache of the same options for the same model."""
+        return type(self).from_options(self._config, self.options)
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        """The layers that live in pages."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def group(self) -> Any:
+        """The first group with tokens (full attention comes first): its rows stand for all.
+
+        A process that runs some of the layers only (pipeline parallelism) may have no tokens in the very first.
+        """
+        return next((group for group in self.groups if group.seen), self.groups[0])
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values of one layer; return what this forward's attention shall read.
+
+        Args:
+            key_states: [batch, num_kv_heads, q_len, key_dim], the model's dtype.
+            value_states: [batch, num_kv_heads, q_len, value_dim].
+            layer_idx: position in the model.
+        Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
+        Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
+        """
+        if torch.compiler.is_compiling() and self.number is not None:
+            return compiled.update(self, key_states, value_states, layer_idx)
+        if layer_idx >= len(self.layers):
+            self._refuse_layer(layer_idx)
+        if layer_idx <= self._last_updated:
+            self._begin(key_states)
+        self._last_updated = layer_idx
+        layer: Any = self.layers[layer_idx]
+        if self._straight:
+            found: tuple[torch.Tensor, torch.Tensor] = layer.update(
+                key_states, value_states, *args, **kwargs
+            )
+            return found
+        if isinstance(self.arena, OffloadArena) and isinstance(layer, PagedLayer):
+            if (
+                layer.seen == layer.group.seen
+            ):  # find out before a forward begins whether its pages have room
+                make_room(self.arena, self.paged_layers, self.groups, key_states, value_states)
+        if self.offloading:  # of whole layers, by transformers
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        else:
+            found = layer.update(key_states, value_states, *args, **kwargs)
+        view = view_of(*found) if self._flex else None
+        if view is not None:
+            warn_dense("flex_attention")
+            return view.dense("keys"), view.dense("values")
+        return found
+
+    def _begin(self, keys: torch.Tensor) -> None:
+        """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
+        self._flex = self._attention_config._attn_implementation == "flex_attention"
+        self._straight = not (self._flex or self.offloading or isinstance(self.arena, OffloadArena))
+        self._prefill.begin(keys.shape[2], keys.device)
+        if not self.started:
+            self.started = True
+
+    def _refuse_layer(self, layer_idx: int) -> None:
+        """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
+        self.forward.changing = True
+        raise CacheMismatchError(
+            f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
+            f"(model_type={self.model_signature['model_type']!r}), and a model of more layers writes to it. Its layers hold "
+            "tokens of that forward now: call cache.reset() before its own model uses it again, and make a cache of "
+            "the other model's config"
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the columns seen by a layer, padding included; of a layer run by another process, its neighbour's.
+
+        While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
+        """
+        if torch.compiler.is_compiling() and self.number is not None and self.started:
+            return compiled.columns(self)
+        if self.fixed is not None:
+            return next(iter(self.fixed.values())).seen
+        return super().get_seq_length(answering_layer(self.layers, layer_idx, any_kind=True))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
+
+        The length also says where the mask function reports left padding.
+        """
+        if torch.compiler.is_compiling() and self.number is not None:
+            return (self.options.max_length if self.started else query_length), 0
+        if self.fixed is not None:
+            return MaskLength(self.options.max_length, self), 0
+        answering = answering_layer(self.layers, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, answering)
+        if takes_length(self._attention_config._attn_implementation):
+            return MaskLength(length, self), offset
+        return length, offset
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return max_length, or -1 without it."""
+        return self.options.max_length or -1
+
+    def reset(self) -> None:
+        """Forget all tokens and give the memory back; afterwards any batch size fits."""
+        self.forget_origin()
+        self.started = False
+        self.forward.changing = True
+        for group in self.groups:
+            group.reset()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.forget()
+            else:
+                layer.reset()
+                if isinstance(layer, DynamicLayer):
+                    forget_tokens(layer)
+        self.arena.clear()
+        self.forward.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens of all layers, or of none where some layer cannot.
+
+        `-n` removes n; before transformers 5.18 also `n` keeps n. A crop of more tokens than there are leaves none, as with
+        DynamicCache. A crop that ends inside a sealed page decodes that page back into the window: exact pages lose nothing,
+        encoded ones keep their rounding (said once). With past recording on, what is left stands confirmed, also by a crop of
+        0, and may be sealed from the next forward on.
+        """
+        count = removed_by_crop(tokens_to_remove, self.group.seen)
+        self.forward.check()
+        for group in self.groups:
+            group.check_crop(count)
+        for layer in self.layers:  # states first: they may refuse, and then nothing has changed
+            if isinstance(layer, HybridLayer):
+                layer.crop_state(tokens_to_remove)
+            elif not isinstance(layer, PagedLayer):
+                layer.crop(tokens_to_remove)
+            else:
+                continue
+            self.forward.changing = True
+        self.forward.changing = False
+        if not count:
+            for group in self.groups:
+                group.confirm()
+            return
+        with self.forward.change():
+            for group in self.groups:
+                group.crop(count)
+            for layer in self.paged_layers:
+                assert layer.group.step is not None
+                layer.follow(layer.group.step)
+        if self.token_ids is not None:
+            self.forget_tokens(self.get_seq_length())
+
+    def end_recording(self) -> None:
+        """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
+        for group in self.groups:
+            group.end_recording()
+
+    # -- rows: one list of row numbers for all layers, read from the device once ---------------------------
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i continue the former row beam_idx[i]; sealed pages are shared, not copied."""
+        self._select_rows(beam_idx.tolist(), "reorder_cache")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
+        if rows := len(self.group):
+            self._select_rows(torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; sealed pages are shared, not copied."""
+        if rows := len(self.group):
+            self._select_rows([row for row in range(rows) for _ in range(repeats)])
+
+    def _select_rows(self, sources: list[int], method: str = "batch_select_indices") -> None:
+        """Let row i continue the former row sources[i]; transformers' own layers by `method`, where they have it."""
+        self.forward.check()
+        for group in self.groups:
+            group.check_rows(sources)
+        indices: Any = torch.tensor(sources)
+        with self.forward.change():
+            for group in self.groups:
+                if len(group):
+                    group.select(sources)
+            for layer in self.layers:
+                if not isinstance(
+                    layer, PagedLayer
+                ):  # states of linear attention know reorder_cache only
+                    getattr(layer, method, layer.reorder_cache)(indices)
+                elif layer.group.step is not None:
+                    layer.follow(layer.group.step)
+        self.select_tokens(sources)
+
+    # -- what transformers does not ask for ----------------------------------------------------------------
+
+    @contextmanager
+    def reading_everything(self) -> Iterator[None]:
+        """Have forwards within read all pages, whatever read_tokens, read_share and read_top_p say: a prompt reads everything."""
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.reading.of_everything())
+            yield
+
+    def read_next_as_prompt(self) -> None:
+        """Have the next forward read all pages, as `reading_everything` does: the first of assisted decoding is the prompt's."""
+        for group in self.groups:
+            group.reading.next_of_everything()
+
+    def end_prefill(self) -> None:
+        """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/speed_and_memory.md).
+
+        generate() says so behind its prefill. In loops of your own the next step does; without one, call this.
+        """
+        self._prefill.end()
+
+    def note(self, token_ids: torch.Tensor) -> None:
+        """Say which text this cache holds, where the model was called without generate(), which then refuses another text.
+
+        Args:
+            token_ids: [rows, columns seen or more] int64 or int32, padding included; those behind what is seen are not kept.
+        Raises: CacheMismatchError for other rows, or fewer columns than the cache has seen.
+        """
+        seen = int(self.get_seq_length())
+        check_token_ids(token_ids, self.num_rows, seen)
+        self.note_text(token_ids[:, :seen], 0, seen)
+
+    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
+
+        generate() asks before its first forward; the first update() asks again, about the tensors it gets.
+        """
+        if self.options.kernel != "auto":
+            formats = [layer.formats for layer in self.paged_layers]
+            layout = layout_for(device)
+            for spec in planned_specs(page_sizes(self._config), formats, dtype, layout):
+                choose(self.options.kernel, device, spec)
+
+    def observe_padding(self, attention_mask: torch.Tensor | None) -> None:
+        """Learn the left padding of rows that hold no token yet, so that padding is never stored.
+
+        transformers' mask functions do this by themselves; code that calls a model without them may do it before the first
+        forward.
+
+        Args:
+            attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
+        Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
+        """
+        if attention_mask is not None:
+            self._check_padding(attention_mask)
+            self.learn_padding(attention_mask)
+
+    def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
+        """Learn the left padding of rows that hold no token yet, without checking the mask.
+
+        Args:
+            attention_mask: [batch, columns], 0 or False = padding; masks of other dimensions and None change nothing.
+        """
+        if attention_mask is not None:
+            for group in self.groups:
+                group.observe_padding(attention_mask)
+
+    def _check_padding(self, mask: Any) -> None:
+        check_padding_mask(mask, len(self.group.rows), not self.group.needs_padding())
+
+    def expect_length(self, end: int, prompt: int = 0) -> None:
+        """Say how long the text will be, so that storage grows in few steps: generate() does so on a GPU.
+
+        Where storage grows, it then makes room for the prompt and as many columns ahead as there are (at least 1,024, and
+        at most 4,096 or an eighth of those that there are), but not beyond the end. A text may end earlier or later.
+        Without effect on pages that may leave the device, and where `max_length` made all room at once.
+
+        Args:
+            end, prompt: columns of the whole text and of its prompt, padding and what is cached already included.
+        Raises: CacheOptionError for anything but numbers of at least 0.
+        """
+        check_int("end", end, 0)
+        check_int("prompt", prompt, 0)
+        if not isinstance(self.arena, OffloadArena):
+            for group in self.groups:
+                group.expected = Expected(prompt, end)
+
+    def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
+        """Return the most bytes that pages and exact windows of a batch of `rows` take within max_length.
+
+        None where the config does not say it.
+        """
+        formats = [layer.formats for layer in self.paged_layers]
+        specs = planned_specs(page_sizes(self._config), formats, dtype)  # of one head
+        named = (self.model_signature.get(name) for name in HEAD_COUNTS)
+        heads = next((count for count in named if isinstance(count, int)), None)
+        if not specs or heads is None:
+            return None
+        groups = (layer.group for layer in self.paged_layers)
+        return heads * sum(
+            rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.slots)
+            for one, group in zip(specs, groups, strict=True)
+        )
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of all tensors that this cache holds, by part."""
+        return measure_memory(self.layers, self.groups)
+
+    def report(self) -> list[LayerReport]:
+        """Return, for each layer, how it is cached and why."""
+        return report_layers(self.layers, self._kept)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this cache holds, 0 before the first forward."""
+        return len(self.group.rows)
+
+    def __repr__(self) -> str:
+        return one_line(self, type(self).__name__, self.num_rows)
+
+    def __str__(self) -> str:
+        return in_lines(self, type(self).__name__, self.num_rows)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Mean stored bits per number of a sealed page over all paged layers, scales included."""
+        specs = [layer.spec for layer in self.paged_layers if layer.spec is not None]
+        return sum(spec.bits_per_element for spec in specs) / len(specs) if specs else 0.0
+
+    # -- copies, states and shared pages -------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent cache that shares this one's sealed pages, which never change.
+
+        The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
+        """
+        own = ("options", "_config", "_attention_config")
+        pages = [layer.storage for layer in self.paged_layers if layer.storage is not None]
+        shared = (*self.arena.shared_parts(), *pages, *(getattr(self, name) for name in own))
+        memo.update((id(part), part) for part in shared)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        left_out = ("views", "number", "compared")
+        held = {name: value for name, value in vars(self).items() if name not in left_out}
+        vars(copied).update(copy.deepcopy(held, memo), number=None, views={})
+        copied._number()
+        copied._releases = False
+        for cache in (self, copied):
+            cache.release_when_gone()
+        # last: stopped before, the copy holds no page, and stopped from here on, it gives back what it holds
+        for theirs, ours in zip(copied.groups, self.groups, strict=True):
+            theirs.share_rows(ours)
+        return copied
+
+    def __copy__(self) -> Self:
+        # two caches with one set of rows would pull the rug from under each other
+        return copy.deepcopy(self)
+
+    def state(self) -> CacheState:
+        """Return what this cache holds, for a file or another cache; its tensors are this cache's own, not copies.
+
+        Raises: CacheMismatchError for an empty cache; InterruptedForwardError after a forward that stopped half-way;
+            UnsupportedModelError where layers hold more than pages and exact tokens.
+        """
+        self._check_complete()
+        held = {layer.layer_idx: layer for layer in self.paged_layers}
+        pages = {id(group): held_pages(group.rows) for group in self.groups}
+        return CacheState(
+            with_wider(portable(self.options), self.paged_layers),
+            self.model_signature,
+            tuple(group.state() for group in self.groups),
+            tuple(
+                LayerState.of(
+                    index, layer.store.spec, self._group_number(layer), layer.store.device
+                )
+                for index, layer in held.items()
+                if layer.store is not None
+            ),
+            LiveTensors(held, {index: pages[id(layer.group)] for index, layer in held.items()}),
+            self.computed_by,
+        )
+
+    def _check_complete(self) -> None:
+        """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
+        if not self.group.rows:
+            raise CacheMismatchError("this cache is empty: there is nothing to save")
+        kept = [
+            f"{index} ({type(layer).__name__})"
+            for index, layer in enumerate(self.layers)
+            if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
+        ]
+        if kept:
+            raise UnsupportedModelError(
+                f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold "
+                "pages only"
+            )
+        layers = self.paged_layers
+        without = [one.layer_idx for one in layers if not one.store]
+        if without:
+            raise InterruptedForwardError(
+                f"layers {without} have not taken part in the forwards of this cache: an earlier one stopped half-way; it "
+                "cannot be saved"
+            )
+        self.check_integrity()
+        if any(layer.window != layer.group.window for layer in layers):
+            raise UnsupportedModelError(
+                "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
+            )
+
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        for group, theirs in zip(self.groups, state.groups, strict=True):
+            for index, row in enumerate(theirs.rows):
+                if (row.pages or row.dropped) and row.exact < group.sink_tokens:
+                    raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
+            group.restore(theirs)
+        for one in state.layers:
+            layer: Any = self.layers[one.layer]
+            num_pages = state.groups[pages[one.layer].group].num_pages
+            layer.resume(one, state.tensors, num_pages)
+        self.forward.resume(len(state.layers))
+        self.started = True
+        self.check_integrity()
+
+    def _group_number(self, layer: Any) -> int:
+        return next(number for number, group in enumerate(self.groups) if group is layer.group)
+
+    def release_when_gone(self) -> None:
+        """See to it that pages are freed with this cache although others share their storage."""
+        if not self._releases:
+            weakref.finalize(self, release_pages, self.layers)
+            self._releases = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out by what this process finds the cache."""
+        return {**vars(self), "number": None, "views": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a pickle: pages that other caches held in it are free here."""
+        vars(self).update(state)
+        self._releases = False
+        self._number()
+        for group in self.groups:
+            group.pool.recount()
+
+    def check_done(self) -> None:
+        """Raise InterruptedForwardError where the last forward or change did not reach all layers."""
+        self.forward.check()
+        lacking = [
+            one.layer_idx for one in self.paged_layers if one.store and one.seen != one.group.seen
+        ]
+        if lacking:
+            raise InterruptedForwardError(
+                f"layers {lacking} lack tokens that the others hold: a forward of this cache stopped half-way; call reset() "
+                "and start again"
+            )
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless counts, lengths, storage and layers agree.
+
+        That is InterruptedForwardError where a forward, or a change of all layers, stopped half-way.
+        """
+        self.check_done()
+        for group in self.groups:
+            group.check_integrity()
+        for layer in self.paged_layers:
+            if layer.storage is None:
+                continue
+            layer.storage.check_integrity()
+            most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
+            if layer.storage.capacity < most:
+                raise ValueError(
+                    f"layer {layer.layer_idx} has no room for a page of the block table"
+                )
+
+    def held_rows(self) -> list[HeldRow]:
+        """Return tokens and pages of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
+        self.check_done()
+        group = self.group
+        return [HeldRow(group.tokens(row), row.pages) for row in group.rows]
+
+    def begin_with(self, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:
+        """Let this cache, which is empty, begin with `rows`, whose pages are in its storage, and have seen `seen` columns.
+
+        Stopped half-way, by whatever exception, it holds no more pages than its rows do, and asks for reset().
+
+        Args:
+            sinks: for each row, and then each layer, its exact first keys and values; None for a row without pages.
+        """
+        with self.forward.change():
+            self.group.adopt(rows, seen)
+            for place, layer in enumerate(self.paged_layers):
+                layer.adopt([None if one is None else one[place] for one in sinks], seen)
+        self.started = True
+
+    def sinks_of(self, row: int) -> Sinks:
+        """Return copies of the exact first keys and values of a row, for each layer."""
+        return [layer.sinks_of(row) for layer in self.paged_layers]
+
+    def share_pages(self, row: int, pages: tuple[int, ...]) -> None:
+        """Let a row hold `pages`, which contain the same tokens, in place of its own; between two forwards.
+
+        Handles of before become stale first, as they know the pages that the row lets go of.
+        """
+        for layer in self.paged_layers:
+            layer.outdate()
+        self.group.replace_pages(row, pages)
+
+    # -- models and files ----
+
+    def check_model(self, config: Any) -> None:
+        """Raise CacheMismatchError when this cache was built for a model of other sizes."""
+        self.check_signature(signature(decoder_config(config)))
+
+    def check_signature(self, theirs: Mapping[str, Any]) -> None:
+        """Raise CacheMismatchError when this cache was built for a model of other sizes than `theirs`."""
+        found = ModelId(self.model_signature).difference(ModelId(dict(theirs)))
+        if found is not None:
+            raise CacheMismatchError(f"this cache was built for {found}; use one cache per model")
+
+    def save(
+        self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
+    ) -> None:
+        """Write this cache of `model` into a safetensors file, which takes the place of `path` when it is complete.
+
+        Args:
+            model: whose keys and values these are; only the same weights and active adapters can load them.
+            token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`.
+        Raises: CacheMismatchError for an empty cache, a model of other sizes or weights, other token ids, and where generate()
+            filled the cache with other adapters than the model has now;
+            InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
+            keeps states of layers; OSError where the disk refuses. The old file then is what it was.
+        """
+        from .saved import check_model_argument, save_state  # pydantic, only where it is needed
+
+        check_model_argument(model)
+        self.check_model(model.config)
+        self.check_filled_by(ModelId.of(model))
+        save_state(self.state(), path, model, token_ids)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        device: torch.device | str | None = None,
+        kernel: str | None = None,
+        max_length: int | None = None,
+    ) -> Self:
+        """Read what `save` wrote. The cache goes on bit by bit as the saved one would have.
+
+        Args:
+            model: the model that it was saved with.
+            device: where the layers go; None: where those of `model` are.
+            kernel: as in CacheConfig, in place of the saved one.
+            max_length: as in CacheConfig; files do not keep it.
+        Raises: CacheFileError for a damaged, foreign or forged file and for another model; OSError where it cannot
+            be opened.
+        """
+        from .saved import opened_state
+
+        if max_length is not None:
+            check_int("max_length", max_length, 1)
+        with opened_state(path, model, device, kernel) as (state, token_ids):
+            cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
+            held: Any = cache
+            if token_ids is not None:
+                cache.note_text(token_ids, 0, int(held.get_seq_length()))
+            cache.from_file, cache.weights = True, ModelId.of(model).weights
+        return cache
+
+    @classmethod
+    def from_state(
+        cls,
+        config: Any,
+        state: CacheState,
+        *,
+        kernel: str | None = None,
+        max_length: int | None = None,
+    ) -> Self:
+        """Build a cache of the same model that goes on, bit by bit, as the one would have that gave `state`.
+
+        Args:
+            config: the model's config.
+            kernel: as in CacheConfig, in place of the state's.
+            max_length: as in CacheConfig: None makes a cache that grows, whatever the one was like that gave the state.
+                The reference alone sums over all columns that there is room for: its results then differ by rounding.
+        Raises: CacheMismatchError, or another ValueError, where the state does not fit the model or itself: before pages or
+            windows are allocated.
+        """
+        asked = replace(state.options, max_length=max_length, kernel=kernel or state.options.kernel)
+        cache = cls.from_options(config, asked)
+        cache.take_over(state)
+        return cache
+
+    def take_over(self, state: CacheState) -> None:
+        """Hold what another cache held: done once, by `from_state`."""
+        self.check_signature(state.signature)
+        pages = self._pages_of(state)
+        state.tensors.check(pages)
+        self._take_over(state, pages)
+        self.computed_by = state.computed_by
+
+    def _pages_of(self, state: CacheState) -> dict[int, LayerPages]:
+        """Return what the pages of the state's layers are like here. Raises CacheMismatchError for other layers or groups."""
+        windows = [group.window for group in self.groups]
+        claimed = [group.window for group in state.groups]
+        if windows != claimed:
+            raise CacheMismatchError(
+                f"its groups have the windows {short(claimed)}, this model's {windows}"
+            )
+        paged = {layer.layer_idx: layer for layer in self.paged_layers}
+        found = {}
+        for one in state.layers:
+            layer = paged.get(one.layer)
+            if layer is None:
+                raise CacheMismatchError(
+                    f"it holds layer {one.layer}, which is no paged layer of this model"
+                )
+            if not one.value_dim and layer.formats.latent is None:
+                raise CacheMismatchError(f"it holds layer {one.layer} with values of no channels")
+            spec = layer.formats.spec(
+                num_kv_heads=one.num_kv_heads,
+                key_dim=one.key_dim,
+                value_dim=one.value_dim,
+                dtype=one.key_dtype,
+                value_dtype=one.value_dtype,
+            )
+            found[one.layer] = LayerPages(in_rows(spec), self._group_number(layer))
+        held = {one.group for one in found.values()}
+        empty = [window for number, window in enumerate(windows) if number not in held]
+        if empty:
+            raise CacheMismatchError(f"it holds no layer of the groups with windows {empty}")
+        return found
+
+
+class CrossCache(PagedCache):
     """The cross-attention half of an encoder-decoder cache, in pages of the formats of the self-attention half.
 
         EncoderDecoderCache(kv_hf.PagedCache(config, keys="int4"), kv_hf.CrossCache(config, keys="int4"))
@@ -50,198 +873,3 @@ class CrossCache(GrowingCache):
         for layer in self.layers:
             if isinstance(layer, HandleLayer):
                 layer.read_by(self._attention_config)
-
-
-class _Choosing(ABCMeta):
-    """Has the class that is called make a cache of the kind that fits its options."""
-
-    def __call__(cls, config: Any, *args: Any, **options: Any) -> Any:
-        given = args[0] if args else options.get("cache_config")
-        held = given.get("max_length") if isinstance(given, Mapping) else None
-        length = options.get("max_length", getattr(given, "max_length", held))
-        kind: Any = cls.kind_for(length)  # type: ignore[attr-defined]
-        return type.__call__(kind, config, *args, **options)
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """The parameters of the class that is called: without this they would be those of `__call__` above."""
-        own = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return own.replace(parameters=list(own.parameters.values())[1:])
-
-
-class PagedCache(GrowingCache, metaclass=_Choosing):
-    """Keys and values in fixed-size pages, stored exactly or quantized.
-
-        cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
-        model.generate(**inputs, past_key_values=cache)
-
-    Without formats nothing is quantized: `from_implementation(model.config, "paged_int8")` takes those of a name.
-
-    With `max_length` the cache is of the preallocated kind, its sibling StaticPagedCache. That one and CrossCache count as
-    PagedCaches too (`isinstance`); a subclass of this class grows.
-
-    Args:
-        config: the model's config (`model.config`).
-        cache_config: a kv_hf.CacheConfig, or a dict of options; options by name win over it.
-        keys, values: exact (the default), fp8, int8, int4, int2 or another format; `values` defaults to the format of
-            `keys`.
-        **options: the other fields of `kv_hf.CacheConfig`.
-    Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
-    """
-
-    @classmethod
-    def kind_for(cls, max_length: int | None) -> type[CacheBase]:
-        """Return the class that keeps a cache with this option."""
-        return StaticPagedCache if cls is PagedCache and max_length is not None else cls
-
-
-for _sibling in (StaticPagedCache, CrossCache):
-    PagedCache.register(_sibling)
-
-
-EXACT_REASON = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
-
-
-class PagedEncoderDecoderCache(EncoderDecoderCache):
-    """A PagedCache for self-attention beside the encoder's keys and values.
-
-        cache = kv_hf.PagedEncoderDecoderCache(model.config, keys="int4", cross_attention="same")
-        model.generate(**inputs, past_key_values=cache)
-
-    Args:
-        config: the model's config (`model.config`), of an encoder-decoder model.
-        cache_config: as of PagedCache.
-        keys, values: formats, as of PagedCache.
-        **options: the other fields of `kv_hf.CacheConfig`; `cross_attention` is "exact" or "same". `max_pages`
-            bounds each of the two pools.
-    Raises: CacheOptionError for a bad option, UnsupportedModelError for a decoder-only model or one without
-        full-attention layers.
-    """
-
-    self_attention_cache: PagedCache
-
-    @shows_options
-    def __init__(
-        self,
-        config: Any,
-        cache_config: CacheConfig | Mapping[str, Any] | None = None,
-        *,
-        keys: str | None = None,
-        values: str | None = None,
-        **options: Any,
-    ) -> None:
-        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
-
-    @classmethod
-    def from_implementation(
-        cls,
-        config: Any,
-        implementation: str,
-        options: CacheConfig | Mapping[str, Any] | None = None,
-    ) -> "PagedEncoderDecoderCache":
-        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
-        self = cls.__new__(cls)
-        self._build(config, CacheConfig.from_options(implementation, options))
-        return self
-
-    def _build(self, config: Any, options: CacheConfig) -> None:
-        decoder_config(config)  # raises for things that are no config
-        if not is_encoder_decoder(config):
-            raise UnsupportedModelError(
-                f"{config.model_type!r} is not an encoder-decoder model: use kv_hf.PagedCache"
-            )
-        if options.prefix_store is not None:
-            raise CacheOptionError(
-                "prefix_store is for decoder-only models: a decoder's keys and values depend on the encoder's text too"
-            )
-        if options.max_length is not None:
-            raise CacheOptionError(
-                f"max_length={options.max_length} is for decoder-only models; leave it out for {config.model_type!r}"
-            )
-        each = replace(options, cross_attention="exact")
-        own = PagedCache.from_options(config, each)
-        cross: Cache
-        if options.cross_attention == "same":
-            cross = CrossCache.from_options(config, each)
-        else:
-            cross = DynamicCache(config=cross_config(config))
-        self.options = options
-        super().__init__(own, cross)
-
-    def reset(self) -> None:
-        """Forget all tokens of both halves and give the memory back; afterwards any batch size fits."""
-        super().reset()
-        for layer in _dense_layers(self.cross_attention_cache):
-            forget_tokens(layer)
-
-    # -- what transformers does not ask for ----------------------------------------------------------------
-
-    def observe_padding(self, decoder_attention_mask: torch.Tensor | None) -> None:
-        """Learn the left padding of the decoder's prompts; see `PagedCache.observe_padding`.
-
-        Args:
-            decoder_attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
-        Raises: CacheMismatchError as there.
-        """
-        self.self_attention_cache.observe_padding(decoder_attention_mask)
-
-    def memory(self) -> MemoryReport:
-        """Return the bytes of both halves, by part; exact cross-attention counts as `other`.
-
-        `tokens` counts the decoder's tokens and the encoder's columns. For one half alone ask
-        `self_attention_cache.memory()`, and `cross_attention_cache.memory()` where that is paged.
-        """
-        own, cross = self.self_attention_cache.memory(), self.cross_attention_cache
-        if isinstance(cross, CacheBase):
-            other = cross.memory()
-            names = [field.name for field in fields(MemoryReport)]
-            return MemoryReport(
-                **{name: getattr(own, name) + getattr(other, name) for name in names}
-            )
-        keys = [layer.keys for layer in _dense_layers(cross) if layer.keys is not None]
-        columns = keys[0].shape[0] * keys[0].shape[2] if keys else 0
-        stored = sum(tensor_bytes(vars(layer)) for layer in cross.layers)
-        return replace(own, other=own.other + stored, tokens=own.tokens + columns)
-
-    def report(self) -> list[LayerReport]:
-        """Return, for each layer of the decoder, how its self-attention is cached, then its cross-attention."""
-        rows = self.self_attention_cache.report()
-        if isinstance(self.cross_attention_cache, CacheBase):
-            cross = self.cross_attention_cache.report()
-            return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
-        return rows + [
-            LayerReport(index, f"cross {type(layer).__name__}", None, None, EXACT_REASON)
-            for index, layer in enumerate(self.cross_attention_cache.layers)
-        ]
-
-    def check_integrity(self) -> None:
-        """Raise ValueError unless counts, lengths, storage and layers of each half agree."""
-        self.self_attention_cache.check_integrity()
-        if isinstance(self.cross_attention_cache, CacheBase):
-            self.cross_attention_cache.check_integrity()
-
-    def __repr__(self) -> str:
-        own, cross = self.self_attention_cache, self.cross_attention_cache
-        return (
-            f"{type(self).__name__}(self_attention_cache={own!r}, cross_attention_cache={cross!r})"
-        )
-
-    def __str__(self) -> str:
-        return f"self-attention: {self.self_attention_cache}\ncross-attention: {self.cross_attention_cache}"
-
-
-def _dense_layers(cache: Cache) -> list[DynamicLayer]:
-    """Return transformers' own layers of `cache`."""
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    return [layer for layer in layers if not isinstance(layer, PagedLayer)]
-
-
-def paged_halves(cache: Any) -> tuple[Any, Any]:
-    """Return what is paged of `cache`: the cache of the text's own tokens, and that of cross-attention."""
-    pair = isinstance(cache, EncoderDecoderCache)
-    own = cache.self_attention_cache if pair else cache
-    cross = cache.cross_attention_cache if pair else None
-    return (
-        own if isinstance(own, CacheBase) else None,
-        cross if isinstance(cross, CacheBase) else None,
-    )

@@ -31,8 +31,8 @@ from ..errors import CacheFileError, CacheMismatchError, CacheOptionError
 from ..files import replacing
 from ..formats import is_shipped
 from ..formats.base import FORMATS
-from ..pages.rows import RowsState
 from ..pages.persistent import persistent_tensors
+from ..pages.rows import RowsState
 from ..pages.step import Row
 from ..printable import short
 from ..version import __version__

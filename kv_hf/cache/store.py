@@ -121,7 +121,9 @@ class Residual:
         same_size = len(step.sources) == self.tokens.shape[0]
 
         def moving() -> torch.Tensor:
-            pairs = [pair for pair in enumerate(step.sources) if not same_size or pair[0] != pair[1]]
+            pairs = [
+                pair for pair in enumerate(step.sources) if not same_size or pair[0] != pair[1]
+            ]
             return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
 
         targets, sources = step.tensor("moves", self.tokens.device, moving)
@@ -374,10 +376,14 @@ class LayerStore:
         view: TableView,
         residual_keys: torch.Tensor,
         residual_values: torch.Tensor,
-        seen: int,
+        columns: int,
         budget: ReadBudget | None = None,
     ) -> PagedKV:
-        """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`."""
+        """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`.
+
+        Args:
+            columns: that the forward may see.
+        """
         table = view.on(self.device)
         storage = self.pages  # first: the spec is that of these pages
         pages = storage.readable(view)
@@ -391,7 +397,7 @@ class LayerStore:
             residual_values,
             table.exact_lens,
             table.padding,
-            seen - table.offset,
+            columns,
             self.sink_tokens,
             pages.hold,
             self.launches,

@@ -8,9 +8,10 @@ import torch
 
 from ..backend_names import auto_names, backend_names
 from ..backends.registry import layout_for, why_not
+from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.layer_formats import LayerFormats
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
-from ..cache.paged_cache import PagedCache, PagedEncoderDecoderCache
+from ..cache.paged_cache import PagedCache
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, format_names

@@ -13,7 +13,6 @@ from ..bridge.handles import KVView, LazyKV, TracedView, taken, view_of, warn_re
 from ..bridge.masks import LazyMask, check_hidden
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import warn_once
-from ..pages import moved
 from .dense import causal_mask, dense_attention, is_causal
 from .latent import (
     absorbed_query,
@@ -74,6 +73,16 @@ def kv_hf_attention(
         mask = _checked_mask(module, view, query, key.shape[2], mask, kwargs)
     if indices is not None:
         mask = _chosen(mask, indices, query, key.shape[2], is_causal(module, kwargs))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if type(view) is TracedView:
+        if position_bias is not None or dropout or kwargs.get("output_attentions"):
+            raise UnsupportedModelError(
+                "this forward needs a position bias, dropout or attention weights, for which a compiled forward cannot read "
+                "pages. Run it without torch.compile"
+            )
+        if mask is None and query.shape[2] > 1 and not is_causal(module, kwargs):
+            mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
+        return view.attend(query, mask, scale, softcap, s_aux), None
     pages, reason = view is not None, None
     if view is not None:
         weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
@@ -91,7 +100,6 @@ def kv_hf_attention(
         mask = None
     elif mask is not None or position_bias is not None or query.shape[2] > 1:
         mask = _kernel_mask(module, view, query, key.shape[2], mask, position_bias, kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, kv, scale, mask, softcap, s_aux, view.sliding_window)
     if kv.spec.is_latent:
         return _attend_latent(module, call, view.kernel), None
@@ -100,7 +108,7 @@ def kv_hf_attention(
 
 def _reads_pages(
     module: torch.nn.Module,
-    view: KVView | TracedView,
+    view: KVView,
     query: torch.Tensor,
     dropout: float,
     softcap: float | None,
@@ -110,7 +118,7 @@ def _reads_pages(
     latent = view.kv.spec.is_latent
     if latent:
         # other modules' keys merely have the size of latents
-        if not (is_latent_attention(module) and absorbs(module, view.layer.mla, query)):  # type: ignore[union-attr]
+        if not (is_latent_attention(module) and absorbs(module, view.layer.mla, query)):
             return False, None
     elif query.shape[2] > view.kernel.max_queries:
         return False, None
@@ -136,17 +144,9 @@ def _attend_latent(module: torch.nn.Module, call: AttentionCall, kernel: Backend
 
 
 def _written_out(
-    module: torch.nn.Module, view: KVView | TracedView, reason: str | None
+    module: torch.nn.Module, view: KVView, reason: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path.
-
-    Raises: UnsupportedModelError in a compiled forward.
-    """
-    if isinstance(view, TracedView):
-        raise UnsupportedModelError(
-            f"this forward needs dense keys and values, which a compiled forward cannot write out: {reason}. Run it "
-            "without torch.compile"
-        )
+    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path."""
     if reason is not None:
         warn_once(
             f"dense attention: {reason}",
@@ -176,9 +176,9 @@ def _checked_mask(
     """
     if mask.ndim == 2:
         mask = _of_columns(mask, query, kv_len, is_causal(module, kwargs))
-    group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
+    group = getattr(getattr(view, "layer", None), "group", None)
     if group is not None:
-        padding, seen = group.left_padding(), group.columns()
+        padding, seen = group.batch.padding, group.seen
         if padding.any():
             gone = max(0, seen - view.kv.seen)  # columns that a sliding layer gave back
             check_hidden((padding - gone).clip(0), mask, seen - gone)
@@ -222,7 +222,7 @@ def _chosen(
 
 def _kernel_mask(
     module: torch.nn.Module,
-    view: KVView | TracedView,
+    view: KVView,
     query: torch.Tensor,
     kv_len: int,
     mask: torch.Tensor | None,
@@ -245,8 +245,6 @@ def _kernel_mask(
             f"attention_mask has {mask.shape[-1]} columns, and this sliding-window layer offers {view.kv.seen}: pass the 2D "
             "mask [batch, columns], from which the model makes the one that fits"
         )
-    elif isinstance(view, TracedView) and _is_asserted(view, mask):
-        mask = None
     if mask is None and q_len > 1:
         if not causal:
             mask = torch.ones(1, 1, 1, kv_len, dtype=torch.bool, device=query.device)
@@ -258,14 +256,3 @@ def _kernel_mask(
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, float("-inf"))
     return bias + mask
-
-
-def _is_asserted(view: TracedView, mask: torch.Tensor | None) -> bool:
-    """Say whether a compiled step on a CPU asserts that `mask` hides left padding alone: pages are chosen without a mask."""
-    if mask is None or view.kv.budget is None or not moved.is_host(mask.device):
-        return False
-    if mask.dtype != torch.bool or mask.shape[1:] != (1, 1, view.table.max_length):
-        return False
-    if view.is_first:
-        view.table.assert_hidden(mask)
-    return True

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from ..cache.identity import virtual_owner
-from ..cache.model_shape import is_encoder_decoder
+from ..cache.layer import HandleLayer, PagedLayer
+from ..cache.layer_kinds import LatentLayer
+from ..cache.model_shape import is_dummy, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
-from ..cache.static_cache import StaticPagedCache
 from ..config import DEFAULTS, CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from .devices import execution_devices
@@ -52,7 +53,7 @@ class Generation:
         return cls(model, config, generation_mode, batch_size * copies, max_cache_length + 1, mask)
 
 
-def with_room(options: CacheConfig, asked: Generation) -> StaticPagedCache | None:
+def with_room(options: CacheConfig, asked: Generation) -> PagedCache | None:
     """Return a preallocated cache whose steps can be captured, in place of one that would grow; None where one cannot.
 
     Raises: CacheOptionError where cuda_graph="always" asks for what cannot be.
@@ -68,12 +69,12 @@ def with_room(options: CacheConfig, asked: Generation) -> StaticPagedCache | Non
     return None
 
 
-def decide(cache: StaticPagedCache, asked: Generation) -> None:
+def decide(cache: PagedCache, asked: Generation) -> None:
     """Note whether the steps of a preallocated cache are captured in this generation.
 
     Raises: CacheOptionError where cuda_graph="always" asks for what cannot be.
     """
-    reason = _why_not(cache.options, asked)
+    reason = _why_not(cache.options, asked) or _keeps_states(cache)
     cache.captured = reason is None
     _refuse(cache.options, reason)
 
@@ -111,6 +112,13 @@ def _why_not(options: CacheConfig, asked: Generation) -> str | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "several processes generate together"
     return why_not_captured(asked.model) or why_not_pages(asked.model)
+
+
+def _keeps_states(cache: PagedCache) -> str | None:
+    """Return why the steps of a cache cannot be replayed: recording one runs it twice."""
+    kinds = {type(layer) for layer in cache.layers if not is_dummy(layer)}
+    others = sorted(kind.__name__ for kind in kinds - {PagedLayer, HandleLayer, LatentLayer})
+    return f"layers ({', '.join(others)}) hold states that a step moves on" if others else None
 
 
 def why_not_captured(model: Any) -> str | None:
@@ -153,17 +161,16 @@ def _hides_left_padding_only(mask: Any) -> bool:
     return bool(((mask != 0) == seen).all())
 
 
-def _allocated(
-    options: CacheConfig, asked: Generation
-) -> tuple[StaticPagedCache | None, str | None]:
+def _allocated(options: CacheConfig, asked: Generation) -> tuple[PagedCache | None, str | None]:
     """Return the preallocated cache, or why there is none."""
     try:
         cache = PagedCache.from_options(asked.model.config, options)
-        assert isinstance(cache, StaticPagedCache)
         for device in execution_devices(asked.model):
             cache.check_kernel(device, asked.model.dtype)
     except (CacheOptionError, UnsupportedModelError) as error:
         return None, str(error)
+    if (reason := _keeps_states(cache)) is not None:
+        return None, reason
     needed = cache.bytes_of(asked.rows, asked.model.dtype)
     free = free_memory(execution_devices(asked.model)[0])
     if needed is None:

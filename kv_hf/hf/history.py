@@ -10,7 +10,6 @@ import torch
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.identity import virtual_owner
-from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError
 from ..notices import warn_once
 
@@ -79,10 +78,7 @@ class Text:
         cuts = type(model).prepare_inputs_for_generation
         # a model that cuts the text by itself may have put columns in front that the text does not have (CPMAnt)
         cuts_by_itself = cuts is not GenerationMixin.prepare_inputs_for_generation
-        static = isinstance(own, StaticPagedCache)
         seen = own.get_seq_length()
-        if not isinstance(seen, int):
-            seen = 1 if own.token_ids is None else int(seen)
         is_known = (
             comes_from_ids(model, cache, own, inputs)
             and type(model)._sample is GenerationMixin._sample
@@ -91,11 +87,8 @@ class Text:
             and (generation_config.num_beams or 1) <= 1
             # a drafting model is called every few tokens by another one, which crops what it refuses
             and not getattr(generation_config, "is_assistant", False)
-            and not (cuts_by_itself and static)
         )
-        may_be_short = (
-            own is not cache or static or cuts_by_itself or inputs.get("inputs_embeds") is not None
-        )
+        may_be_short = own is not cache or cuts_by_itself or inputs.get("inputs_embeds") is not None
         is_whole = width in (-1, ids.shape[1])
         return cls(own, ids, mask, seen, is_whole, is_known, may_be_short)
 
@@ -135,7 +128,7 @@ class Text:
         row, column = found
         pair = int(self.ids[row, column]), int(known[row, column])
         less = f"call cache.crop({column - self.seen}) to keep the {column} tokens before it, or "
-        if isinstance(self.cache, StaticPagedCache) or not column:
+        if not column:
             less = "call "
         raise CacheMismatchError(
             f"input_ids do not begin with the {self.seen} tokens that this cache holds: token {column} of row {row} is "

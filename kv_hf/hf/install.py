@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
-from ..cache.base import CacheBase
+from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_encoder_decoder
-from ..cache.paged_cache import PagedCache, PagedEncoderDecoderCache, paged_halves
-from ..cache.static_cache import StaticPagedCache
+from ..cache.paged_cache import PagedCache
 from ..config import READ_LIMITS, CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
@@ -35,7 +34,7 @@ from .latent import prepare_latents, restore_expansion, watch_latents
 from .models import restore_attention, use_paged_attention
 from .prefix import expect_drafts, share_prefill
 from .room import expect_length
-from .static_generation import check_static_generation, is_assisted
+from .static_generation import check_length, is_assisted
 from .step_graph import call_graphs, want_graphs
 from .whole_call import around_generate
 
@@ -116,14 +115,12 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         paged = [half for half in paged_halves(given) if half is not None]
         if paged and name is None:
             _check_given(self, given)
-            if isinstance(given, StaticPagedCache):
+            if paged[0] is given and given.max_length is not None:
                 asked = Generation.of(self, generation_config, model_kwargs, *args, **kwargs)
                 decide(given, asked)
-                check_static_generation(
-                    self, given, generation_config, model_kwargs, *args, **kwargs
-                )
+                check_length(self, given, generation_config, model_kwargs, *args, **kwargs)
             for half in paged:
-                if not isinstance(half, StaticPagedCache):
+                if half.max_length is None:
                     refuse_growing(half.options)
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given)
@@ -139,13 +136,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
             asked = Generation.of(self, generation_config, model_kwargs, *args, **kwargs)
             cache = _new_cache(self, generation_config, asked)
-            if isinstance(cache, StaticPagedCache):
+            if isinstance(cache, PagedCache) and cache.max_length is not None:
                 if not cache.captured:
                     decide(cache, asked)
-                check_static_generation(
-                    self, cache, generation_config, model_kwargs, *args, **kwargs
-                )
-            elif getattr(generation_config, "is_assistant", False):
+                check_length(self, cache, generation_config, model_kwargs, *args, **kwargs)
+            if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache)
             _before_drafts(self, cache, model_kwargs, generation_config, *args, **kwargs)
@@ -226,7 +221,7 @@ def _check_paged_cross(model: Any) -> None:
 
 def _new_cache(
     model: Any, generation_config: Any, asked: Generation
-) -> CacheBase | PagedEncoderDecoderCache:
+) -> PagedCache | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation or WITHOUT_NAME
     named = "mamba" in type(model).__name__.lower()
     if named or not model._supports_default_dynamic_cache():

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
+from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import ModelId, adapters_of, drops_numbers
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
-from ..cache.paged_cache import PagedCache, paged_halves
+from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
 from ..notices import warn_once

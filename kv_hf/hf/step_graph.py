@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..cache.static_cache import StaticPagedCache
+from ..cache.paged_cache import PagedCache
 from ..notices import say_once, warn_once
+from ..pages.step import FixedStep
 from . import cuda_graph
 
 CACHE = "past_key_values"
@@ -30,7 +31,7 @@ def want_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def criteria(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         cache = model_kwargs.get(CACHE)
-        if isinstance(cache, StaticPagedCache) and cache.captured:
+        if isinstance(cache, PagedCache) and cache.captured:
             _ready.graph = StepGraph(self, cache)
             return True
         _ready.graph = None
@@ -65,7 +66,7 @@ class StepGraph:
         given_up: why Python runs all steps from now on; None while nothing speaks against a graph.
     """
 
-    def __init__(self, model: Any, cache: StaticPagedCache) -> None:
+    def __init__(self, model: Any, cache: PagedCache) -> None:
         self.model = model
         self.cache = cache
         self.given_up: str | None = None
@@ -74,6 +75,9 @@ class StepGraph:
         self._inputs: list[Any] = []
         self._structure: Any = None
         self._outputs: Any = None
+        self._fixed: dict[Any, FixedStep] = {}
+        self._windows: list[tuple[Any, torch.Tensor]] = []
+        self._pages: list[tuple[Any, Any]] = []
 
     def __call__(self, **inputs: Any) -> Any:
         """Return what the model returns for `inputs`; its tensors are the caller's."""
@@ -84,15 +88,19 @@ class StepGraph:
             self._has_run = True
             return cuda_graph.on_side_stream(lambda: self.model(**inputs))
         leaves, structure = _flatten(inputs)
-        if self._replay is None:
-            return self._begin(inputs, leaves, structure)
-        if not self._takes(leaves, structure):
+        if self._replay is not None and not self._takes(leaves, structure):
             return self.model(**inputs)
+        cache = self.cache
+        rows = len(cache.group)
+        cache.forward.begin(rows, 1)  # the model joins this step, or a replay does it
+        if not all(FixedStep.takes(group.step) for group in cache.groups):
+            return self.model(**inputs)
+        if self._replay is None or not self._stays():
+            return self._record(inputs, leaves, structure)
         for held, given in zip(self._inputs, leaves, strict=True):
             if isinstance(held, torch.Tensor):
                 held.copy_(given)
-        with self.cache.table.outside_python(1):
-            self._replay()
+        self._run()
         return self._result()
 
     @property
@@ -102,41 +110,85 @@ class StepGraph:
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Say whether `inputs` are one token per row for a cache that holds some."""
-        if inputs.get(CACHE) is not self.cache or not self.cache.table.started:
+        if inputs.get(CACHE) is not self.cache or not self.cache.started:
             return False
         tokens = inputs.get("input_ids")
         return isinstance(tokens, torch.Tensor) and tokens.shape[-1] == 1
 
-    def _begin(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
-        """Run a step, capture it, replay it at the same place, and compare."""
-        table = self.cache.table
-        before = table.lengths()
+    def _run(self) -> None:
+        """Replay the step that was begun, and note that all layers took part."""
+        assert self._replay is not None
+        forward = self.cache.forward
+        forward.changing = True
+        for group, fixed in self._fixed.items():
+            fixed.write(group.step)
+        for window, tokens in self._windows:
+            if window.tokens is not tokens:  # a step that Python ran has moved it
+                tokens.copy_(window.tokens)
+                window.tokens = tokens
+        self._replay()
+        for layer in self.cache.paged_layers:
+            layer.revision += 1
+            layer.take_part(layer.group.step)
+
+    def _stays(self) -> bool:
+        """Say whether pages lie where the graph reads them: a layer may have got wider ones."""
+        return all(layer.storage is pages for layer, pages in self._pages)
+
+    def _record(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
+        """Run the step that was begun, record it, replay it at the same place, and compare."""
+        cache = self.cache
         expected = self.model(**inputs)
-        after = table.lengths()
+        steps = {group: group.step for group in cache.groups}
         self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self._structure = structure
-        own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: self.cache}
-        table.rewind(before)
+        own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: cache}
+        layers = cache.paged_layers
+        most = max(cache.max_length or 0, 1)
+        self._fixed = {
+            group: FixedStep(len(group), group.reserve, most, layers[0].device)
+            for group in cache.groups
+        }
+        self._windows = [(one, one.tokens) for layer in layers for one in layer.residuals or ()]
+        self._pages = [(layer, layer.storage) for layer in layers]
         try:
-            replay, outputs = cuda_graph.capture(lambda: self.model(**own))
+            self._rewind(steps)
+            for group, fixed in self._fixed.items():
+                fixed.write(steps[group])
+                group.step = fixed.standing_for(steps[group])
+            cache.fixed = self._fixed
+            try:
+                self._replay, outputs = cuda_graph.capture(lambda: self.model(**own))
+            finally:
+                cache.fixed = None
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            table.rewind(after)
+            self._rewind(steps, after=True)
             self._give_up(f"it cannot be captured ({_first_line(error)})")
             return expected
-        table.rewind(before)  # captured, not run: only Python's numbers have moved
-        with table.outside_python(1):
-            replay()
+        self._rewind(steps)  # captured, not run
+        self._run()
         self._outputs = outputs
         if not _agree(expected, outputs):
             self._give_up("its replay gave other logits than Python")
             return expected
-        self._replay = replay
         say_once(
             f"graph of {type(self.model).__name__}",
             f"kv_hf: decode steps of {type(self.model).__name__} run as one CUDA graph (cache_config={{'cuda_graph': 'never'}} "
             "or disable_compile=True turns that off)",
         )
         return self._result()
+
+    def _rewind(self, steps: dict[Any, Any], after: bool = False) -> None:
+        """Let all layers stand before these steps, or `after` them; what a step of one token writes it may write again."""
+        forward = self.cache.forward
+        for group, step in steps.items():
+            group.step = step
+        for layer in self.cache.paged_layers:
+            step = layer.group.step
+            layer.revision += 1
+            layer.seen = step.seen_after if after else step.seen_before
+        forward.arrived = forward.members if after else 0
+        forward.changing = False
 
     def _takes(self, leaves: list[Any], structure: Any) -> bool:
         """Say whether the captured step is the one for such inputs."""

@@ -6,9 +6,8 @@ from typing import Any
 
 from transformers import Cache
 
+from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import virtual_owner
-from ..cache.paged_cache import paged_halves
-from ..cache.static_cache import StaticPagedCache
 from ..errors import UnsupportedModelError
 
 
@@ -27,7 +26,7 @@ def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
     if prepare is None or virtual_owner(model) is None:
         yield
         return
-    if isinstance(cache, StaticPagedCache):
+    if getattr(cache, "max_length", None) is not None:
         raise UnsupportedModelError(
             "peft puts no virtual tokens in front of prompts of a preallocated cache (it fails on the mask, with transformers' "
             "own preallocated caches too); leave max_length out of cache_config"

@@ -21,7 +21,7 @@ from ..read_budget import ReadBudget, Reading
 from ..row_pages import RowPages, page_capacity, page_peaks
 from ..spec import reserved_pages, sealed_pages
 from .pool import PagePool
-from .step import Numbers, PageIds, Row, SealJobs, Step, TableView, Tables
+from .step import Numbers, PageIds, Row, SealJobs, Step, Tables, TableView
 
 LEAST_AHEAD = 1024  # columns
 MOST_AHEAD = 4096
@@ -247,6 +247,8 @@ class Rows:
         pool: page ids, which other caches may share.
         reserve_tokens: as in CacheConfig.
         budget: how much of a row a step of few queries reads, None for everything.
+        max_length: columns (padding included) that a row has room for from the first forward on, and no more; None: storage
+            grows with the text.
     Attributes:
         batch: the rows, one for each sequence.
         seen: columns so far, padding included.
@@ -264,11 +266,13 @@ class Rows:
         pool: PagePool,
         reserve_tokens: int = 0,
         budget: ReadBudget | None = None,
+        max_length: int | None = None,
     ) -> None:
         self.sizes = sizes
         self.pool = pool
+        self.max_length = max_length
         self.reserve = sealed_pages(
-            reserve_tokens,
+            max_length or reserve_tokens,
             page_size=sizes.page_size,
             sink_tokens=sizes.sink_tokens,
             recent_tokens=sizes.recent_tokens,
@@ -371,14 +375,6 @@ class Rows:
 
     # -- left padding --------------------------------------------------------------------------------------
 
-    def columns(self) -> int:
-        """Return the columns so far, as StaticTable does."""
-        return self.seen
-
-    def left_padding(self) -> Numbers:
-        """Return the columns of padding of each row."""
-        return self.batch.padding
-
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
         return not len(self.batch) or not self.lengths().all()
@@ -420,6 +416,11 @@ class Rows:
             raise CacheMismatchError(
                 f"this cache holds a batch of {len(self.batch)} rows, got keys for {count}; use a new cache, or "
                 "reset() this one, for another batch size"
+            )
+        if self.max_length is not None and self.seen + q_len > self.max_length:
+            raise CacheMismatchError(
+                f"max_length={self.max_length} is reached: {self.seen} columns are held and {q_len} more were given; the "
+                "cache is unchanged. Make it with a larger max_length"
             )
         self.release_read()
         return plan_append(self.sizes, self._padded(count), self.seen, q_len, self.confirmed)
@@ -479,7 +480,7 @@ class Rows:
             step.view = self._view(
                 shown, before, plan.exact_after, plan.padding, plan.exact_before, plan.skip
             )
-            step.ahead = self._ahead(plan)
+            step.ahead, step.columns = self._ahead(plan), step.seen_after
             return step, after, ()
         found, kept, leaving = list(before.pages), list(before.pages), []
         first, last = {}, {}
@@ -497,11 +498,10 @@ class Rows:
         step.view = self._view(
             tables.show(reads.pages), reads, exact_read, plan.padding, plan.exact_before, plan.skip
         )
+        step.columns = step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * self.page_size
         step.fits = int(exact_read.max()) <= self.slots
-        step.moves_rest = bool(
-            ((step.leaving > 0) & (plan.exact_after > self.sink_tokens)).any()
-        )
+        step.moves_rest = bool(((step.leaving > 0) & (plan.exact_after > self.sink_tokens)).any())
         if sealed_first:
             step.first = SealJobs.build(first, self.page_size, self.sink_tokens)
             step.first_leaving = plan.first * self.page_size

@@ -1,7 +1,7 @@
 """What one change of the rows is: the places of a forward's tokens, and the pages that it seals. Decides nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,6 +239,7 @@ class Step:
         rows: of the batch, after the step.
 
     Of an append:
+        columns: that the forward may see, those in front of its first page left out.
         capacity: pages that storage must have room for.
         ahead: pages to make room for instead where storage grows anyway and memory allows it.
         view: what the forward reads.
@@ -258,6 +259,7 @@ class Step:
     seen_before: int
     seen_after: int
     rows: int
+    columns: int = 0
     capacity: int = 0
     ahead: int = 0
     view: TableView | None = None
@@ -277,7 +279,9 @@ class Step:
     @property
     def is_plain(self) -> bool:
         """Whether the append adds to the windows in place, and neither seals nor drops anything."""
-        return self.fits and not (self.moves_rest or self.seal is not None or self.first is not None)
+        return self.fits and not (
+            self.moves_rest or self.seal is not None or self.first is not None
+        )
 
     def tensor(
         self, name: Any, device: torch.device, make: Callable[[], torch.Tensor]
@@ -287,3 +291,57 @@ class Step:
         if key not in self._tensors:
             self._tensors[key] = moved(make(), device)
         return self._tensors[key]
+
+
+class FixedStep:
+    """The tensors of a step of one token that stay where they are, so that a CUDA graph reads them at every replay.
+
+    Args:
+        rows: of the batch.
+        pages: that a row holds at most.
+        columns: that a mask has, whatever the length of the text.
+        device: of the layers.
+    Attributes:
+        view: as of a Step.
+        seen: columns before the step, [], int64.
+    """
+
+    def __init__(self, rows: int, pages: int, columns: int, device: torch.device) -> None:
+        self.columns = columns
+        with persistent_tensors():
+            lengths = torch.zeros((5, -(-rows // 4) * 4), dtype=torch.int32, device=device)
+            table = torch.zeros((rows, pages), dtype=TABLE_DTYPE, device=device)
+            self._jobs = SealJobs(torch.full((rows, 3), -1, dtype=torch.int32, device=device))
+            self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._lengths, self._shown, self._sealed = lengths, None, False
+        self.view = TableView._unpacked({device: table}, device, lengths, rows, 0)
+
+    def takes(self, step: Step) -> bool:
+        """Say whether a step only appends to the windows and seals pages from them."""
+        return step.fits and not step.moves_rest and step.first is None
+
+    def standing_for(self, step: Step) -> Step:
+        """Return what layers do in `step`, with these tensors."""
+        return replace(
+            step, columns=self.columns, view=self.view, seal=self._jobs, capacity=0, _tensors={}
+        )
+
+    def write(self, step: Step) -> None:
+        """Take the numbers of `step` over; kernels of earlier steps have read theirs, in the order of the stream."""
+        view, device = step.view, self._lengths.device
+        assert view is not None and view._lengths is not None
+        table, rows = view.block_table, self._jobs.jobs.shape[0]
+        # columns count from the first one, also where a sliding window gave some back
+        lengths = view._lengths.clone()
+        lengths[2, :rows] += view.offset
+        self._lengths.copy_(moved(lengths, device))
+        self.seen.fill_(step.seen_before)
+        if table is not self._shown and table.shape[1]:
+            self.view.block_table[:, : table.shape[1]].copy_(moved(table, device))
+            self._shown = table
+        if step.seal is not None or self._sealed:
+            jobs = torch.full((rows, 3), -1, dtype=torch.int32)
+            if step.seal is not None:
+                jobs[: len(step.seal.jobs)] = step.seal.jobs
+            self._jobs.jobs.copy_(moved(jobs, device))
+            self._sealed = step.seal is not None

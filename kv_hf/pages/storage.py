@@ -27,9 +27,9 @@ from ..notices import warn_once
 from ..quant.codec import decode, encode, lay_out, pick_up
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import AHEAD, advise, mapped_zeros
-from .rows import Rows
 from .persistent import persistent_tensors
 from .pool import PagePool
+from .rows import Rows
 from .step import SealJobs, TableView
 
 BLOCK_BYTES = 64 << 20  # three segments of the allocator and more: rounding wastes little beside it

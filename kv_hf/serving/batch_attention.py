@@ -78,7 +78,7 @@ def _read(
         return *new, mask
     assert step.view is not None
     # the tokens of a prompt read everything, however many of them came into this forward
-    kv = store.kv(step.view, *runs, step.seen_after, None if part.prompt else store.budget)
+    kv = store.kv(step.view, *runs, step.columns, None if part.prompt else store.budget)
     keys, values = LazyKV.pair(KVView(kv, store, store.revision, store.kernel, window))
     shape = (part.rows, 1, q_len, kv.seen)
     mask = LazyMask(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..cache.growing import GrowingCache
 from ..cache.layer import PagedLayer
+from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
@@ -59,7 +59,7 @@ class BatchCache:
     def __init__(
         self,
         model: Any,
-        template: GrowingCache,
+        template: PagedCache,
         room: BatchRoom,
         batch_tokens: int,
         store: PrefixStore | None,
@@ -474,9 +474,7 @@ class BatchCache:
         tail = sum(one.tokens.nbytes for store in self.stores.values() for one in store.residuals)
         held = sum(group.pool.num_held for group in self.groups.values())
         first = next(iter(self.groups.values()))
-        tokens = int(
-            first.lengths().sum()
-        )  # one read: a forward changes `batch`
+        tokens = int(first.lengths().sum())  # one read: a forward changes `batch`
         kept = None if self.prefix_store is None else self.prefix_store.stats()
         other = 0 if kept is None else kept.bytes - kept.pages * self.kinds[None].page_bytes
         assert specs

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from ..cache.growing import GrowingCache
 from ..cache.layer import PagedLayer
+from ..cache.paged_cache import PagedCache
 from ..errors import UnsupportedModelError
 from ..pages.rows import RowSizes
 from .batch_room import LayersOfKind
 
 
-def check_layers(template: GrowingCache) -> None:
+def check_layers(template: PagedCache) -> None:
     """Raise UnsupportedModelError where a layer of a paged cache holds more than keys and values in pages."""
     for index, layer in enumerate(template.layers):
         if type(layer) is not PagedLayer:
@@ -19,7 +19,7 @@ def check_layers(template: GrowingCache) -> None:
             )
 
 
-def paged_layers(template: GrowingCache) -> list[PagedLayer]:
+def paged_layers(template: PagedCache) -> list[PagedLayer]:
     """Return the layers of a paged cache. Raises UnsupportedModelError where some hold more than keys and values in pages."""
     check_layers(template)
     layers: list[PagedLayer] = []
@@ -33,7 +33,7 @@ def paged_layers(template: GrowingCache) -> list[PagedLayer]:
     return layers
 
 
-def kinds_of(template: GrowingCache) -> dict[int | None, LayersOfKind]:
+def kinds_of(template: PagedCache) -> dict[int | None, LayersOfKind]:
     """Return the layers of each sliding window, full attention first, as far as their memory is concerned."""
     specs: dict[int | None, list[Any]] = {}
     for layer in paged_layers(template):

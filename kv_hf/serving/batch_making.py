@@ -6,7 +6,6 @@ import torch
 from transformers.generation.continuous_batching import requests as batching_requests
 from transformers.generation.continuous_batching import utils as batching_utils
 
-from ..cache.growing import GrowingCache
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
@@ -61,7 +60,7 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
 
 def _probed(
     model: Any, options: CacheConfig, batching: Any
-) -> tuple[GrowingCache, PrefixStore | None]:
+) -> tuple[PagedCache, PrefixStore | None]:
     """Return a paged cache that a few tokens have gone through, and the prefix store, if there shall be one."""
     plain = given_options(options)
     for name in ("max_pages", "max_bytes", "prefix_store"):
@@ -82,13 +81,11 @@ def _probed(
     return _through(model, CacheConfig(**plain, prefix_store=store)), store
 
 
-def _empty(model: Any, options: CacheConfig) -> GrowingCache:
-    cache = PagedCache.from_options(model.config.get_text_config(decoder=True), options)
-    assert isinstance(cache, GrowingCache)
-    return cache
+def _empty(model: Any, options: CacheConfig) -> PagedCache:
+    return PagedCache.from_options(model.config.get_text_config(decoder=True), options)
 
 
-def _through(model: Any, options: CacheConfig) -> GrowingCache:
+def _through(model: Any, options: CacheConfig) -> PagedCache:
     """Return a cache of these options that tokens for two pages have gone through: layers with keys too large are then wider."""
     cache = _empty(model, options)
     config = model.config.get_text_config(decoder=True)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.model_shape import is_encoder_decoder
-from ..cache.paged_cache import PagedCache, PagedEncoderDecoderCache
+from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStats
 from ..config import CacheConfig, check_option_names, names_of
 from ..errors import CacheOptionError, PagePoolExhaustedError

@@ -1,0 +1,190 @@
+"""Steps of a cache with max_length that torch.compile takes whole: an operator appends, another attends.
+
+A compiled step holds no Python object. It finds its cache by a number in a tensor, and its operators run the cache's own code
+when the step runs: rows are planned, pages sealed and attended to as in any other forward. So one graph serves all steps.
+"""
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.library import Library, register_fake
+
+from ..backends.base import AttentionCall
+from ..backends.dispatch import MAX_DECODE_QUERIES, paged_attention
+from ..bridge.handles import KVView, TracedView, check_taken, forget, hand_over, view_of
+from ..errors import CacheOptionError
+from ..formats import ATTENTION_NAME
+
+_LIBRARY = Library("kv_hf", "FRAGMENT")
+# the number counts as written, so that steps stay in order and none is left out
+_LIBRARY.define("append(Tensor(a!) number, Tensor keys, Tensor values, int layer) -> Tensor")
+_LIBRARY.define("columns(Tensor number, Device device) -> Tensor")
+_LIBRARY.define(
+    "attend(Tensor number, Tensor handle, Tensor query, Tensor? mask, float softmax_scale, float? softcap, "
+    "Tensor? sink_logits, int out_dim, int layer) -> Tensor"
+)
+_caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = iter(range(1, 2**62))
+
+
+def number_of(cache: Any) -> torch.Tensor:
+    """Return a number for `cache`, by which operators find it as long as it lives: [], int64, on the CPU."""
+    number = next(_numbers)
+    _caches[number] = cache
+    with torch.inference_mode(False):
+        return torch.tensor(number)
+
+
+def columns(cache: Any) -> torch.Tensor:
+    """Return the columns that a cache has seen when the compiled step runs: [], int64."""
+    found: torch.Tensor = torch.ops.kv_hf.columns(cache.number, cache.layers[0].device)
+    return found
+
+
+def update(
+    cache: Any, keys: torch.Tensor, values: torch.Tensor, layer_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `PagedCache.update` does while a forward is traced.
+
+    Returns: the given tensors on an empty cache; else hollow ones [rows, num_kv_heads, max_length, head_dim], which attention
+        over pages takes (bridge/handles.py).
+    Raises: CacheOptionError where attention could not read them.
+    """
+    if layer_idx:
+        check_taken()
+    _check_traceable(cache, keys)
+    handle = torch.ops.kv_hf.append(cache.number, keys, values, layer_idx)
+    if not cache.started:
+        return keys, values
+    rows, heads, _, key_dim = keys.shape
+    window = cache.layers[layer_idx].window
+
+    def attend(
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.kv_hf.attend(
+            cache.number,
+            handle,
+            query,
+            mask,
+            scale,
+            softcap,
+            sink_logits,
+            values.shape[3],
+            layer_idx,
+        )
+        return found
+
+    return hand_over(
+        TracedView(
+            handle.expand(rows, heads, cache.max_length, key_dim),
+            handle.to(values.dtype).expand(rows, heads, cache.max_length, values.shape[3]),
+            attend,
+            window,
+        )
+    )
+
+
+def _check_traceable(cache: Any, keys: torch.Tensor) -> None:
+    """Raise CacheOptionError where attention could not read hollow tensors.
+
+    Under fullgraph=True that is an error; otherwise torch runs this call uncompiled, where handles do.
+    """
+    current = cache._attention_config._attn_implementation
+    if current not in ("sdpa", ATTENTION_NAME):
+        raise CacheOptionError(
+            f"a compiled forward reads pages by the attention 'sdpa', and this model's is {current!r}: call "
+            "model.set_attn_implementation('sdpa'), or leave max_length out where the model has no sdpa"
+        )
+    if cache.holds_latents:
+        raise CacheOptionError(
+            "a compiled forward does not attend to latents (MLA); run it without torch.compile, or pass disable_compile=True"
+        )
+    if cache.started and keys.shape[2] > MAX_DECODE_QUERIES:
+        raise CacheOptionError(
+            f"a compiled forward on a cache that holds some takes at most {MAX_DECODE_QUERIES} tokens, got {keys.shape[2]}"
+        )
+    if cache.started and keys.requires_grad and torch.is_grad_enabled():
+        raise CacheOptionError("a compiled forward has no backward pass: use torch.no_grad()")
+
+
+# -- what the operators do when the step runs ------------------------------------------------------------------------
+
+
+def _append(
+    number: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int
+) -> torch.Tensor:
+    cache = _caches[int(number)]
+    forget()
+    cache.views[layer] = view_of(*cache.update(keys, values, layer))
+    return keys.new_full((), float("nan"))
+
+
+def _columns(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.tensor(_caches[int(number)].get_seq_length(), device=device)
+
+
+def _attend(
+    number: torch.Tensor,
+    handle: torch.Tensor,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    out_dim: int,
+    layer: int,
+) -> torch.Tensor:
+    cache = _caches[int(number)]
+    view = cache.views[layer]
+    if mask is not None:
+        mask = _needed(cache, view, mask)
+    call = AttentionCall(
+        query, view.kv, softmax_scale, mask, softcap, sink_logits, view.sliding_window
+    )
+    return paged_attention(call, view.kernel).transpose(1, 2).contiguous()
+
+
+def _needed(cache: Any, view: KVView, mask: torch.Tensor) -> torch.Tensor | None:
+    """Return the columns of a mask [batch or 1, heads or 1, q_len, max_length] that a layer has; None where pages hide the same.
+
+    It is compared on the CPU alone, once for all layers that get it.
+    """
+    group = view.layer.group
+    end = group.seen
+    mask = mask[..., end - view.kv.seen : end]
+    if mask.device.type != "cpu" or mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
+        return mask
+    key = (mask.data_ptr(), end, view.sliding_window)
+    if cache.compared[0] != key:
+        first = torch.from_numpy(group.batch.padding) - (end - view.kv.seen)
+        if view.sliding_window is not None:
+            first = first.clamp(min=view.kv.seen - view.sliding_window)
+        shown = torch.arange(view.kv.seen) >= first[:, None]
+        cache.compared = key, bool((mask[:, 0, 0] == shown).all())
+    return None if cache.compared[1] else mask
+
+
+for _name, _function in (("append", _append), ("columns", _columns), ("attend", _attend)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@register_fake("kv_hf::append", lib=_LIBRARY)
+def _fake_append(number, keys, values, layer):  # type: ignore[no-untyped-def]
+    return keys.new_empty(())
+
+
+@register_fake("kv_hf::columns", lib=_LIBRARY)
+def _fake_columns(number, device):  # type: ignore[no-untyped-def]
+    return number.new_empty((), device=device)
+
+
+@register_fake("kv_hf::attend", lib=_LIBRARY)
+def _fake_attend(number, handle, query, mask, scale, softcap, sinks, out_dim, layer):  # type: ignore[no-untyped-def]
+    rows, heads, q_len, _ = query.shape
+    return query.new_empty(rows, q_len, heads, out_dim)

@@ -1,0 +1,163 @@
+"""The cache of encoder-decoder models: a paged cache for self-attention beside the encoder's keys and values."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+from ..config import CacheConfig, shows_options
+from ..errors import CacheOptionError, UnsupportedModelError
+from ..spec import MemoryReport
+from .layer import PagedLayer
+from .model_shape import cross_config, decoder_config, forget_tokens, is_encoder_decoder
+from .paged_cache import CrossCache, PagedCache
+from .report import LayerReport, tensor_bytes
+
+EXACT_REASON = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
+
+
+class PagedEncoderDecoderCache(EncoderDecoderCache):
+    """A PagedCache for self-attention beside the encoder's keys and values.
+
+        cache = kv_hf.PagedEncoderDecoderCache(model.config, keys="int4", cross_attention="same")
+        model.generate(**inputs, past_key_values=cache)
+
+    Args:
+        config: the model's config (`model.config`), of an encoder-decoder model.
+        cache_config: as of PagedCache.
+        keys, values: formats, as of PagedCache.
+        **options: the other fields of `kv_hf.CacheConfig`; `cross_attention` is "exact" or "same". `max_pages`
+            bounds each of the two pools.
+    Raises: CacheOptionError for a bad option, UnsupportedModelError for a decoder-only model or one without
+        full-attention layers.
+    """
+
+    self_attention_cache: PagedCache
+
+    @shows_options
+    def __init__(
+        self,
+        config: Any,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        *,
+        keys: str | None = None,
+        values: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
+
+    @classmethod
+    def from_implementation(
+        cls,
+        config: Any,
+        implementation: str,
+        options: CacheConfig | Mapping[str, Any] | None = None,
+    ) -> "PagedEncoderDecoderCache":
+        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
+        self = cls.__new__(cls)
+        self._build(config, CacheConfig.from_options(implementation, options))
+        return self
+
+    def _build(self, config: Any, options: CacheConfig) -> None:
+        decoder_config(config)  # raises for things that are no config
+        if not is_encoder_decoder(config):
+            raise UnsupportedModelError(
+                f"{config.model_type!r} is not an encoder-decoder model: use kv_hf.PagedCache"
+            )
+        if options.prefix_store is not None:
+            raise CacheOptionError(
+                "prefix_store is for decoder-only models: a decoder's keys and values depend on the encoder's text too"
+            )
+        if options.max_length is not None:
+            raise CacheOptionError(
+                f"max_length={options.max_length} is for decoder-only models; leave it out for {config.model_type!r}"
+            )
+        each = replace(options, cross_attention="exact")
+        own = PagedCache.from_options(config, each)
+        cross: Cache
+        if options.cross_attention == "same":
+            cross = CrossCache.from_options(config, each)
+        else:
+            cross = DynamicCache(config=cross_config(config))
+        self.options = options
+        super().__init__(own, cross)
+
+    def reset(self) -> None:
+        """Forget all tokens of both halves and give the memory back; afterwards any batch size fits."""
+        super().reset()
+        for layer in _dense_layers(self.cross_attention_cache):
+            forget_tokens(layer)
+
+    # -- what transformers does not ask for ----------------------------------------------------------------
+
+    def observe_padding(self, decoder_attention_mask: torch.Tensor | None) -> None:
+        """Learn the left padding of the decoder's prompts; see `PagedCache.observe_padding`.
+
+        Args:
+            decoder_attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
+        Raises: CacheMismatchError as there.
+        """
+        self.self_attention_cache.observe_padding(decoder_attention_mask)
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of both halves, by part; exact cross-attention counts as `other`.
+
+        `tokens` counts the decoder's tokens and the encoder's columns. For one half alone ask
+        `self_attention_cache.memory()`, and `cross_attention_cache.memory()` where that is paged.
+        """
+        own, cross = self.self_attention_cache.memory(), self.cross_attention_cache
+        if isinstance(cross, PagedCache):
+            other = cross.memory()
+            names = [field.name for field in fields(MemoryReport)]
+            return MemoryReport(
+                **{name: getattr(own, name) + getattr(other, name) for name in names}
+            )
+        keys = [layer.keys for layer in _dense_layers(cross) if layer.keys is not None]
+        columns = keys[0].shape[0] * keys[0].shape[2] if keys else 0
+        stored = sum(tensor_bytes(vars(layer)) for layer in cross.layers)
+        return replace(own, other=own.other + stored, tokens=own.tokens + columns)
+
+    def report(self) -> list[LayerReport]:
+        """Return, for each layer of the decoder, how its self-attention is cached, then its cross-attention."""
+        rows = self.self_attention_cache.report()
+        if isinstance(self.cross_attention_cache, PagedCache):
+            cross = self.cross_attention_cache.report()
+            return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
+        return rows + [
+            LayerReport(index, f"cross {type(layer).__name__}", None, None, EXACT_REASON)
+            for index, layer in enumerate(self.cross_attention_cache.layers)
+        ]
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless counts, lengths, storage and layers of each half agree."""
+        self.self_attention_cache.check_integrity()
+        if isinstance(self.cross_attention_cache, PagedCache):
+            self.cross_attention_cache.check_integrity()
+
+    def __repr__(self) -> str:
+        own, cross = self.self_attention_cache, self.cross_attention_cache
+        return (
+            f"{type(self).__name__}(self_attention_cache={own!r}, cross_attention_cache={cross!r})"
+        )
+
+    def __str__(self) -> str:
+        return f"self-attention: {self.self_attention_cache}\ncross-attention: {self.cross_attention_cache}"
+
+
+def _dense_layers(cache: Cache) -> list[DynamicLayer]:
+    """Return transformers' own layers of `cache`."""
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    return [layer for layer in layers if not isinstance(layer, PagedLayer)]
+
+
+def paged_halves(cache: Any) -> tuple[Any, Any]:
+    """Return what is paged of `cache`: the cache of the text's own tokens, and that of cross-attention."""
+    pair = isinstance(cache, EncoderDecoderCache)
+    own = cache.self_attention_cache if pair else cache
+    cross = cache.cross_attention_cache if pair else None
+    return (
+        own if isinstance(own, PagedCache) else None,
+        cross if isinstance(cross, PagedCache) else None,
+    )

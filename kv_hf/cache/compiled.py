@@ -151,21 +151,20 @@ def _attend(
 
 
 def _needed(cache: Any, view: KVView, mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the columns of a mask [batch or 1, heads or 1, q_len, max_length] that a layer has; None where pages hide the same.
+    """Return a mask [batch or 1, heads or 1, q_len, max_length], or None where pages hide the same by themselves.
 
     It is compared on the CPU alone, once for all layers that get it.
     """
     group = view.layer.group
-    end = group.seen
-    mask = mask[..., end - view.kv.seen : end]
     if mask.device.type != "cpu" or mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
         return mask
-    key = (mask.data_ptr(), end, view.sliding_window)
+    key = (mask.data_ptr(), group.seen, view.sliding_window)
     if cache.compared[0] != key:
-        first = torch.from_numpy(group.batch.padding) - (end - view.kv.seen)
+        first = torch.from_numpy(group.batch.padding)[:, None]
         if view.sliding_window is not None:
-            first = first.clamp(min=view.kv.seen - view.sliding_window)
-        shown = torch.arange(view.kv.seen) >= first[:, None]
+            first = first.clamp(min=group.seen - view.sliding_window)
+        columns = torch.arange(mask.shape[-1])
+        shown = (columns >= first) & (columns < group.seen)
         cache.compared = key, bool((mask[:, 0, 0] == shown).all())
     return None if cache.compared[1] else mask
 

@@ -131,8 +131,11 @@ class PagedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
-        offset, step = self.group.offset, self.group.step
-        if step is not None and step.view is not None and self.seen != self.group.seen:
+        group = self.group
+        if group.max_length is not None:
+            return (group.max_length if group.seen else query_length), 0
+        offset, step = group.offset, group.step
+        if step is not None and step.view is not None and self.seen != group.seen:
             offset = step.view.offset  # asked within a forward, before its own update (Inkling)
         return self.seen - offset + query_length, offset
 
@@ -297,7 +300,8 @@ class PagedLayer(DynamicLayer):
         keys, values = (window.tokens for window in store.residuals)
         if self.seen == group.seen:
             view = group.view()
-            return store.kv(view, keys, values, self.seen - view.offset)
+            columns = group.max_length or self.seen - view.offset
+            return store.kv(view, keys, values, columns)
         if (
             step is None or step.view is None or step.first is not None or self.window is not None
             or self.seen != step.seen_before or group.batch.padding.any()
@@ -306,7 +310,8 @@ class PagedLayer(DynamicLayer):
                 f"layer {self.layer_idx} lacks tokens that the other layers hold: read it outside of a forward"
             )
         view = step.view.before(self.seen)
-        return store.kv(view, keys, values, self.seen - view.offset)
+        columns = group.max_length or self.seen - view.offset
+        return store.kv(view, keys, values, columns)
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -321,6 +326,8 @@ class PagedLayer(DynamicLayer):
             window = self.store.residuals[0 if side == "keys" else 1].tokens
             return window[:, :, :0].clone()
         dense = self._view_of(self.current_kv()).dense(side)
+        if self.group.max_length is not None:
+            dense = dense[:, :, : self.seen]
         if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top

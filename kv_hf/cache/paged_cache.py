@@ -262,11 +262,10 @@ class PagedCache(Origin, DynamicCache):
                 key_states, value_states, *args, **kwargs
             )
             return found
-        if isinstance(self.arena, OffloadArena) and isinstance(layer, PagedLayer):
-            if (
-                layer.seen == layer.group.seen
-            ):  # find out before a forward begins whether its pages have room
-                make_room(self.arena, self.paged_layers, self.groups, key_states, value_states)
+        offloads = isinstance(self.arena, OffloadArena) and isinstance(layer, PagedLayer)
+        if offloads and layer.seen == layer.group.seen:
+            # a forward begins: find out whether its pages have room
+            make_room(self.arena, self.paged_layers, self.groups, key_states, value_states)
         if self.offloading:  # of whole layers, by transformers
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         else:

@@ -145,7 +145,7 @@ def _mask_of_pages(
         if new == 1 and window is None and kwargs.get("attention_mask") is None:
             return None
         shape = (kwargs["batch_size"], 1, new, kwargs["kv_length"])
-        later = new > 1 and window is None and not length.stored().left_padding().any()
+        later = new > 1 and window is None and not length.stored().batch.padding.any()
         return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal=later)
     made = make() if flash else original(*args, **kwargs)
     if made is None:

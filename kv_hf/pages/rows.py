@@ -332,11 +332,11 @@ class Rows:
 
     @property
     def offset(self) -> int:
-        """Columns in front of the first one that the next forward may see; 0 until a page was dropped."""
+        """Columns in front of the first one that the next forward may see; 0 until a page was dropped, and with max_length."""
         return self._offset(self.batch)
 
     def _offset(self, batch: Batch) -> int:
-        if self.window is None or not batch.dropped.any():
+        if self.window is None or self.max_length is not None or not batch.dropped.any():
             return 0
         return int((batch.padding + batch.dropped * self.page_size).min())
 
@@ -468,7 +468,7 @@ class Rows:
             plan.seen,
             plan.seen + q_len,
             len(before),
-            self.capacity(len(before)),
+            capacity=self.capacity(len(before)),
             exact_before=plan.exact_before,
             skip=plan.skip,
             new=plan.new,
@@ -480,7 +480,7 @@ class Rows:
             step.view = self._view(
                 shown, before, plan.exact_after, plan.padding, plan.exact_before, plan.skip
             )
-            step.ahead, step.columns = self._ahead(plan), step.seen_after
+            step.ahead, step.columns = self._ahead(plan), self.max_length or step.seen_after
             return step, after, ()
         found, kept, leaving = list(before.pages), list(before.pages), []
         first, last = {}, {}
@@ -498,7 +498,7 @@ class Rows:
         step.view = self._view(
             tables.show(reads.pages), reads, exact_read, plan.padding, plan.exact_before, plan.skip
         )
-        step.columns = step.seen_after - step.view.offset
+        step.columns = self.max_length or step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * self.page_size
         step.fits = int(exact_read.max()) <= self.slots
         step.moves_rest = bool(((step.leaving > 0) & (plan.exact_after > self.sink_tokens)).any())

@@ -316,7 +316,8 @@ class FixedStep:
         self._lengths, self._shown, self._sealed = lengths, None, False
         self.view = TableView._unpacked({device: table}, device, lengths, rows, 0)
 
-    def takes(self, step: Step) -> bool:
+    @staticmethod
+    def takes(step: Step) -> bool:
         """Say whether a step only appends to the windows and seals pages from them."""
         return step.fits and not step.moves_rest and step.first is None
 
@@ -331,10 +332,7 @@ class FixedStep:
         view, device = step.view, self._lengths.device
         assert view is not None and view._lengths is not None
         table, rows = view.block_table, self._jobs.jobs.shape[0]
-        # columns count from the first one, also where a sliding window gave some back
-        lengths = view._lengths.clone()
-        lengths[2, :rows] += view.offset
-        self._lengths.copy_(moved(lengths, device))
+        self._lengths.copy_(moved(view._lengths, device))
         self.seen.fill_(step.seen_before)
         if table is not self._shown and table.shape[1]:
             self.view.block_table[:, : table.shape[1]].copy_(moved(table, device))

@@ -21,7 +21,7 @@ from kv_hf import files
 from kv_hf.cache import identity
 from kv_hf.cache import saved as saving
 from kv_hf.cache.identity import Adapters
-from kv_hf.cache.static_cache import StaticPagedCache
+from kv_hf.cache.paged_cache import PagedCache as StaticPagedCache
 from kv_hf.pages.cpu_memory import AHEAD
 
 PAGE = 16

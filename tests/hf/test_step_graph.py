@@ -9,7 +9,7 @@ import torch
 from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache.static_cache import StaticPagedCache
+from kv_hf.cache.paged_cache import PagedCache as StaticPagedCache
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
 from kv_hf.hf import cuda_graph, graph_choice, step_graph
 from kv_hf.pages import moved

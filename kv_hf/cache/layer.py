@@ -419,7 +419,7 @@ class HandleLayer(PagedLayer):
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
             return self._view.dense(side)
-        return LazyKV(self._view, side)
+        return self._view.handle(side)
 
     def _joined(self, step: Step) -> None:
         self._view = None

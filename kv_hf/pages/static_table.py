@@ -20,11 +20,13 @@ from .device_flag import DeviceFlag
 from .group_state import GroupState, held_pages, renumbered
 from .step import Row
 
-OVERFULL = 1  # in the flag
-HIDES_MORE = (
-    "the attention_mask of a compiled step that reads a part of the pages hides more than left padding: leave read_tokens, "
-    "read_share and read_top_p out, or torch.compile"
-)
+OVERFULL, HIDES_MORE = 1, 2  # bits of the flag
+# constants: dynamo cannot put a number into a message that differs from cache to cache
+WRONG = {
+    OVERFULL: "kv_hf: max_length of the cache is reached",
+    HIDES_MORE: "kv_hf: the attention_mask of a compiled step that reads a part of the pages hides more than left padding: leave "
+    "read_tokens, read_share and read_top_p out, or torch.compile",
+}
 WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 
@@ -72,7 +74,7 @@ class StaticTable:
         turn: the layer that takes part next; 0 between steps, WORKING while one takes part, or after it was stopped there.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
         reading: how much of a row the next forward reads.
-        flag: set on the device by steps that nobody waits for: OVERFULL.
+        flag: set on the device by compiled steps: OVERFULL, HIDES_MORE.
     """
 
     window = None  # all layers see all tokens
@@ -234,17 +236,31 @@ class StaticTable:
 
     def check_flag(self) -> None:
         """Raise CacheMismatchError for what earlier steps are known to have found wrong; waits for nothing."""
-        if self.rows and self.flag.look():
+        found = self.flag.look() if self.rows else 0
+        if found & OVERFULL:
             raise CacheMismatchError(
                 f"max_length={self.max_length} was passed by an earlier compiled step, whose tokens are of no use; call "
                 "cache.reset() and start again, or make the cache with a larger max_length"
             )
 
+        if found & HIDES_MORE:
+            raise CacheMismatchError(f"{WRONG[HIDES_MORE]}; call cache.reset() and start again")
+
     def assert_hidden(self, mask: torch.Tensor) -> None:
-        """Fail, in compiled code on a CPU, where a step's mask [rows or 1, 1, 1, max_length] (bool) hides more than left padding."""
+        """Fail in compiled code where a step's mask [rows or 1, 1, 1, max_length] (bool) hides more than left padding."""
         columns = torch.arange(self.max_length, device=mask.device)
         held = (columns >= self.padding[:, None]) & (columns < self.seen)
-        torch._assert_async((mask[:, 0, 0] == held).all(), HIDES_MORE)
+        self._assert((mask[:, 0, 0] == held).all(), HIDES_MORE)
+
+    def _assert(self, right: torch.Tensor, bit: int) -> None:
+        """Fail in compiled code unless `right` ([], bool): by an assertion on a CPU, elsewhere by the flag.
+
+        A failed assertion would make another device useless for this process.
+        """
+        if self.seen.device.type == "cpu":
+            torch._assert_async(right, WRONG[bit])
+        else:
+            self.flag.tensor.bitwise_or_((~right).to(torch.int32) * bit)
 
     def left_padding(self) -> Numbers:
         """Return the columns of padding of each row; waits for the device."""
@@ -286,12 +302,7 @@ class StaticTable:
         self.turn = WORKING
         if torch.compiler.is_compiling():
             self.known_columns = None
-            room = self.seen + q_len <= self.max_length
-            if self.seen.device.type == "cpu":
-                # a constant: dynamo cannot put a number into it that differs from cache to cache
-                torch._assert_async(room, "kv_hf: max_length of the cache is reached")
-            else:  # there a failed assertion would make the whole device useless for this process
-                self.flag.tensor.bitwise_or_((~room).to(torch.int32) * OVERFULL)
+            self._assert(self.seen + q_len <= self.max_length, OVERFULL)
         else:
             self.known_columns = self.columns() + q_len
         if not self.started:

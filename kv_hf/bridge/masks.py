@@ -130,7 +130,14 @@ class MaskLength(int):
                 return group
         return None
 
-    def observe(self, mask: torch.Tensor | None, new: int, device: torch.device) -> bool | None:
+    def ends_with(self, new: int) -> bool:
+        """Say whether the newest of `new` columns is the last one, and no row begins with padding."""
+        group = self.stored()
+        return int(self) == group.columns() + new and not group.left_padding().any()
+
+    def observe(
+        self, mask: torch.Tensor | None, new: int, device: torch.device | str
+    ) -> bool | None:
         """Learn left padding from the mask of a forward of `new` columns; say whether pages hide the same by themselves.
 
         Args:

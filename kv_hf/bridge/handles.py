@@ -117,7 +117,7 @@ class LazyKV(torch.Tensor):
         return first, second
 
     def dense(self) -> torch.Tensor:
-        """Return the dense tensor behind this handle: [rows, num_kv_heads, seen, head_dim]."""
+        """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""
         return self.view_of_pages.dense(self.side)
 
     @classmethod

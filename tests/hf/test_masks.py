@@ -129,10 +129,14 @@ def test_on_a_device_masks_are_compared_once_per_generate_and_in_every_direct_fo
     model, inputs = make_model("llama"), left_padded(LENGTHS)
     expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
     paged = {**PAGED, "cache_config": {"page_size": 16, **options}}
-    for calls in (1, 2):
+    for calls, hidden in ((1, False), (2, False), (3, True)):
+        if hidden:  # as generate() does where a prompt has padding tokens within
+            inputs["attention_mask"][0, 20] = 0
+            expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
         found = model.generate(**inputs, **GREEDY, **paged, max_new_tokens=8)
         assert torch.equal(found.sequences, expected.sequences) and len(compared) == calls
-    assert not any(masked for _, masked in given)
+        assert given == [(1, hidden)] * 14
+        given.clear()
     compared.clear()
     cache = kv_hf.PagedCache(model.config, page_size=16, **options)
     compare(model, cache, HIDING)

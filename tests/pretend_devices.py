@@ -120,7 +120,8 @@ class _Devices(TorchFunctionMode):
         if isinstance(tensor, LazyMask):
             if wanted == tensor.device:
                 return tensor
-            return LazyMask(tuple(tensor.shape), wanted, lambda: tensor.dense().to(wanted))
+            make = lambda: tensor.dense().to(wanted)  # noqa: E731
+            return LazyMask(tuple(tensor.shape), wanted, make, tensor.causal, tensor.read)
         kwargs.pop("non_blocking", None)
         moved = inner.to(*others, **kwargs) if others or kwargs else inner
         if wanted == tensor.device and moved is inner:

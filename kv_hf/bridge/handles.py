@@ -18,6 +18,7 @@ from ..backends.base import Backend
 from ..backends.inputs import PagedKV
 from ..errors import StaleHandleError, UnsupportedModelError
 from ..notices import warn_once
+from ..spec import SideSpec
 
 
 class KVView:
@@ -50,14 +51,6 @@ class KVView:
                 "before the next forward, or keep a copy (tensor.clone())"
             )
 
-    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
-        """Return shape [rows, num_kv_heads, seen, head_dim], dtype and device of one side."""
-        kv = self.kv
-        spec = getattr(kv.spec, side)
-        window = kv.residual_keys if side == "keys" else kv.residual_values
-        shape = torch.Size((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
-        return shape, window.dtype, window.device
-
     def dense(self, side: str) -> torch.Tensor:
         """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]. Raises StaleHandleError when the layer has moved on."""
         self.check()
@@ -81,12 +74,10 @@ class LayerView(KVView):
             self._gathered = self.layer.current_kv()
         return self._gathered
 
-    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
-        """Return shape, dtype and device of one side."""
-        spec = getattr(self.layer.spec, side)
-        seen = self.layer.get_seq_length()
-        shape = torch.Size((self.layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
-        return shape, spec.dtype, self.layer.device
+    def handle(self, side: str) -> "LazyKV":
+        """Return the handle [rows, num_kv_heads, seen, head_dim] of one side."""
+        layer, spec = self.layer, getattr(self.layer.spec, side)
+        return LazyKV(self, spec, layer.rows_held, layer.get_seq_length(), layer.device)
 
 
 class LazyKV(torch.Tensor):
@@ -99,12 +90,13 @@ class LazyKV(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, view: KVView, side: str) -> "LazyKV":
-        """Make the handle of one side of `view`."""
-        shape, dtype, device = view.empty_like(side)
-        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        handle.view_of_pages = view
-        handle.side = side
+    def __new__(
+        cls, view: KVView, spec: SideSpec, rows: int, seen: int, device: torch.device
+    ) -> "LazyKV":
+        """Make the handle of the side of `view` that `spec` describes."""
+        shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=spec.dtype, device=device)
+        handle.view_of_pages, handle.side = view, spec.side
         return handle
 
     @classmethod
@@ -125,7 +117,7 @@ class LazyKV(torch.Tensor):
         return first, second
 
     def dense(self) -> torch.Tensor:
-        """Return the dense tensor behind this handle: [rows, num_kv_heads, seen, head_dim]."""
+        """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""
         return self.view_of_pages.dense(self.side)
 
     @classmethod
@@ -356,11 +348,13 @@ def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors [any shape] that the call `func(*args, **kwargs)` writes to (in place, or as `out`)."""
-    for place, name in _written(func):
-        value = args[place] if place < len(args) else kwargs.get(name)
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, torch.Tensor):
-                yield one
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    if schema is None or not schema.is_mutable:
+        return
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
 
 
 @functools.cache
@@ -369,21 +363,3 @@ def returns_views(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     returns = () if schema is None else schema.returns
     return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-
-
-@functools.cache
-def changes_shape(func: Any) -> bool:
-    """Say whether `func` gives the tensor that it is called on another shape, in place."""
-    return torch.Tag.inplace_view in getattr(func, "tags", ())
-
-
-@functools.cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return place and name of each argument that is written to."""
-    schema = getattr(func, "_schema", None)  # a higher-order operator has none
-    arguments = () if schema is None or not schema.is_mutable else schema.arguments
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -93,14 +93,16 @@ class LazyMask(torch.Tensor):
 
 # -- left padding ----------------------------------------------------------------------------------------------------
 
-# caches whose left padding the masks of this call of generate() have hidden, and nothing else
-_compared: ContextVar[WeakSet[Any] | None] = ContextVar("kv_hf_compared", default=None)
+# cache -> whether its last mask in this call of generate() hid left padding and nothing else
+_compared: ContextVar[WeakKeyDictionary[Any, bool] | None] = ContextVar(
+    "kv_hf_compared", default=None
+)
 
 
 @contextmanager
 def within_generate() -> Iterator[None]:
     """Within this block masks grow by ones: those of single tokens are compared once, where that waits for a device."""
-    before = _compared.set(WeakSet())
+    before = _compared.set(WeakKeyDictionary())
     try:
         yield
     finally:
@@ -130,7 +132,14 @@ class MaskLength(int):
                 return group
         return None
 
-    def observe(self, mask: torch.Tensor | None, new: int, device: torch.device) -> bool | None:
+    def ends_with(self, new: int) -> bool:
+        """Say whether the newest of `new` columns is the last one, and no row begins with padding."""
+        group = self.stored()
+        return int(self) == group.seen + new and not group.batch.padding.any()
+
+    def observe(
+        self, mask: torch.Tensor | None, new: int, device: torch.device | str
+    ) -> bool | None:
         """Learn left padding from the mask of a forward of `new` columns; say whether pages hide the same by themselves.
 
         Args:
@@ -141,11 +150,11 @@ class MaskLength(int):
         """
         known, cache = _compared.get(), self.cache
         if known is not None and new == 1 and cache in known and not moved.is_host(device):
-            return True
+            return known[cache]
         stored = self.stored()
         same = None if stored is None else hides_padding(stored, mask, new)
-        if known is not None:
-            (known.add if same else known.discard)(cache)
+        if known is not None and same is not None:
+            known[cache] = same
         for group in cache.groups:
             if mask is None:
                 group.forget_padding()
@@ -191,11 +200,11 @@ def check_hidden(padding: Numbers, mask: torch.Tensor, seen: int) -> None:
     longest = min(int(padding.max()), mask.shape[-1])
     if mask.shape[0] not in (1, len(padding)) or not longest:
         return
-    shown, known = mask[..., :longest], _column(padding, mask.device)[:, None, None]
-    shown = shown if mask.dtype == torch.bool else shown > HIDDEN
+    visible, known = mask[..., :longest], _column(padding, mask.device)[:, None, None]
+    visible = visible if mask.dtype == torch.bool else visible > HIDDEN
     queries = torch.arange(seen - mask.shape[2], seen, device=mask.device)[:, None]
     columns = torch.arange(longest, device=mask.device)
-    wrong = (shown & (columns < known) & (queries >= known)).any(2).any(1).nonzero()
+    wrong = (visible & (columns < known) & (queries >= known)).any(2).any(1).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
         raise CacheMismatchError(

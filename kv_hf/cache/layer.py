@@ -393,7 +393,7 @@ class HandleLayer(PagedLayer):
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
             return self._view.dense(side)
-        return LazyKV(self._view, side)
+        return self._view.handle(side)
 
     def take_part(self, step: Step) -> None:
         """Say that all work on the forward in progress is done; the view of before is stale."""

@@ -23,6 +23,8 @@ from .latent import (
     shrink_of,
 )
 
+View = KVView | TracedView
+
 
 def kv_hf_attention(
     module: torch.nn.Module,
@@ -66,13 +68,14 @@ def kv_hf_attention(
         kwargs.update(dropout=dropout, scaling=scaling, dense=dense, **given)
         return batched(module, query, key, value, **kwargs)
     view = view_of(key, value) if type(key) is LazyKV else taken(key, value)
-    mask = attention_mask
+    q_len, mask = query.shape[2], attention_mask
+    causal = q_len > 1 and is_causal(module, kwargs)
     if type(mask) is LazyMask:
-        mask = mask.dense() if mask.read else mask
+        mask = mask.dense() if mask.read or indices is not None else mask
     elif mask is not None and view is not None:
-        mask = _checked_mask(module, view, query, key.shape[2], mask, kwargs)
+        mask = _checked_mask(mask, view, query, key.shape[2], causal)
     if indices is not None:
-        mask = _chosen(mask, indices, query, key.shape[2], is_causal(module, kwargs))
+        mask = _chosen(mask, indices, query, key.shape[2], causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if type(view) is TracedView:
         if position_bias is not None or dropout or kwargs.get("output_attentions"):
@@ -80,15 +83,19 @@ def kv_hf_attention(
                 "this forward needs a position bias, dropout or attention weights, for which a compiled forward cannot read "
                 "pages. Run it without torch.compile"
             )
-        if mask is None and query.shape[2] > 1 and not is_causal(module, kwargs):
+        if mask is None and q_len > 1 and not causal:
             mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
         return view.attend(query, mask, scale, softcap, s_aux), None
-    pages, reason = view is not None, None
+    pages, latent, reason = False, False, None
     if view is not None:
+        latent = view.kv.spec.is_latent
+        if latent:  # other modules' keys merely have the size of latents
+            pages = is_latent_attention(module) and absorbs(module, view.mla, query)
+        else:
+            pages = q_len <= view.kernel.max_queries
         weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
-        kv = view.kv
-        if kv.spec.is_latent or dropout or weights or query.shape[2] > view.kernel.max_queries:
-            pages, reason = _reads_pages(module, view, query, dropout, softcap, weights)
+        if pages and (dropout or weights or (latent and softcap is not None)):
+            pages, reason = False, _why_weights(dropout, weights)
     if view is None or not pages:
         named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
         kwargs.update({name: given for name, given in named.items() if given is not None})
@@ -96,39 +103,23 @@ def kv_hf_attention(
         if view is not None:
             key, value = _written_out(module, view, reason)
         return dense_attention(dense, module, query, key, value, mask, kwargs)
-    if type(mask) is LazyMask and position_bias is None:
-        mask = None
-    elif mask is not None or position_bias is not None or query.shape[2] > 1:
-        mask = _kernel_mask(module, view, query, key.shape[2], mask, position_bias, kwargs)
-    call = AttentionCall(query, kv, scale, mask, softcap, s_aux, view.sliding_window)
-    if kv.spec.is_latent:
+    if type(mask) is LazyMask:  # pages hide the same by themselves
+        mask, causal = None, q_len > 1
+    if mask is not None or position_bias is not None or (q_len > 1 and not causal):
+        mask = _kernel_mask(mask, view, query, position_bias, causal)
+    call = AttentionCall(query, view.kv, scale, mask, softcap, s_aux, view.sliding_window)
+    if latent:
         return _attend_latent(module, call, view.kernel), None
     return paged_attention(call, view.kernel).transpose(1, 2).contiguous(), None
 
 
-def _reads_pages(
-    module: torch.nn.Module,
-    view: KVView,
-    query: torch.Tensor,
-    dropout: float,
-    softcap: float | None,
-    weights: bool | None,
-) -> tuple[bool, str | None]:
-    """Say whether a call attends to pages, and else why pages that could be read are not; depends on no mask."""
-    latent = view.kv.spec.is_latent
-    if latent:
-        # other modules' keys merely have the size of latents
-        if not (is_latent_attention(module) and absorbs(module, view.layer.mla, query)):
-            return False, None
-    elif query.shape[2] > view.kernel.max_queries:
-        return False, None
+def _why_weights(dropout: float, weights: Any) -> str:
+    """Return why pages that could be read are not."""
     if dropout:
-        return False, f"dropout={dropout} needs the attention weights"
+        return f"dropout={dropout} needs the attention weights"
     if weights:
-        return False, "output_attentions=True needs the attention weights"
-    if latent and softcap is not None:
-        return False, "no kernel knows a softcap for latents"
-    return True, None
+        return "output_attentions=True needs the attention weights"
+    return "no kernel knows a softcap for latents"
 
 
 # -- latents, and dense keys and values -----------------------------------------------------------------------------
@@ -146,7 +137,8 @@ def _attend_latent(module: torch.nn.Module, call: AttentionCall, kernel: Backend
 def _written_out(
     module: torch.nn.Module, view: KVView, reason: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path."""
+    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path.
+    """
     if reason is not None:
         warn_once(
             f"dense attention: {reason}",
@@ -163,24 +155,19 @@ def _written_out(
 
 
 def _checked_mask(
-    module: torch.nn.Module,
-    view: KVView | TracedView,
-    query: torch.Tensor,
-    kv_len: int,
-    mask: torch.Tensor,
-    kwargs: dict[str, Any],
+    mask: torch.Tensor, view: View, query: torch.Tensor, kv_len: int, causal: bool
 ) -> torch.Tensor:
     """Return the mask [batch or 1, heads or 1, q_len or 1, kv_len] that a model or its caller made.
 
-    Raises: CacheMismatchError where it shows left padding, which was not stored, or has columns that a sliding layer gave back.
+    Raises: CacheMismatchError where it shows left padding, which was not stored.
     """
     if mask.ndim == 2:
-        mask = _of_columns(mask, query, kv_len, is_causal(module, kwargs))
-    group = getattr(getattr(view, "layer", None), "group", None)
+        mask = _of_columns(mask, query, kv_len, causal)
+    group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
     if group is not None:
         padding, seen = group.batch.padding, group.seen
         if padding.any():
-            gone = max(0, seen - view.kv.seen)  # columns that a sliding layer gave back
+            gone = group.step.view.offset if group.step.view is not None else 0
             check_hidden((padding - gone).clip(0), mask, seen - gone)
     return mask
 
@@ -189,11 +176,9 @@ def _of_columns(
     columns: torch.Tensor, query: torch.Tensor, kv_len: int, causal: bool
 ) -> torch.Tensor:
     """Return the mask [batch, 1, 1 or q_len, kv_len] of the mask [batch, columns] that flash attention takes."""
-    shown = torch.nn.functional.pad(
-        columns[:, -kv_len:].bool(), (0, kv_len - min(kv_len, columns.shape[1]))
-    )
-    mask, q_len = shown[:, None, None], query.shape[2]
-    return mask & causal_mask(q_len, kv_len, query.device) if causal and q_len > 1 else mask
+    there = min(kv_len, columns.shape[1])
+    mask = torch.nn.functional.pad(columns[:, -kv_len:].bool(), (0, kv_len - there))[:, None, None]
+    return mask & causal_mask(query.shape[2], kv_len, query.device) if causal else mask
 
 
 def _chosen(
@@ -203,17 +188,14 @@ def _chosen(
     kv_len: int,
     causal: bool,
 ) -> torch.Tensor:
-    """Hide from `mask`, a lazy one too, all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
+    """Hide from `mask` all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
     q_len = query.shape[2]
     shape = (indices.shape[0], 1, q_len, kv_len + 1)
     chosen = torch.zeros(shape, dtype=torch.bool, device=query.device)
     columns = indices.long().masked_fill(indices < 0, kv_len)[:, None]
     chosen = chosen.scatter_(-1, columns, True)[..., :kv_len]
-    if type(mask) is LazyMask:
-        mask = mask.dense()
     if mask is None:
-        hides = causal and q_len > 1
-        return chosen & causal_mask(q_len, kv_len, query.device) if hides else chosen
+        return chosen & causal_mask(q_len, kv_len, query.device) if causal else chosen
     mask = mask[..., :kv_len]
     if mask.dtype == torch.bool:
         return mask & chosen
@@ -221,13 +203,11 @@ def _chosen(
 
 
 def _kernel_mask(
-    module: torch.nn.Module,
+    mask: torch.Tensor | None,
     view: KVView,
     query: torch.Tensor,
-    kv_len: int,
-    mask: torch.Tensor | None,
     bias: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    causal: bool,
 ) -> torch.Tensor | None:
     """Return the mask of a kernel, to which no mask means causal: [batch or 1, num_heads or 1, q_len, kv_len].
 
@@ -236,14 +216,11 @@ def _kernel_mask(
 
     Raises: CacheMismatchError where the columns are not those that a sliding layer still has.
     """
-    q_len = query.shape[2]
-    causal = type(mask) is LazyMask or is_causal(module, kwargs)
-    if type(mask) is LazyMask:
-        mask = None
-    elif mask is not None and view.sliding_window is not None and mask.shape[-1] != view.kv.seen:
+    q_len, kv_len = query.shape[2], view.kv.seen
+    if mask is not None and view.sliding_window is not None and mask.shape[-1] != kv_len:
         raise CacheMismatchError(
-            f"attention_mask has {mask.shape[-1]} columns, and this sliding-window layer offers {view.kv.seen}: pass the 2D "
-            "mask [batch, columns], from which the model makes the one that fits"
+            f"attention_mask has {mask.shape[-1]} columns, and this sliding-window layer offers {kv_len}: pass the 2D mask "
+            "[batch, columns], from which the model makes the one that fits"
         )
     if mask is None and q_len > 1:
         if not causal:

@@ -111,46 +111,40 @@ def _mask(original: Function, flash: bool) -> Function:
         if type(length) is not MaskLength:
             return original(*args, **kwargs)
         kwargs["kv_length"] = int(length)
-        same = length.observe(
-            kwargs.get("attention_mask"),
-            kwargs["q_length"],
-            torch.device(kwargs.get("device", "cpu")),
-        )
-        if reads and same is not None:
-            return _mask_of_pages(original, flash, length, same, *args, **kwargs)
-        return original(*args, **kwargs)
+        given, new = kwargs.get("attention_mask"), kwargs["q_length"]
+        same = length.observe(given, new, kwargs.get("device", "cpu"))
+        if same is None or not reads:
+            return original(*args, **kwargs)
+        return _mask_of_pages(sdpa_mask if flash else original, length, same, *args, **kwargs)
 
     mask.takes_handles = True  # type: ignore[attr-defined]
     return mask
 
 
 def _mask_of_pages(
-    original: Function, flash: bool, length: MaskLength, same: bool, *args: Any, **kwargs: Any
+    original: Function, length: MaskLength, same: bool, *args: Any, **kwargs: Any
 ) -> torch.Tensor | None:
     """Return the mask of a forward on stored tokens: None where nothing is hidden from a single query, else a lazy one.
 
     Args:
         same: whether the pages hide the padding that the 2D mask hides, and nothing else.
     """
-    window, new = kwargs.get("local_size"), kwargs["q_length"]
+    full, new = kwargs.get("local_size") is None, kwargs["q_length"]
+    may_skip = kwargs.get("allow_is_causal_skip", True)
+    # transformers never lets the mask of a single query on a preallocated cache be skipped
+    plain = may_skip or kwargs.get("mask_function") is causal_mask_function
+    if not (same and plain and length.cache.masks_skippable):
+        made = original(*args, **kwargs)
+        if made is None:
+            return None
+        return LazyMask(tuple(made.shape), made.device, lambda: made, read=True)
+    if may_skip and full and new == 1 and kwargs.get("attention_mask") is None:
+        return None
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make: Function = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
-    # a preallocated cache is never allowed to skip the mask of a single query
-    causal = kwargs.get("mask_function") in (None, causal_mask_function)
-    if (
-        same
-        and length.cache.masks_skippable
-        and (kwargs.get("allow_is_causal_skip", True) or causal)
-    ):
-        if new == 1 and window is None and kwargs.get("attention_mask") is None:
-            return None
-        shape = (kwargs["batch_size"], 1, new, kwargs["kv_length"])
-        later = new > 1 and window is None and not length.stored().batch.padding.any()
-        return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal=later)
-    made = make() if flash else original(*args, **kwargs)
-    if made is None:
-        return None
-    return LazyMask(tuple(made.shape), made.device, lambda: made, read=True)
+    shape = (kwargs["batch_size"], 1, new, int(length))
+    later = full and new > 1 and length.ends_with(new)
+    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal=later)
 
 
 def _named_attention(

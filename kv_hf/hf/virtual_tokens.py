@@ -48,7 +48,7 @@ def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
 
 
 def _move(brought: Any, cache: Any) -> None:
-    """Append the keys and values of `brought` to `cache` if it is empty. All are real: padding comes behind them."""
+    """Append the keys and values of `brought` to `cache` if it is empty. All are real: padding comes after them."""
     own, _ = paged_halves(cache)
     assert own is not None
     if own.get_seq_length():

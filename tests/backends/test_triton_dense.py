@@ -18,7 +18,8 @@ import kv_hf
 from kv_hf.backends.reference.dense import dense_side
 from kv_hf.bridge.masks import LazyMask
 from kv_hf.formats import format_names
-from kv_hf.hf import attention, causal
+from kv_hf.hf import attention
+from kv_hf.hf import dense as dense_attention
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -196,9 +197,9 @@ class Operators(TorchDispatchMode):
 def pretend_attention(monkeypatch):
     """Let the CPU pass for a GPU on which attention is one operator (torch makes no bias under a dispatch mode)."""
     pretend_fused(monkeypatch)
-    monkeypatch.setattr(causal, "causal_lower_right", lambda *sizes: None)
+    monkeypatch.setattr(dense_attention, "causal_lower_right", lambda *sizes: None)
     fused = lambda query, *others, **options: torch.ops.aten.empty_like.default(query)  # noqa: E731
-    monkeypatch.setattr(causal, "scaled_dot_product_attention", fused)
+    monkeypatch.setattr(dense_attention, "scaled_dot_product_attention", fused)
 
 
 def long_turn(gpu, past, rows):

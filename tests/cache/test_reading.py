@@ -400,6 +400,10 @@ def test_a_compiled_step_reads_as_an_eager_one(model, monkeypatch):
             compiled(ids[:, at : at + 1], past_key_values=caches[1]).logits
             for at in range(304, 312)
         ]
+        holes = torch.ones(1, 400, dtype=torch.long)
+        holes[:, 100] = holes[:, 313:] = 0
+        with pytest.raises(RuntimeError, match="hides more than left padding"):
+            compiled(ids[:, :1], attention_mask=holes, past_key_values=caches[1])
     assert_alike(torch.cat(found, 1), eager)
     torch._dynamo.reset()
 

@@ -7,6 +7,7 @@ import transformers
 from test_sliding import make as make_sliding
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
 from transformers import DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 import kv_hf
 from kv_hf.bridge import masks
@@ -39,23 +40,23 @@ def far(monkeypatch):
     monkeypatch.setattr(moved, "is_host", lambda device: False)
 
 
-def whole_mask(columns, holes=()):
+def whole_mask(columns, holes=(), lengths=LENGTHS):
     mask = torch.ones(2, columns, dtype=torch.long)
-    mask[:, :60] = left_padded(LENGTHS)["attention_mask"]
+    mask[:, :60] = left_padded(lengths)["attention_mask"]
     for row, column in holes:
         mask[row, column] = 0
     return mask
 
 
-def run(model, cache, steps, step=None):
+def run(model, cache, steps, step=None, lengths=LENGTHS):
     """Return the logits of real columns: of a padded prompt, then of a forward for each (new columns, holes)."""
-    inputs = left_padded(LENGTHS)
+    inputs = left_padded(lengths)
     logits, seen = [], 60
     with torch.no_grad():
         out = model(**inputs, past_key_values=cache).logits
         logits.append(out[inputs["attention_mask"].bool()])
         for new, holes in steps:
-            mask = whole_mask(seen + new, holes)
+            mask = whole_mask(seen + new, holes, lengths)
             places = (mask.cumsum(-1) - 1)[:, seen:]
             out = (step or model)(
                 tokens(2, new, seed=seen), attention_mask=mask, position_ids=places, past_key_values=cache
@@ -65,28 +66,29 @@ def run(model, cache, steps, step=None):
     return logits
 
 
-def compare(model, cache, steps, step=None):
-    expected = run(model, DynamicCache(config=model.config), steps)
-    found = run(model, cache, steps, step)
+def compare(model, cache, steps, step=None, lengths=LENGTHS):
+    expected = run(model, DynamicCache(config=model.config), steps, None, lengths)
+    found = run(model, cache, steps, step, lengths)
     for one, other in zip(found, expected, strict=True):
         rounding.assert_close(one, other)
     cache.check_integrity()
     return expected
 
 
-# one row alone hides a column, in a step, in a chunk, and within the last columns
-HIDING = [(1, ()), (1, [(1, 45)]), (1, ()), (5, [(0, 7), (0, 62)]), (3, ()), (1, [(1, 68)])]
+# one row alone hides columns, in a step, in a chunk, and the newest stored one
+HIDING = [(1, ()), (1, [(1, 45)]), (1, ()), (5, [(0, 7), (0, 62)]), (3, ()), (1, [(1, 70)])]
 
 
 # -- 2D masks --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
-@pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa"])
-def test_forwards_that_hide_columns_equal_dynamic_cache(family, kernel):
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=["even", "padded"])
+def test_forwards_that_hide_columns_equal_dynamic_cache(family, kernel, lengths):
     model = make_model("llama") if family == "llama" else make_sliding(family, 24)
     cache = kv_hf.PagedCache(model.config, page_size=16, kernel=kernel)
-    compare(model, cache, HIDING)
+    compare(model, cache, HIDING, lengths=lengths)
 
 
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
@@ -127,10 +129,14 @@ def test_on_a_device_masks_are_compared_once_per_generate_and_in_every_direct_fo
     model, inputs = make_model("llama"), left_padded(LENGTHS)
     expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
     paged = {**PAGED, "cache_config": {"page_size": 16, **options}}
-    for calls in (1, 2):
+    for calls, hidden in ((1, False), (2, False), (3, True)):
+        if hidden:  # as generate() does where a prompt has padding tokens within
+            inputs["attention_mask"][0, 20] = 0
+            expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
         found = model.generate(**inputs, **GREEDY, **paged, max_new_tokens=8)
         assert torch.equal(found.sequences, expected.sequences) and len(compared) == calls
-    assert not any(masked for _, masked in given)
+        assert given == [(1, hidden)] * 14
+        given.clear()
     compared.clear()
     cache = kv_hf.PagedCache(model.config, page_size=16, **options)
     compare(model, cache, HIDING)
@@ -154,6 +160,41 @@ def test_a_mask_that_shows_padding_is_refused_before_anything_changes(options, n
     with torch.no_grad():
         model(tokens(2, new), attention_mask=whole_mask(60 + new), past_key_values=cache)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("new", [1, 4])
+def test_masks_with_a_function_of_the_model_are_read(options, new):
+    """As models with images make them: what they hide or show beside causality, pages do not know."""
+    model, masks = shared_model("llama"), []
+    for cache in (
+        DynamicCache(config=model.config),
+        kv_hf.PagedCache(model.config, page_size=16, **options),
+    ):
+        run(model, cache, [])
+        for changes in ({}, {"and_mask_function": lambda b, h, q, k: k % 7 != 3}):
+            masks.append(
+                create_causal_mask(
+                    model.config, torch.empty(2, new, 64), whole_mask(60 + new), cache, **changes
+                )
+            )
+    assert not masks[2].read and masks[3].read
+    for found, expected in zip(masks[2:], masks[:2], strict=True):
+        assert torch.equal(found.dense()[..., : 60 + new], expected)
+        assert not found.dense()[..., 60 + new :].any()
+
+
+def test_masks_of_preallocated_caches_hide_columns_without_a_token():
+    """Attention that computes densely, as with dropout, sees all max_length columns."""
+    model = shared_model("llama")
+    for options, new in ((one, new) for one in CACHES.values() for new in (1, 4)):
+        cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+        with torch.no_grad():
+            model(tokens(2, 60), past_key_values=cache)
+        mask = create_causal_mask(model.config, torch.empty(2, new, 64), None, cache)
+        if options:
+            assert mask.dense().sum(-1).tolist() == [[[*range(61, 61 + new)]]] * 2
+        assert (mask is None) if not options and new == 1 else mask.causal == (not options)
 
 
 def test_padding_of_a_forward_that_was_refused_is_forgotten():

@@ -38,7 +38,7 @@ def number_of(cache: Any) -> torch.Tensor:
 
 def columns(cache: Any) -> torch.Tensor:
     """Return the columns that a cache has seen when the compiled step runs: [], int64."""
-    found: torch.Tensor = torch.ops.kv_hf.columns(cache.number, cache.layers[0].device)
+    found: torch.Tensor = torch.ops.kv_hf.columns(cache.number, cache.tokens_on)
     return found
 
 

@@ -129,6 +129,7 @@ class PagedCache(Origin, DynamicCache):
     _last_updated = sys.maxsize  # layer of the last update
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     _straight = False  # the forward in progress is one without special cases
+    tokens_on: torch.device = torch.device("cpu")  # where the first layer's keys came from
     started = False  # tokens came since the last reset; compiled code depends on it
     fixed: Mapping[Rows, FixedStep] | None = None  # while a step is recorded as a CUDA graph
 
@@ -282,7 +283,7 @@ class PagedCache(Origin, DynamicCache):
         self._straight = not (self._flex or self.offloading or isinstance(self.arena, OffloadArena))
         self._prefill.begin(keys.shape[2], keys.device)
         if not self.started:
-            self.started = True
+            self.started, self.tokens_on = True, keys.device
 
     def _refuse_layer(self, layer_idx: int) -> None:
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
@@ -626,7 +627,13 @@ class PagedCache(Origin, DynamicCache):
             )
 
     def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        most = self.options.max_length
         for group, theirs in zip(self.groups, state.groups, strict=True):
+            if most is not None and theirs.seen > most:
+                raise CacheMismatchError(
+                    f"max_length={most} is less than the {theirs.seen} columns of this state; make the cache with a larger "
+                    "max_length"
+                )
             for index, row in enumerate(theirs.rows):
                 if (row.pages or row.dropped) and row.exact < group.sink_tokens:
                     raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
@@ -636,7 +643,7 @@ class PagedCache(Origin, DynamicCache):
             num_pages = state.groups[pages[one.layer].group].num_pages
             layer.resume(one, state.tensors, num_pages)
         self.forward.resume(len(state.layers))
-        self.started = True
+        self.started, self.tokens_on = True, state.layers[0].device
         self.check_integrity()
 
     def _group_number(self, layer: Any) -> int:
@@ -708,7 +715,7 @@ class PagedCache(Origin, DynamicCache):
             self.group.adopt(rows, seen)
             for place, layer in enumerate(self.paged_layers):
                 layer.adopt([None if one is None else one[place] for one in sinks], seen)
-        self.started = True
+        self.started, self.tokens_on = True, self.paged_layers[0].device
 
     def sinks_of(self, row: int) -> Sinks:
         """Return copies of the exact first keys and values of a row, for each layer."""

@@ -83,7 +83,9 @@ def kv_hf_attention(
                 "this forward needs a position bias, dropout or attention weights, for which a compiled forward cannot read "
                 "pages. Run it without torch.compile"
             )
-        if mask is None and q_len > 1 and not causal:
+        if type(mask) is LazyMask:  # pages hide the same by themselves
+            mask = None
+        elif mask is None and q_len > 1 and not causal:
             mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
         return view.attend(query, mask, scale, softcap, s_aux), None
     pages, latent, reason = False, False, None

@@ -164,7 +164,7 @@ def test_chunked_prefill_compiles_on_an_initialized_cache(chunk):
     got = model.generate(**options, past_key_values=cache, compile_config=compiling())
     assert torch.equal(got, wanted)
     assert graphs() > 1
-    assert cache.table.padding.tolist() == [13, 0]
+    assert cache.group.batch.padding.tolist() == [13, 0]
     cache.check_integrity()
 
 
@@ -245,19 +245,25 @@ def recording(targets):
     return aot_autograd(fw_compiler=compiler)
 
 
+def addresses(cache):
+    stores = [layer.store for layer in cache.layers]
+    fields = [one for store in stores for side in store.pages.fields for one in side.values()]
+    return [t.data_ptr() for t in (*fields, *(w.tokens for s in stores for w in s.residuals))]
+
+
 @torch.no_grad()
 def test_a_step_never_waits_and_moves_no_tensor():
     model, cache = paged_model(), preallocated(paged_model())
     targets: list[list[str]] = []
     step = torch.compile(model.forward, fullgraph=True, backend=recording(targets))
     model(tokens(2, 20), past_key_values=cache)
-    places = [t.data_ptr() for layer in cache.layers for t in layer.store.tensors]
+    places = addresses(cache)
     for at in range(20):
         step(tokens(2, 1, seed=at), past_key_values=cache)
-    assert [t.data_ptr() for layer in cache.layers for t in layer.store.tensors] == places
+    assert addresses(cache) == places
     assert len(targets) == 1
     ran = " ".join(targets[0])
-    for name in ("kv_hf.write_pair", "kv_hf.attend"):
+    for name in ("kv_hf.append", "kv_hf.attend"):
         assert name in ran
     for name in ("local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy.device"):
         assert name not in ran
@@ -288,7 +294,7 @@ def test_a_compiled_step_past_the_end_is_an_error(backend):
     model(tokens(2, LENGTH - 2), past_key_values=cache)
     for _ in range(2):
         step(tokens(2, 1), past_key_values=cache)
-    with pytest.raises(RuntimeError, match="max_length of the cache is reached"):
+    with pytest.raises(kv_hf.CacheMismatchError, match=f"max_length={LENGTH} is reached"):
         step(tokens(2, 1), past_key_values=cache)
     with pytest.raises(kv_hf.CacheMismatchError, match=f"{LENGTH} columns are held"):
         model(tokens(2, 1), past_key_values=cache)
@@ -330,9 +336,15 @@ def test_what_cannot_be_traced_runs_uncompiled_where_breaks_are_allowed(attentio
 
 
 @torch.no_grad()
-def test_the_first_forward_must_not_be_traced():
-    model = paged_model()
-    assert "run the prompt without" in failing(model, preallocated(model), tokens(1, 5))
+def test_a_prompt_is_traced_too():
+    model, cache, eager = paged_model(), preallocated(paged_model()), preallocated(paged_model())
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for length in (40, 1, 1):
+        part = tokens(2, length)
+        found = step(part, past_key_values=cache).logits
+        rounding.assert_close(found, model(part, past_key_values=eager).logits)
+    assert cache.get_seq_length() == 42
+    cache.check_integrity()
 
 
 @torch.no_grad()
@@ -412,7 +424,7 @@ def with_triton(name, kernel):
             do_sample=False,
             compile_config=compiling(),
         )
-        assert cache.table.num_pages.tolist() == [1, 0]  # sealed by a compiled step
+        assert cache.group.batch.counts.tolist() == [1, 0]  # sealed by a compiled step
         store = cache.layers[0].store.base
         return out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
     finally:

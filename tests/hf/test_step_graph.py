@@ -6,10 +6,10 @@ import pytest
 import tape
 import tiny_encoder_decoders as encoder_decoders
 import torch
+from test_sliding import make as windows
 from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache.paged_cache import PagedCache as StaticPagedCache
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
 from kv_hf.hf import cuda_graph, graph_choice, step_graph
 from kv_hf.pages import moved
@@ -134,7 +134,7 @@ def test_given_cache_is_captured_in_every_generation_and_continues(gpu):
             )
             text = torch.cat([text, tokens(1, 5, seed=9)], 1)
         cache.check_integrity()
-        assert cache.table.columns() == text.shape[1] - 6
+        assert cache.get_seq_length() == text.shape[1] - 6
         made.append(text)
     assert torch.equal(*made)
     assert gpu["captures"] == 2
@@ -217,7 +217,6 @@ FORBIDDEN = {
     "disable_compile": ({"disable_compile": True}, {}),
     "returned": ({"return_dict_in_generate": True}, {}),
     "chunks": ({"prefill_chunk_size": 16}, {}),
-    "recent": ({}, {"recent_tokens": 16}),
     "offload": ({}, {"offload": "disk"}),
     "lookup": ({"prompt_lookup_num_tokens": 3}, {}),
 }
@@ -233,11 +232,11 @@ def test_generate_lets_the_cache_grow_where_a_graph_is_forbidden(case, gpu, monk
     given = {"input_ids": tokens(1, 40), **GREEDY, "max_new_tokens": 40, **arguments}
     config = {"page_size": 16, **options}
     make_model("llama").generate(**given, cache_implementation="paged_exact", cache_config=config)
-    assert not isinstance(made[-1], StaticPagedCache)
+    assert made[-1].max_length is None
     assert gpu["captures"] == 0
 
 
-@pytest.mark.parametrize("case", ["few tokens", "beams", "disable_compile", "recent"])
+@pytest.mark.parametrize("case", ["few tokens", "beams", "disable_compile"])
 def test_always_raises_where_a_graph_is_forbidden(case, gpu):
     arguments, options = FORBIDDEN[case]
     given = {"input_ids": tokens(1, 40), **GREEDY, "max_new_tokens": 40, **arguments}
@@ -312,9 +311,19 @@ def test_generate_lets_the_cache_grow_where_memory_is_short(gpu, monkeypatch):
     assert gpu["captures"] == 0
 
 
-def test_generate_lets_sliding_windows_grow(gpu):
-    model = make_model("mistral", sliding_window=24)
-    grown, made = both(model, left_padded([37, 20]))
+@pytest.mark.parametrize("options", [{}, {"recent_tokens": 20}], ids=["plain", "recent"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_generate_captures_sliding_windows_sinks_and_latents(family, options, gpu):
+    model = windows("gemma3", 24) if family == "gemma3" else make_model(family)
+    if family == "mistral":
+        model = windows("mistral", 24)
+    grown, made = both(model, left_padded([37, 20]), **options)
+    assert torch.equal(grown, made)
+    assert gpu["captures"] == 1 and gpu["replays"] > 40
+
+
+def test_generate_lets_states_of_linear_layers_grow(gpu):
+    grown, made = both(make_model("qwen3_next"), {"input_ids": tokens(1, 30)})
     assert torch.equal(grown, made)
     assert gpu["captures"] == 0
 

@@ -1,0 +1,225 @@
+"""A cache with max_length: the tokens of one that grows, in every kind of layer; all room at once, and no token beyond it."""
+
+import copy
+import pickle
+
+import pytest
+import rounding
+import tiny_latent
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sliding import make as windows
+from tiny_models import left_padded, make_config, make_model, shared_model, tokens
+from transformers import DynamicCache
+
+import kv_hf
+from kv_hf.formats import format_names
+from kv_hf.spec import predict_memory
+
+LAYERS, HEADS, DIM, LENGTH = 2, 2, 16, 160
+GREEDY = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
+
+
+def caches(keys="exact", **options):
+    """A cache with max_length and one that grows, otherwise alike."""
+    config = make_config("llama", head_dim=DIM)
+    options = {"keys": keys, "page_size": 16, "sink_tokens": 2, **options}
+    fixed = kv_hf.PagedCache(config, max_length=LENGTH, **options)
+    return fixed, kv_hf.PagedCache(config, **options)
+
+
+def states(rows, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, HEADS, length, DIM)
+    return [[torch.randn(shape, generator=generator) for _ in range(2)] for _ in range(LAYERS)]
+
+
+def append(cache, parts):
+    return [cache.update(keys, values, layer) for layer, (keys, values) in enumerate(parts)]
+
+
+def filled(cache, lengths, padding=(0, 0, 0)):
+    total = sum(lengths)
+    cache.learn_padding(torch.tensor([[0] * p + [1] * (total - p) for p in padding]))
+    for seed, length in enumerate(lengths):
+        append(cache, states(len(padding), length, seed))
+
+
+def same_bytes(one, other):
+    """Whether both hold the same pages and exact tokens."""
+    one.check_integrity()
+    assert [row.exact for row in one.group.rows] == [row.exact for row in other.group.rows]
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+        for side, like in zip(mine.storage.sides, theirs.storage.sides, strict=True):
+            for name in side.fields:
+                for a, b in zip(one.group.rows, other.group.rows, strict=True):
+                    got, wanted = side.take(a.pages, [name]), like.take(b.pages, [name])
+                    assert got[name].numpy().tobytes() == wanted[name].numpy().tobytes()
+
+
+@pytest.mark.parametrize("recent", [0, 20])
+@pytest.mark.parametrize("name", format_names("keys", "values"))
+def test_pages_have_the_bytes_of_a_cache_that_grows(name, recent):
+    for lengths in ((40, *[1] * 37), (3, 20, 1, 33, 16, 1, 1, 50), (18, 16, 16, 1, 15, 32)):
+        fixed, grown = caches(name, recent_tokens=recent)
+        for cache in (fixed, grown):
+            filled(cache, lengths, (0, 7, 25))
+        same_bytes(fixed, grown)
+
+
+def model_of(kind):
+    if kind in ("mistral", "gemma3", "gpt_oss"):
+        return windows(kind, 24)
+    if kind in ("deepseek_v3", "glm5_next", "deepseek_v32"):
+        return tiny_latent.make_model(kind)
+    return make_model(kind)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recent_tokens": 20}, {"sink_tokens": 0}, {"read_tokens": 64, "read_from": 32}],
+    ids=["plain", "recent", "no sinks", "part"],
+)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_generate_gives_the_tokens_of_a_cache_that_grows(kind, options):
+    if "read_tokens" in options and kind != "llama":
+        pytest.skip("steps read a part in layers with full attention")
+    model, inputs = model_of(kind), left_padded([70, 9, 41])
+    made = []
+    for room in ({}, {"max_length": 160}):
+        cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16, **options, **room)
+        made.append(model.generate(**inputs, **GREEDY, past_key_values=cache))
+        cache.check_integrity()
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 20}],
+    ids=["beams", "lookup", "chunks"],
+)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_features_of_generate_equal_dynamic_cache(kind, options):
+    model = model_of(kind)
+    inputs = {"input_ids": tokens(1, 50)} if "prompt_lookup_num_tokens" in options else left_padded([50, 9])  # fmt: skip
+    given = {**inputs, **GREEDY, **options}
+    wanted = model.generate(**given)
+    found = model.generate(
+        **given,
+        cache_implementation="paged_exact",
+        cache_config={"page_size": 16, "max_length": 200},
+    )
+    assert torch.equal(found, wanted)
+
+
+@settings(max_examples=15)
+@given(data=st.data(), kind=st.sampled_from(["llama", "mistral"]))
+def test_any_split_into_forwards_equals_dynamic_cache(data, kind):
+    model = windows("mistral", 24) if kind == "mistral" else shared_model("llama")
+    cuts = sorted(data.draw(st.sets(st.integers(1, 89), max_size=7)))
+    ids = tokens(2, 90)
+    cache = kv_hf.PagedCache(model.config, page_size=16, max_length=96)
+    dynamic = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for first, last in zip([0, *cuts], [*cuts, 90], strict=True):
+            part = ids[:, first:last]
+            found, wanted = (model(part, past_key_values=c).logits for c in (cache, dynamic))
+            rounding.assert_close(found, wanted)
+    assert cache.get_seq_length() == 90
+
+
+def addresses(cache):
+    stores = [layer.store for layer in cache.layers]
+    return [one.data_ptr() for s in stores for side in s.pages.fields for one in side.values()]
+
+
+def test_all_pages_are_made_at_the_first_forward_and_never_move():
+    fixed, _ = caches("int4")
+    assert fixed.memory().total == 0
+    filled(fixed, (5,))
+    places, before = addresses(fixed), fixed.memory()
+    for seed in range(100):
+        append(fixed, states(3, 1, seed))
+    append(fixed, states(3, 20, 0))
+    after = fixed.memory()
+    assert (after.payload, after.scales, after.tail) == (before.payload, before.scales, before.tail)
+    assert addresses(fixed) == places and after.pages_held > before.pages_held
+
+
+def test_memory_is_what_predict_memory_says():
+    fixed, _ = caches("int4")
+    filled(fixed, (40, 1, 1), (0, 7, 25))
+    specs = [layer.spec for layer in fixed.layers]
+    told = predict_memory(
+        specs, [42, 35, 17], sink_tokens=2, recent_tokens=0, reserve_tokens=LENGTH
+    )
+    got = fixed.memory()
+    for name in ("payload", "scales", "tail", "tables", "pages_held", "pages_allocated", "tokens"):
+        assert getattr(got, name) == getattr(told, name), name
+    assert got.pages_allocated == 3 * ((LENGTH - 2) // 16)
+
+
+def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
+    fixed, _ = caches()
+    filled(fixed, (150,))
+    before = [layer.keys for layer in fixed.layers]
+    with pytest.raises(kv_hf.CacheMismatchError, match="max_length=160 is reached: 150 columns"):
+        append(fixed, states(3, 11, 0))
+    assert all(map(torch.equal, before, (layer.keys for layer in fixed.layers)))
+    append(fixed, states(3, 10, 0))
+    fixed.check_integrity()
+
+
+def test_generate_refuses_a_longer_text_before_its_first_forward():
+    model = shared_model("llama")
+    with pytest.raises(kv_hf.CacheOptionError, match="up to 100 long, and cache_config max_length"):
+        model.generate(
+            tokens(1, 40),
+            max_new_tokens=60,
+            cache_implementation="paged_int8",
+            cache_config={"max_length": 99},
+        )
+
+
+def test_changes_of_rows_crops_copies_and_pickles_equal_those_of_a_cache_that_grows():
+    pair = caches("int4")
+    for cache in pair:
+        filled(cache, (40, 1, 1), (0, 7, 25))
+        cache.reorder_cache(torch.tensor([2, 0, 2]))
+        append(cache, states(3, 7, 5))
+        cache.crop(-3)
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        append(cache, states(2, 30, 6))
+    same_bytes(*pair)
+    for other in (copy.deepcopy(pair[0]), pickle.loads(pickle.dumps(pair[0]))):
+        before = pair[0].layers[1].keys
+        append(other, states(2, 20, 7))
+        assert torch.equal(pair[0].layers[1].keys, before) and other.max_length == LENGTH
+    append(pair[1], states(2, 20, 7))
+    same_bytes(other, pair[1])
+
+
+def test_reset_takes_another_batch():
+    pair = caches("int8")
+    filled(pair[0], (40, 1), (0, 7, 25))
+    pair[0].reset()
+    assert pair[0].get_seq_length() == 0 and pair[0].layers[0].keys is None
+    for cache in pair:
+        filled(cache, (30, 1, 20), (4, 0))
+    same_bytes(*pair)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_length": 0}, "max_length must be"),
+        ({"max_length": 99, "max_pages": 4}, "max_pages=4 does not go with max_length"),
+        ({"max_length": 99, "offload": "cpu"}, "offload='cpu' does not go with max_length"),
+        ({"max_length": 99, "reserve_tokens": 9}, "reserve_tokens=9 does not go with max_length"),
+    ],
+)
+def test_bad_options_are_refused(options, says):
+    with pytest.raises(kv_hf.CacheOptionError, match=says):
+        kv_hf.PagedCache(make_config("llama"), **options)

@@ -68,10 +68,10 @@ class HostMemory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
 
     def drop(self, piece: torch.Tensor) -> None:
-        """Take a contiguous piece out of resident memory where that is possible; its contents stay."""
+        """Take a contiguous piece [any shape] out of resident memory where that is possible; its contents stay."""
 
     def expect(self, piece: torch.Tensor) -> None:
-        """Begin to read a contiguous piece into resident memory where that is possible: it will be read soon."""
+        """Begin to read a contiguous piece [any shape] into resident memory where that is possible: it will be read soon."""
 
     def fetch(self, fields: Fields, runs: Sequence[Run], targets: Fields) -> None:
         """Copy pages of `fields`, which lie here, to `targets`; both [pages, ..] by name.
@@ -190,11 +190,11 @@ class DiskMemory(HostMemory):
         return torch.empty(0, dtype=torch.uint8).set_(mapped)
 
     def drop(self, piece: torch.Tensor) -> None:
-        """Unmap the memory pages of a piece and those mapped with them; its contents stay in the file."""
+        """Unmap the memory pages of a piece [any shape] and those mapped with them; its contents stay in the file."""
         self._advise(piece, "MADV_DONTNEED", AROUND)
 
     def expect(self, piece: torch.Tensor) -> None:
-        """Have the system read a piece from the disk, in the background."""
+        """Have the system read a piece [any shape] from the disk, in the background."""
         self._advise(piece, "MADV_WILLNEED", mmap.PAGESIZE)
 
     def _advise(self, piece: torch.Tensor, advice: str, alignment: int) -> None:

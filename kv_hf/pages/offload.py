@@ -332,12 +332,7 @@ class OffloadedStorage(PageStorage):
     @property
     def fields(self) -> Sides:
         """The tensors of keys and of values on the device; none once they have left."""
-        return super().fields if self.values.host is None else self._none_here
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of pages in host memory or on a disk, apart from the device."""
-        return 0 if self.values.host is None else self.capacity * self.spec.page_bytes
+        return self._none_here if self.is_offloaded else super().fields
 
     @property
     def index_bytes(self) -> int:
@@ -345,9 +340,14 @@ class OffloadedStorage(PageStorage):
         return 0 if self.keys.index is None else self.keys.index.nbytes
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the pages lie in host memory or on a disk, apart from the device."""
+        return self.values.host is not None
+
+    @property
     def has_left(self) -> bool:
         """Whether the pages are not on the device; out of a pickle they are on the CPU, in no host memory."""
-        return self.keys.fields["codes"].device != self.device or self.values.host is not None
+        return self.keys.fields["codes"].device != self.device or self.is_offloaded
 
     @property
     def why_not_wider(self) -> str | None:
@@ -383,23 +383,6 @@ class OffloadedStorage(PageStorage):
     def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Nothing: the arena has made room on the device and in host memory before the step (OffloadArena.make_room)."""
 
-    def write_pair(
-        self,
-        kernel: Any,
-        windows: Pair,
-        new: Pair,
-        view: TableView,
-        jobs: SealJobs | None,
-        damaged: torch.Tensor,
-        launches: dict[Any, Any],
-    ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them, on the device or into host memory."""
-        later = jobs if self.values.host is not None else None
-        now = None if later else jobs
-        super().write_pair(kernel, windows, new, view, now, damaged, launches)
-        if later is not None:
-            self.seal_pair(kernel, windows, later, damaged, launches)
-
     def seal_pair(
         self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
     ) -> None:  # fmt: skip
@@ -425,7 +408,7 @@ class OffloadedStorage(PageStorage):
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`; offloaded ones are fetched while they are held."""
         with self.lock:
-            if self.values.host is None:
+            if not self.is_offloaded:
                 return super().readable(view)
             plan = self.arena.plan(view, self.device)
         return self.through(plan)._replace(outside=ChosenPages(self, view, plan))
@@ -463,7 +446,7 @@ class OffloadedStorage(PageStorage):
 
     def to(self, device: torch.device) -> None:
         """Move the pages that are on the device to `device`."""
-        if self.values.host is None:
+        if not self.is_offloaded:
             super().to(device)
 
 

@@ -32,7 +32,7 @@ from ..files import replacing
 from ..formats import is_shipped
 from ..formats.base import FORMATS
 from ..pages.group_state import GroupState
-from ..pages.persistent import persistent_tensors
+from ..pages.moved import persistent_tensors
 from ..pages.step import Row
 from ..printable import short
 from ..version import __version__

@@ -29,7 +29,7 @@ from ..errors import (
 from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.group_state import GroupState
-from ..pages.persistent import persistent_tensors
+from ..pages.moved import persistent_tensors
 from ..pages.static_table import WORKING, StaticStep, StaticTable
 from ..pages.storage import PageArena, PageStorage, Pair, Wider
 from ..spec import MemoryReport, PageSpec

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from ..spec import TABLE_DTYPE, PageSpec
-from .host_memory import Run, runs_of
-from .moved import moved
-from .persistent import persistent_tensors
+from .cpu_memory import Run, runs_of
+from .moved import moved, persistent_tensors
 from .step import TableView
 from .storage import Sides, carve, carved_bytes
 

@@ -28,7 +28,7 @@ from ..quant.codec import decode, encode, lay_out, pick_up
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import AHEAD, advise, mapped_zeros
 from .held_rows import HeldRows
-from .persistent import persistent_tensors
+from .moved import persistent_tensors
 from .pool import PagePool
 from .step import SealJobs, TableView
 

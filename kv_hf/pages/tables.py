@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from ..spec import TABLE_DTYPE
-from .moved import moved
-from .persistent import persistent_tensors
+from .moved import moved, persistent_tensors
 from .step import Grown, PageIds, Row
 
 Pages = tuple[PageIds, ...]

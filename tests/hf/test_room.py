@@ -11,7 +11,7 @@ import kv_hf
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.pages.host_memory import HostMemory
+from kv_hf.pages.cpu_memory import HostMemory
 from kv_hf.pages.storage import PageStorage, SideStorage
 
 compiled = pytest.mark.skipif(library.missing() is not None, reason="needs the C kernel")

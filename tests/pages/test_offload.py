@@ -20,7 +20,7 @@ from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
-from kv_hf.pages.host_memory import runs_of
+from kv_hf.pages.cpu_memory import runs_of
 from kv_hf.pages.offload import SEAL_PAGES, Demand, split_layers
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView

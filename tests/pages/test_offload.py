@@ -343,6 +343,8 @@ def test_layers_that_leave_lie_far_apart():
     more = split_layers(demands, 7 * 100 * spec.page_bytes, 1, already={7})
     assert some.offloaded != more.offloaded
     assert 7 in more.offloaded
+    # five layers, one of them twice while it grows, and two buffers for the three that have left
+    assert len(split_layers(demands, (5 + 1 + 2) * 100 * spec.page_bytes, 2).offloaded) == 3
     demands[6] = Demand(spec, torch.device("cpu"), 1000, 10)
     assert min(split_layers(demands, 9 * 100 * spec.page_bytes, 1).offloaded) == 6
 

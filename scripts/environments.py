@@ -42,7 +42,7 @@ INTERPRETED = ("backends/test_triton_decode", "backends/test_triton_latent")
 # start children, look for files, ask for models, or print
 OUTWARD = (
     *("backends/test_threads", "backends/test_triton_launch", "cache/test_cache_options", "doctor"),
-    *("hf/test_devices", "hf/test_install", "pages/test_host_heap", "planner/test_source"),
+    *("hf/test_devices", "hf/test_install", "pages/test_cpu_memory", "planner/test_source"),
     *("project/test_cli", "project/test_hub", "project/test_messages", "project/test_packaging"),
     "serving/test_serve_command",
 )

@@ -3,7 +3,7 @@
 import torch
 
 from kv_hf.pages import offload
-from kv_hf.pages.host_memory import HostMemory
+from kv_hf.pages.cpu_memory import DiskMemory, HostMemory
 from kv_hf.pages.staging import Copies
 from kv_hf.pages.storage import carve, carved_bytes
 
@@ -73,6 +73,9 @@ class FakeLayer:
 def place_outside(place, monkeypatch):
     """Return options that offload pages: "disk", or through two buffers as on a GPU, copied "eager" or "late"."""
     if place == "disk":
+        monkeypatch.setattr(
+            DiskMemory, "piece_bytes", 5000
+        )  # a few pages of these layers at a time
         return {"offload": "disk"}
     copies = {"eager": EagerCopies, "late": LateCopies}[place]
     monkeypatch.setattr(offload.OffloadArena, "make_copies", lambda self, device: copies())

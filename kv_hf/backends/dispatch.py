@@ -114,17 +114,19 @@ def _attend_in_slices(kernel: Backend, call: AttentionCall) -> torch.Tensor:
             cut = replace(kv, exact_lens=lens, seen=kv.seen - behind)
             parts.append(kernel.attend(replace(call, query=part, kv=cut)))
         else:
-            rows_of = _within(mask[:, :, first:last], kv.seen - q_len + first, call.sliding_window)
+            rows_of = mask[:, :, first:last]
+            if call.sliding_window is not None:
+                end = kv.padding + kv.num_pages * kv.page_size + kv.exact_lens
+                rows_of = _within(rows_of, end - q_len + first, call.sliding_window)
             parts.append(
                 kernel.attend(replace(call, query=part, mask=rows_of, sliding_window=None))
             )
     return torch.cat(parts, 2)
 
 
-def _within(mask: torch.Tensor, first: int, sliding_window: int | None) -> torch.Tensor:
-    """Hide from the queries of `mask`, which stand at column `first` and behind, what a sliding window hides."""
-    if sliding_window is None:
-        return mask
-    at = first + torch.arange(mask.shape[2], device=mask.device)[:, None]
+def _within(mask: torch.Tensor, first: torch.Tensor, sliding_window: int) -> torch.Tensor:
+    """Hide from the queries of `mask`, which stand at column `first` [rows] and after it, what a sliding window hides."""
+    queries = torch.arange(mask.shape[2], device=mask.device)[:, None]
+    at = first[:, None, None, None] + queries
     near = torch.arange(mask.shape[3], device=mask.device) > at - sliding_window
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, float("-inf"))

@@ -31,7 +31,7 @@ from ..errors import CacheFileError, CacheMismatchError, CacheOptionError
 from ..files import replacing
 from ..formats import is_shipped
 from ..formats.base import FORMATS
-from ..pages.persistent import persistent_tensors
+from ..pages.moved import persistent_tensors
 from ..pages.rows import RowsState
 from ..pages.step import Row
 from ..printable import short

@@ -11,7 +11,7 @@ from ..backends.registry import choose
 from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved
-from ..pages.persistent import persistent_tensors
+from ..pages.moved import persistent_tensors
 from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..read_budget import ReadBudget

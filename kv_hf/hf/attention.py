@@ -139,8 +139,7 @@ def _attend_latent(module: torch.nn.Module, call: AttentionCall, kernel: Backend
 def _written_out(
     module: torch.nn.Module, view: KVView, reason: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path.
-    """
+    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path."""
     if reason is not None:
         warn_once(
             f"dense attention: {reason}",

@@ -7,23 +7,32 @@ lies in a mapping of its own, which goes back to the system as a whole when its 
     [ pages 0 .. n | n .. most )
 
 Pages n .. most are addresses alone: the system gives memory, all zero, to what is written. Storage that grows up to there
-copies nothing. Knows no formats and no ids.
+copies nothing.
+
+Offloaded pages lie in host memory as they do on a device: one tensor for each field, all of a layer in one piece. So pages of
+consecutive ids are one copy for each field. On a disk the piece is a mapped file without a name, and out of resident memory
+except where it is just read: nobody can remove it, and nothing is left behind by a process that is killed. Its blocks are
+reserved before they are written: a write into a mapping of a full disk would end the process. Knows no formats and no layers.
 """
 
 import ctypes
+import errno
 import functools
 import math
 import mmap
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-LEAST_BYTES = (
-    32 << 10
-)  # smaller fields stay in the heap: a mapping is a whole number of 4 KiB, and a call to the system
+from ..errors import OffloadError
+
+LEAST_BYTES = 32 << 10  # smaller fields stay in the heap: a mapping costs 4 KiB, and a call
 AHEAD = 2  # a mapping has addresses for so many times the pages that are asked for
 
 TRIM_VARIABLE = "KV_HF_MALLOC_TRIM"  # "never": the heap is left alone
@@ -35,6 +44,15 @@ _MADV_HUGEPAGE = 14  # asm-generic/mman-common.h
 _MADV_COLLAPSE = 25  # the same file, Linux 6.1
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LEAST_HUGE = 2  # huge pages that a tensor must have room for: smaller ones lie in memory that is shared with others
+
+Fields = Mapping[str, torch.Tensor]
+Run = tuple[int, int, int]  # first place, first id, count: of pages and places that are consecutive
+
+MANY_RUNS = 5  # of pages, which are gathered field by field in place of copied one by one
+NEAR_BYTES = 128 << 10  # between two pages that are read in advance as one
+CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+ZEROS = bytes(1 << 20)
+AROUND = 2 << 20  # bytes, aligned: reading one memory page may map others of the same page table
 
 
 # -- mappings --------------------------------------------------------------------------------------------------------
@@ -107,6 +125,203 @@ def madvise() -> Callable[[int, int, int], int]:
     function.restype = ctypes.c_int
     found: Callable[[int, int, int], int] = function
     return found
+
+
+# -- offloaded pages -------------------------------------------------------------------------------------------------
+
+
+def runs_of(places: Iterable[tuple[int, int]], gap: int = 0) -> list[Run]:
+    """Return (place, page) pairs as runs of consecutive places and pages.
+
+    Args:
+        gap: pages in between that make no new run; above 0 the places of runs say nothing.
+    """
+    found: list[Run] = []
+    for place, page in places:
+        if found:
+            first, start, count = found[-1]
+            beyond = page - start - count
+            if 0 <= beyond <= gap and (gap or place == first + count):
+                found[-1] = (first, start, count + beyond + 1)
+                continue
+        found.append((place, page, 1))
+    return found
+
+
+class HostMemory:
+    """Memory of the host; page-locked where there is a GPU, which copies from it by itself."""
+
+    piece_bytes: int | None = None  # largest copy at a time, None for any
+
+    def __init__(self) -> None:
+        self.pinned = torch.cuda.is_available()
+
+    def check_process(self) -> None:
+        """Raise OffloadError where this memory is another process's; memory of one's own is copied by a fork."""
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise OffloadError where `nbytes` are known not to fit."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory [nbytes], uint8. Raises: OffloadError when there is no room."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def drop(self, piece: torch.Tensor) -> None:
+        """Take a contiguous piece [any shape] out of resident memory where that is possible; its contents stay."""
+
+    def expect(self, piece: torch.Tensor) -> None:
+        """Begin to read a contiguous piece [any shape] into resident memory where that is possible: it will be read soon."""
+
+    def fetch(self, fields: Fields, runs: Sequence[Run], targets: Fields) -> None:
+        """Copy pages of `fields`, which lie here, to `targets`; both [pages, ..] by name.
+
+        Args:
+            runs: with places in `targets`.
+        Raises: OffloadError in a process that was forked from the one whose file the pages lie in.
+        """
+        self.check_process()
+        places = sum(count for _, _, count in runs)
+        many = not self.pinned and len(runs) >= MANY_RUNS
+        if many and runs[-1][0] + runs[-1][2] - runs[0][0] == places:
+            return self._gather(fields, runs, targets)
+        for name, target in targets.items():
+            for place, page, count in self._pieces(fields[name], runs):
+                piece = fields[name][page : page + count]
+                target[place : place + count].copy_(piece, non_blocking=self.pinned)
+                self.drop(piece)
+
+    def _gather(self, fields: Fields, runs: Sequence[Run], targets: Fields) -> None:
+        """Copy runs without places between them; one by one, most of the time would go to the calls."""
+        ids = torch.tensor([page + at for _, page, count in runs for at in range(count)])
+        for name, target in targets.items():
+            field, first = fields[name], runs[0][0]
+            for at, _, count in self._pieces(field, [(0, 0, len(ids))]):
+                some, to = ids[at : at + count], target[first + at : first + at + count]
+                if to.device == field.device:
+                    torch.index_select(field, 0, some, out=to)
+                else:
+                    to.copy_(field.index_select(0, some))
+                self.drop(field[int(some.min()) : int(some.max()) + 1])
+
+    def store(self, sources: Fields, runs: Sequence[Run], fields: Fields) -> None:
+        """Copy pages of `sources` to `fields`, which lie here; fields that `sources` lacks are left as they are.
+
+        Args:
+            runs: with places in `sources`.
+        Raises: as `fetch`, before anything is written.
+        """
+        self.check_process()
+        for name, source in sources.items():
+            for place, page, count in self._pieces(fields[name], runs):
+                piece = fields[name][page : page + count]
+                piece.copy_(source[place : place + count], non_blocking=self.pinned)
+                self.drop(piece)
+
+    def expect_pages(self, fields: Fields, pages: Iterable[int]) -> None:
+        """Say that pages will be fetched soon, and with them what lies between near ones."""
+        for field in fields.values():
+            near = NEAR_BYTES // max(1, field[:1].nbytes)
+            for _, page, count in runs_of(((0, page) for page in sorted(pages)), max(1, near)):
+                self.expect(field[page : page + count])
+
+    def _pieces(self, field: torch.Tensor, runs: Iterable[Run]) -> Iterator[Run]:
+        """Cut runs of pages of a field into pieces of at most `piece_bytes`."""
+        page_bytes = field[:1].nbytes  # 0: RoPE keys of a NoPE layer
+        for place, page, count in runs:
+            most = count
+            if self.piece_bytes is not None and page_bytes:
+                most = max(1, self.piece_bytes // page_bytes)
+            for at in range(0, count, most):
+                yield place + at, page + at, min(most, count - at)
+
+
+class DiskMemory(HostMemory):
+    """Memory that lies in temporary files, one for each piece that is allocated.
+
+    A fork shares them: the child would write into its parent's pages, and read what the parent writes there later. So they
+    belong to the process that made them, and any other one is refused.
+
+    Args:
+        folder: where files are made; None takes the system's folder for temporary files.
+    """
+
+    # bounds what is resident at once beside the copy; larger pieces were not faster
+    piece_bytes = 1 << 20
+
+    def __init__(self, folder: str | None) -> None:
+        self.pinned = False
+        self.folder = tempfile.gettempdir() if folder is None else folder
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise OffloadError in a process that was forked from the one that made the files."""
+        if os.getpid() != self._process:
+            raise OffloadError(
+                f"offload='disk': these pages lie in a file of process {self._process}, and this is process "
+                f"{os.getpid()}, which was forked from it: writing would change the cache of that process, and its pages "
+                "may change while they are read. Nothing was touched. Call reset() and start again here, make a new cache "
+                "after the fork, or take one without offload"
+            )
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise OffloadError where the disk has less than `nbytes` free."""
+        free = shutil.disk_usage(self.folder).free if os.path.isdir(self.folder) else nbytes
+        if nbytes > free:
+            raise self._full(nbytes, f"{free:,} bytes are free")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory [nbytes], uint8, in a file of its own, which goes with its last tensor."""
+        self.check_process()
+        try:
+            file = tempfile.TemporaryFile(prefix="kv_hf-", dir=self.folder)  # noqa: SIM115
+        except OSError as error:
+            raise OffloadError(
+                f"offload_dir: no file can be made in {self.folder!r}: {error.strerror or error}"
+            ) from error
+        with file:
+            try:
+                _reserve(file.fileno(), nbytes)
+                # torch maps by name, and keeps no open file: this one has no other name
+                name = f"/dev/fd/{file.fileno()}"
+                mapped: Any = torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
+            except (OSError, RuntimeError) as error:
+                raise self._full(nbytes, getattr(error, "strerror", None) or str(error)) from error
+        return torch.empty(0, dtype=torch.uint8).set_(mapped)
+
+    def drop(self, piece: torch.Tensor) -> None:
+        """Unmap the memory pages of a piece [any shape] and those mapped with them; its contents stay in the file."""
+        self._advise(piece, "MADV_DONTNEED", AROUND)
+
+    def expect(self, piece: torch.Tensor) -> None:
+        """Have the system read a piece [any shape] from the disk, in the background."""
+        self._advise(piece, "MADV_WILLNEED", mmap.PAGESIZE)
+
+    def _advise(self, piece: torch.Tensor, advice: str, alignment: int) -> None:
+        whole = piece.untyped_storage()
+        first, last = piece.data_ptr(), piece.data_ptr() + piece.nbytes
+        if first < last and hasattr(mmap, advice):
+            start = max(whole.data_ptr(), first - first % alignment)
+            end = min(whole.data_ptr() + whole.nbytes(), -(-last // alignment) * alignment)
+            madvise()(start, end - start, getattr(mmap, advice))
+
+    def _full(self, nbytes: int, reason: str) -> OffloadError:
+        return OffloadError(
+            f"offload_dir: {nbytes:,} more bytes do not fit into {self.folder!r} ({reason}); the cache is "
+            "unchanged. Make room there, or name another folder"
+        )
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """Have the blocks of an empty file reserved, by writing them where the system knows no other way."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(file, 0, nbytes)
+        except OSError as error:
+            if error.errno not in CANNOT_RESERVE:
+                raise
+    left = nbytes
+    while left:
+        left -= os.write(file, ZEROS[:left])
 
 
 # -- the heap --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,16 @@
-"""Small tensors of a step on their way to a device, without waiting for it."""
+"""How tensors are made that outlive a forward, and how small ones of a step go to a device without waiting for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+
+@contextmanager
+def persistent_tensors() -> Iterator[None]:
+    """Make ordinary tensors without gradients in every mode of the caller: those made in inference mode could not be written to later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def is_host(device: torch.device | str) -> bool:

@@ -19,8 +19,8 @@ from ..page_summary import RANGED_PAGES, Summary, part_bytes, part_fields, sprea
 from ..quant.codec import decode
 from ..quant.page_parts import part_of, words_to_read
 from ..spec import PageFields, PageSpec, SideSpec
-from .host_memory import DiskMemory, HostMemory, Run, runs_of
-from .persistent import persistent_tensors
+from .cpu_memory import DiskMemory, HostMemory, Run, runs_of
+from .moved import persistent_tensors
 from .staging import Copies, SlotPlan, Staging
 from .step import SealJobs, TableView
 from .storage import (
@@ -234,11 +234,9 @@ class OffloadedSide(SideStorage):
 
     Attributes:
         host: the memory that `fields` lie in; None while they are on the device.
-        index: what choices among offloaded pages read, from the first choice on; of keys alone.
     """
 
     host: HostMemory | None = None
-    index: PageIndex | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy fields out of host memory: where the pickle is read, they leave the device once more."""
@@ -246,7 +244,7 @@ class OffloadedSide(SideStorage):
             return super().__getstate__()
         fields = empty_fields(self.spec, self.capacity, torch.device("cpu"))
         self.host.fetch(self.fields, [(0, 0, self.capacity)], fields)
-        return {**vars(self), "fields": fields, "host": None, "index": None, "_mapped": {}}
+        return {**vars(self), "fields": fields, "host": None, "_mapped": {}}
 
     def leave(self, host: HostMemory, fields: PageFields) -> None:
         """Lie in these fields of host memory from now on, which contain the pages so far."""
@@ -269,14 +267,10 @@ class OffloadedSide(SideStorage):
         return found
 
     def put(self, first: int, field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room.
-
-        For storage that nothing was read from yet: staging buffers are not told.
-        """
+        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1 of storage that nothing was read from yet."""
         if self.host is None:
             return super().put(first, field, pages)
         self.host.store({field: pages}, [(0, first, len(pages))], self.fields)
-        self.outdate(range(first, first + len(pages)))
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
@@ -284,18 +278,6 @@ class OffloadedSide(SideStorage):
             return super().read(pages, dtype)
         tokens = decode(self.take(pages.reshape(-1).tolist()), self.spec, dtype)
         return tokens.reshape(*pages.shape, *tokens.shape[1:])
-
-    def outdate(self, pages: Iterable[int]) -> None:
-        """Note that other tokens lie in these pages now."""
-        if self.index is not None:
-            self.index.forget(pages)
-
-    def covering(self, table: torch.Tensor, pages: Sequence[int], capacity: int) -> PageIndex:
-        """Return the index of the pages of `table` [rows, width], with room for `capacity`; see PageIndex.cover."""
-        if self.index is None:
-            self.index = PageIndex(self.spec, self.device)
-        self.index.cover(table, pages, capacity, self.take)
-        return self.index
 
 
 class OffloadedStorage(PageStorage):
@@ -305,6 +287,7 @@ class OffloadedStorage(PageStorage):
         arena: what the layers share; it decides which of them leave.
     Attributes:
         written: event behind the last write to host memory.
+        index: what choices among offloaded pages read, from the first choice on.
     """
 
     keys: OffloadedSide
@@ -318,12 +301,13 @@ class OffloadedStorage(PageStorage):
         self.layer_idx = layer_idx
         self.arena = arena
         self.written: Any = None
+        self.index: PageIndex | None = None
         self._none_here: Sides = self.fields
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock and events; pages of host memory are written out on the CPU."""
         self._staging.copies.wait()
-        return {**super().__getstate__(), "written": None}
+        return {**super().__getstate__(), "written": None, "index": None}
 
     @property
     def _staging(self) -> Staging:
@@ -332,22 +316,22 @@ class OffloadedStorage(PageStorage):
     @property
     def fields(self) -> Sides:
         """The tensors of keys and of values on the device; none once they have left."""
-        return super().fields if self.values.host is None else self._none_here
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of pages in host memory or on a disk, apart from the device."""
-        return 0 if self.values.host is None else self.capacity * self.spec.page_bytes
+        return self._none_here if self.is_offloaded else super().fields
 
     @property
     def index_bytes(self) -> int:
         """Bytes on the device of what choices among offloaded pages read."""
-        return 0 if self.keys.index is None else self.keys.index.nbytes
+        return 0 if self.index is None else self.index.nbytes
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the pages lie in host memory or on a disk, apart from the device."""
+        return self.values.host is not None
 
     @property
     def has_left(self) -> bool:
         """Whether the pages are not on the device; out of a pickle they are on the CPU, in no host memory."""
-        return self.keys.fields["codes"].device != self.device or self.values.host is not None
+        return self.keys.fields["codes"].device != self.device or self.is_offloaded
 
     @property
     def why_not_wider(self) -> str | None:
@@ -383,23 +367,6 @@ class OffloadedStorage(PageStorage):
     def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Nothing: the arena has made room on the device and in host memory before the step (OffloadArena.make_room)."""
 
-    def write_pair(
-        self,
-        kernel: Any,
-        windows: Pair,
-        new: Pair,
-        view: TableView,
-        jobs: SealJobs | None,
-        damaged: torch.Tensor,
-        launches: dict[Any, Any],
-    ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them, on the device or into host memory."""
-        later = jobs if self.values.host is not None else None
-        now = None if later else jobs
-        super().write_pair(kernel, windows, new, view, now, damaged, launches)
-        if later is not None:
-            self.seal_pair(kernel, windows, later, damaged, launches)
-
     def seal_pair(
         self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
     ) -> None:  # fmt: skip
@@ -419,13 +386,14 @@ class OffloadedStorage(PageStorage):
             for side, own in zip(self.sides, fields, strict=True):
                 host.store(own, runs, side.fields)
         self._staging.outdate(self, pages)
-        self.keys.outdate(pages)
+        if self.index is not None:
+            self.index.forget(pages)
         self.written = self._staging.copies.mark()
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`; offloaded ones are fetched while they are held."""
         with self.lock:
-            if self.values.host is None:
+            if not self.is_offloaded:
                 return super().readable(view)
             plan = self.arena.plan(view, self.device)
         return self.through(plan)._replace(outside=ChosenPages(self, view, plan))
@@ -447,6 +415,14 @@ class OffloadedStorage(PageStorage):
 
         return ReadablePages(keys, values, plan.table, hold)
 
+    def covering(self, table: torch.Tensor, pages: Sequence[int]) -> PageIndex:
+        """Return the index, which then holds `pages`, those of `table` [rows, width]."""
+        if self.index is None:
+            self.index = PageIndex(self.spec.keys, self.device)
+        room = max(self.arena.room_for(self.layer_idx), max(pages, default=-1) + 1)
+        self.index.cover(table, pages, room, self.keys.take)
+        return self.index
+
     def fetch(self, runs: Sequence[Run], targets: Sides) -> None:
         """Copy runs of offloaded pages of both sides to `targets`."""
         for side, fields in zip((self.keys, self.values), targets, strict=True):
@@ -463,7 +439,7 @@ class OffloadedStorage(PageStorage):
 
     def to(self, device: torch.device) -> None:
         """Move the pages that are on the device to `device`."""
-        if self.values.host is None:
+        if not self.is_offloaded:
             super().to(device)
 
 
@@ -479,11 +455,10 @@ class ChosenPages:
 
     def index(self) -> tuple[PageFields, torch.Tensor, torch.Tensor | None]:
         """Return what a choice reads: fields of the keys' index, their block table [rows, width], and the words that are there."""
-        storage, ids = self._storage, self._plan.ids
+        storage, view = self._storage, self._view
         with storage.lock:
-            room = max(storage.arena.room_for(storage.layer_idx), max(ids, default=-1) + 1)
-            index = storage.keys.covering(self._view.block_table, ids, room)
-            return index.fields, self._view.on(storage.device).block_table, index.words
+            index = storage.covering(view.block_table, self._plan.ids)
+            return index.fields, view.on(storage.device).block_table, index.words
 
     def read(
         self, block_table: torch.Tensor, num_pages: torch.Tensor

@@ -12,35 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..spec import TABLE_DTYPE, PageSpec
-from .host_memory import Run, runs_of
-from .moved import moved
-from .persistent import persistent_tensors
+from .cpu_memory import Run, runs_of
+from .moved import moved, persistent_tensors
 from .step import TableView
 from .storage import Sides, carve, carved_bytes
 
 NO_PAGE = -1  # in a slot that nobody reads
 
 
-class OffloadedLayer(Protocol):
-    """A layer whose pages are offloaded."""
-
-    layer_idx: int
-    spec: PageSpec
-    written: Any  # event behind the last write to its pages
-
-    def fetch(self, runs: Sequence[Run], targets: Sides) -> None:
-        """Copy runs of pages of both sides to `targets`."""
-        ...
-
-    def expect(self, pages: Iterable[int]) -> None:
-        """Say that pages will be fetched soon."""
-        ...
+Layer = Any  # an OffloadedStorage: its layer_idx and spec, `written`, `fetch` and `expect`
 
 
 class Copies:
@@ -166,14 +152,14 @@ class StagingBuffer:
         self.copies = copies
         with persistent_tensors():
             self.raw = torch.empty(nbytes, dtype=torch.uint8, device=copies.device)
-        self.owner: OffloadedLayer | None = None
+        self.owner: Layer = None
         self.ids: list[int | None] = []
         self.fields: Any = None
         self.ready: Any = None
         self._used = copies.mark()  # kernels given before may still read that memory
         copies.keep(self.raw)
 
-    def load(self, layer: OffloadedLayer, plan: SlotPlan) -> None:
+    def load(self, layer: Layer, plan: SlotPlan) -> None:
         """Have the pages of `plan` copied into their slots, those that are not there; where it fails, there are none."""
         slots = len(plan.ids)
         if self.owner is not layer or len(self.ids) != slots:
@@ -218,8 +204,8 @@ class Staging:
         self.size = 0  # bytes of a buffer
         self._buffers: list[StagingBuffer] = []
         self._last: StagingBuffer | None = None
-        self._before: OffloadedLayer | None = None
-        self._next: dict[int, OffloadedLayer] = {}  # layer -> the one that was read behind it
+        self._before: Layer = None
+        self._next: dict[int, Layer] = {}  # layer -> the one that was read behind it
         self._plans: dict[int, SlotPlan] = {}  # layer -> what it was last read by
 
     @property
@@ -237,18 +223,18 @@ class Staging:
         """Say whether so many pages fit into a buffer."""
         return carved_bytes(spec, slots) <= self.size
 
-    def outdate(self, layer: OffloadedLayer, pages: Sequence[int]) -> None:
+    def outdate(self, layer: Layer, pages: Sequence[int]) -> None:
         """Note that `pages` of a layer were written: what lies here is stale."""
         for buffer in self._buffers:
             if buffer.owner is layer:
                 buffer.outdate(pages)
 
-    def held(self, layer: OffloadedLayer) -> Sequence[int | None]:
+    def held(self, layer: Layer) -> Sequence[int | None]:
         """Return the page in each slot of the buffer that holds pages of a layer; nothing where none does."""
         return next((one.ids for one in self._buffers if one.owner is layer), ())
 
     @contextmanager
-    def reading(self, layer: OffloadedLayer, plan: SlotPlan) -> Iterator[Sides]:
+    def reading(self, layer: Layer, plan: SlotPlan) -> Iterator[Sides]:
         """Give the pages of `plan` in their slots to the kernels launched inside, then fetch what comes next."""
         buffer = self._last = self._loaded(layer, plan)
         self.copies.join(buffer.ready)
@@ -267,7 +253,7 @@ class Staging:
             usual = self._plans[following.layer_idx]
             self._fetch_in_advance(following, plan if usual is before else usual)
 
-    def _fetch_in_advance(self, layer: OffloadedLayer, plan: SlotPlan) -> None:
+    def _fetch_in_advance(self, layer: Layer, plan: SlotPlan) -> None:
         if not self.holds(layer.spec, len(plan.ids)):
             return
         if self.copies.buffers > 1:
@@ -275,7 +261,7 @@ class Staging:
         else:
             layer.expect(page for page in plan.ids if page != NO_PAGE)
 
-    def _loaded(self, layer: OffloadedLayer, plan: SlotPlan) -> StagingBuffer:
+    def _loaded(self, layer: Layer, plan: SlotPlan) -> StagingBuffer:
         """Return the buffer of `layer`, or else the one that was not read last; the pages of `plan` are on their way to it."""
         while len(self._buffers) < self.copies.buffers:
             self._buffers.append(StagingBuffer(self.size, self.copies))

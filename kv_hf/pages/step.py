@@ -10,8 +10,7 @@ import torch
 
 from ..geometry import page_start
 from ..spec import TABLE_DTYPE
-from .moved import moved
-from .persistent import persistent_tensors
+from .moved import moved, persistent_tensors
 
 PageIds = tuple[int, ...]
 Numbers = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from ..notices import warn_once
 from ..quant.codec import decode, encode, lay_out, pick_up
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import AHEAD, advise, mapped_zeros
-from .persistent import persistent_tensors
+from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
 from .step import SealJobs, TableView
@@ -294,9 +294,14 @@ class PageStorage:
         return self.keeps
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the pages lie in host memory or on a disk, apart from the device."""
+        return False
+
+    @property
     def offloaded_bytes(self) -> int:
-        """Bytes of pages in host memory or on a disk, apart from the device."""
-        return 0
+        """Bytes of pages that do."""
+        return self.capacity * self.spec.page_bytes if self.is_offloaded else 0
 
     def grow(self, capacity: int, ahead: int = 0) -> None:
         """Make room for `capacity` pages on both sides, or on none where memory is short.
@@ -356,6 +361,8 @@ class PageStorage:
     ) -> None:
         """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py).
 
+        Offloaded pages are sealed by themselves.
+
         Args:
             kernel: a Backend.
             windows: keys and values [rows, heads, slots, channels], written in place.
@@ -363,10 +370,12 @@ class PageStorage:
             damaged: [], uint8; set to 1 where numbers had to be made finite.
             launches: what the backend keeps for this layer.
         """
-        table = None if jobs is None else jobs.on(self.device)
+        table = None if jobs is None or self.is_offloaded else jobs.on(self.device)
         kernel.write_pair(
             windows, new, view.starts, view.skips, table, self.fields, self.spec, damaged, launches
         )
+        if jobs is not None and self.is_offloaded:
+            self.seal_pair(kernel, windows, jobs, damaged, launches)
 
     def seal_pair(
         self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
@@ -562,11 +571,10 @@ class PageArena:
             if found is None or (found.asked, found.device) != (spec, device):
                 others = any(one is not group for one in self._touched(group.pool))
                 if found is not None and (others or self.num_held):
-                    ours, theirs = _difference(found.asked, found.device, spec, device)
                     raise CacheMismatchError(
-                        f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds {ours}, this "
-                        f"one needs {theirs}. Use one prefix_store per dtype (torch.autocast gives keys or values another one) and device, "
-                        "or call its clear() when no cache uses it"
+                        f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it "
+                        f"holds {_words(found.asked, found.device)}, this one needs {_words(spec, device)}. Use one prefix_store per "
+                        "dtype (torch.autocast gives keys or values another one) and device, or call its clear() when no cache uses it"
                     )
                 self.storages[layer_idx] = found = self.make_storage(layer_idx, spec, device)
             group.touched = True
@@ -629,20 +637,12 @@ class PageArena:
         return [self, *self.pools.values(), *storages]
 
 
-def _difference(
-    held: PageSpec, there: torch.device, needed: PageSpec, here: torch.device
-) -> tuple[str, str]:
-    """Return in words what is held and what is needed instead, as far as they differ."""
-    pairs = [
-        (_words(one), _words(other)) for one, other in zip(held.sides, needed.sides, strict=False)
-    ]
-    differing = [pair for pair in pairs if pair[0] != pair[1]]
-    if there != here or not differing:
-        differing.append((f"pages on {there}", f"pages on {here}"))
-    ours, theirs = zip(*differing, strict=True)
-    return " and ".join(ours), " and ".join(theirs)
-
-
-def _words(side: SideSpec) -> str:
-    dtype = str(side.dtype).removeprefix("torch.")
-    return f"{side.side} in {side.scheme.name} ({dtype}, {side.num_kv_heads} heads of {side.head_dim}, pages of {side.page_size})"
+def _words(spec: PageSpec, device: torch.device) -> str:
+    return (
+        " and ".join(
+            f"{side.side} in {side.scheme.name} ({str(side.dtype).removeprefix('torch.')}, {side.num_kv_heads} heads of "
+            f"{side.head_dim}, pages of {side.page_size})"
+            for side in spec.sides
+        )
+        + f" on {device}"
+    )

@@ -9,7 +9,7 @@ from ..cache.layer_formats import LayerFormats
 from ..cache.store import LayerStore, Residual
 from ..cache.widening import Widening
 from ..pages.cpu_memory import mapped_zeros
-from ..pages.persistent import persistent_tensors
+from ..pages.moved import persistent_tensors
 from ..pages.step import Step
 from ..pages.storage import PageArena, PageStorage, Pair
 from ..read_budget import ReadBudget

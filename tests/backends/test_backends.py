@@ -67,7 +67,7 @@ def test_compiled_decode_uses_a_registered_backend(counting):
         step(tokens(1, 1), past_key_values=cache)
     torch._dynamo.reset()
     assert counting.queries[-1] == 1
-    assert cache.layers[0].store.base.kernel.name == "counting"
+    assert cache.layers[0].store.kernel.name == "counting"
 
 
 def test_auto_leaves_a_backend_without_priority_alone(counting):

@@ -227,8 +227,10 @@ def test_compiled_forward_gives_the_logits_and_bytes_of_the_eager_step(name):
     assert graphs() == 1
     compiled.check_integrity()
     for mine, theirs in zip(compiled.layers, eager.layers, strict=True):
-        for one, other in zip(mine.store.tensors, theirs.store.tensors, strict=True):
-            assert one.numpy().tobytes() == other.numpy().tobytes()
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+        for side, like in zip(mine.storage.sides, theirs.storage.sides, strict=True):
+            for name, one in side.fields.items():
+                assert one.numpy().tobytes() == like.fields[name].numpy().tobytes()
     if name == "exact":
         dynamic = decode(model, model, DynamicCache(config=model.config), inputs, 40)
         rounding.assert_close(wanted, dynamic)
@@ -406,14 +408,14 @@ def test_inductor_gives_the_eager_logits(name):
 def with_triton(name, kernel):
     """Compiled greedy tokens and the first layer's key codes; the CPU passes for a GPU (runs in the worker)."""
     from kv_hf.backends import registry
-    from kv_hf.cache import base, layer_formats
+    from kv_hf.cache import layer_formats, paged_cache
     from kv_hf.spec import ROWS
 
     before = graphs()  # of other tests in this worker
-    kept = registry.why_not, layer_formats.layout_for, base.layout_for
+    kept = registry.why_not, layer_formats.layout_for, paged_cache.layout_for
     if kernel == "triton":
         registry.why_not = lambda *_: None
-    layer_formats.layout_for = base.layout_for = lambda device: ROWS
+    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
     try:
         model = make_model("llama", num_hidden_layers=1)
         cache = preallocated(model, name, kernel=kernel)
@@ -425,10 +427,10 @@ def with_triton(name, kernel):
             compile_config=compiling(),
         )
         assert cache.group.batch.counts.tolist() == [1, 0]  # sealed by a compiled step
-        store = cache.layers[0].store.base
+        store = cache.layers[0].store
         return out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
     finally:
-        registry.why_not, layer_formats.layout_for, base.layout_for = kept
+        registry.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
         torch._dynamo.reset()
 
 

@@ -482,13 +482,13 @@ def generate(name, kernel):
 
     import kv_hf
     from kv_hf.backends import registry
-    from kv_hf.cache import base, layer_formats
+    from kv_hf.cache import layer_formats, paged_cache
     from kv_hf.spec import ROWS
 
-    kept = registry.why_not, layer_formats.layout_for, base.layout_for
+    kept = registry.why_not, layer_formats.layout_for, paged_cache.layout_for
     if kernel == "triton":
         registry.why_not = lambda *_: None
-    layer_formats.layout_for = base.layout_for = lambda device: ROWS
+    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
     try:
         torch.manual_seed(0)
         config = transformers.DeepseekV3Config(
@@ -514,7 +514,7 @@ def generate(name, kernel):
         first = cache.layers[0].store
         return tokens, first.pages.keys.fields["codes"], first.kernel.name
     finally:
-        registry.why_not, layer_formats.layout_for, base.layout_for = kept
+        registry.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
 
 
 @needs_interpreter

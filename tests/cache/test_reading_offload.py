@@ -267,7 +267,7 @@ def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fe
     for (
         layer
     ) in cache.paged_layers:  # each page once, and those twice that say which words are read
-        own = [page for index, pages in keys if index is layer.storage.keys.index for page in pages]
+        own = [page for index, pages in keys if index is layer.storage.index for page in pages]
         assert set(own) == set(range(18)) and len(own) == 18 + 8
     for at in range(301, 329):
         sealed = len(cache.group.rows[0].pages)

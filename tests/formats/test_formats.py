@@ -14,6 +14,7 @@ import rounding
 import tiny_latent
 import tiny_models
 import torch
+from kv_hf.backends.torch_ops import spec_name
 from nf4_format import NF4
 from paths import ROOT
 from transformers import GenerationConfig
@@ -24,7 +25,6 @@ from kv_hf import cli, doctor
 from kv_hf.backends import torch_ops
 from kv_hf.backends.cpu import library
 from kv_hf.backends.registry import choose, layout_for
-from kv_hf.backends.torch_ops import spec_name
 from kv_hf.cache_names import all_cache_names, parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.caches import cache_kind

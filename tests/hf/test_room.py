@@ -11,7 +11,7 @@ import kv_hf
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.pages.host_memory import HostMemory
+from kv_hf.pages.cpu_memory import HostMemory
 from kv_hf.pages.storage import PageStorage, SideStorage
 
 compiled = pytest.mark.skipif(library.missing() is not None, reason="needs the C kernel")
@@ -21,6 +21,7 @@ ROWS = [text(1, 400)]
 def failing_at(monkeypatch, number):
     """Let the `number`th field that is to grow find no memory."""
     left, new_empty = [number], torch.Tensor.new_empty
+    monkeypatch.setattr("kv_hf.pages.storage.mapped_zeros", lambda field, pages: None)
 
     def short(tensor, size, *args, **kwargs):
         if len(size) == 4 and size[0] > tensor.shape[0]:

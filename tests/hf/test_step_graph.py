@@ -5,7 +5,9 @@ import logging
 import pytest
 import tape
 import tiny_encoder_decoders as encoder_decoders
+import tiny_latent
 import torch
+from test_hybrid_layers import model_of as hybrid
 from test_sliding import make as windows
 from tiny_models import left_padded, make_model, shared_model, tokens
 
@@ -314,16 +316,15 @@ def test_generate_lets_the_cache_grow_where_memory_is_short(gpu, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"recent_tokens": 20}], ids=["plain", "recent"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_generate_captures_sliding_windows_sinks_and_latents(family, options, gpu):
-    model = windows("gemma3", 24) if family == "gemma3" else make_model(family)
-    if family == "mistral":
-        model = windows("mistral", 24)
+    latent = family == "deepseek_v3"
+    model = tiny_latent.make_model(family) if latent else windows(family, 24)
     grown, made = both(model, left_padded([37, 20]), **options)
     assert torch.equal(grown, made)
     assert gpu["captures"] == 1 and gpu["replays"] > 40
 
 
 def test_generate_lets_states_of_linear_layers_grow(gpu):
-    grown, made = both(make_model("qwen3_next"), {"input_ids": tokens(1, 30)})
+    grown, made = both(hybrid("qwen3_next"), {"input_ids": tokens(1, 30)})
     assert torch.equal(grown, made)
     assert gpu["captures"] == 0
 

@@ -17,7 +17,6 @@ from hypothesis.stateful import (
 
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
 from kv_hf.pages.rows import Batch
-from kv_hf.pages.rows import Rows, RowSizes
 from kv_hf.pages.step import block_table
 from kv_hf.spec import sealed_pages
 

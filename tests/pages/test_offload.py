@@ -20,7 +20,7 @@ from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
-from kv_hf.pages.host_memory import runs_of
+from kv_hf.pages.cpu_memory import runs_of
 from kv_hf.pages.offload import SEAL_PAGES, Demand, split_layers
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView
@@ -85,12 +85,12 @@ def check_equal(found, expected):
 # -- the same results ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("keys", ["exact", "int4"])
 @pytest.mark.parametrize("budget", [False, True])
 def test_ragged_batch_is_equal(place, keys, budget):
     inputs = left_padded([150, 4, 77])
     expected = generate(five_layers(), inputs, keys)
-    budgets = {"exact": 348_160, "int8": 98_260, "int4": 65_280}
+    budgets = {"exact": 348_160, "int4": 65_280}
     some = {"device_bytes": budgets[keys]} if budget else {}
     found = generate(five_layers(), inputs, keys, {**place, **some})
     check_equal(found, expected)
@@ -113,15 +113,6 @@ def test_beams_assisted_decoding_and_chunks_are_equal(place, options):
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = generate(five_layers(), inputs, "int4", **options)
     check_equal(generate(five_layers(), inputs, "int4", place, **options), expected)
-
-
-def test_assistant_model_is_equal(place):
-    assistant = make_model("llama", num_hidden_layers=1)
-    inputs = {"input_ids": tokens(1, 100)}
-    expected = generate(five_layers(), inputs, "exact", assistant_model=assistant)
-    check_equal(
-        generate(five_layers(), inputs, "exact", place, assistant_model=assistant), expected
-    )
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
@@ -352,6 +343,8 @@ def test_layers_that_leave_lie_far_apart():
     more = split_layers(demands, 7 * 100 * spec.page_bytes, 1, already={7})
     assert some.offloaded != more.offloaded
     assert 7 in more.offloaded
+    # five layers, one of them twice while it grows, and two buffers for the three that have left
+    assert len(split_layers(demands, (5 + 1 + 2) * 100 * spec.page_bytes, 2).offloaded) == 3
     demands[6] = Demand(spec, torch.device("cpu"), 1000, 10)
     assert min(split_layers(demands, 9 * 100 * spec.page_bytes, 1).offloaded) == 6
 

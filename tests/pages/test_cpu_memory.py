@@ -1,0 +1,398 @@
+"""Pages on a CPU lie in mappings of their own and grow there; memory goes back to the system once behind a prefill."""
+
+import mmap
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_model, tokens
+from transformers import LlamaConfig
+
+import kv_hf
+from kv_hf.evaluation import measure_footprint
+from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.pages import cpu_memory
+from kv_hf.pages.cpu_memory import (
+    AHEAD,
+    LEAST_BYTES,
+    LEAST_COLUMNS,
+    TRIM_VARIABLE,
+    PrefillWatch,
+    advise,
+    give_back_freed,
+    huge_page_bytes,
+    mapped_zeros,
+    trim_heap,
+)  # fmt: skip
+from kv_hf.pages.storage import SideStorage
+from kv_hf.spec import PageSpec
+
+needs_mappings = pytest.mark.skipif(
+    not hasattr(mmap, "MAP_PRIVATE"), reason="this system has no private mappings"
+)
+CPU = torch.device("cpu")
+PAGES = 64  # of 6 KiB codes: enough for a mapping
+
+
+def side() -> SideStorage:
+    """Return an empty side of SmolLM2-135M's sizes in int4."""
+    spec = PageSpec.build(
+        key_scheme("int4"),
+        value_scheme("int4"),
+        num_kv_heads=3,
+        key_dim=64,
+        value_dim=64,
+        page_size=64,
+        dtype=torch.bfloat16,
+    )
+    return SideStorage(spec.keys, CPU)
+
+
+def filled(pages: int) -> SideStorage:
+    """Return a side of `pages` pages, each byte of page i being i."""
+    storage = side()
+    storage.fields = storage.grown(pages)
+    for page in range(pages):
+        for field in storage.fields.values():
+            field[page].view(torch.uint8).fill_(page)
+    return storage
+
+
+def check(storage: SideStorage, pages: int, room: int) -> None:
+    """Check that pages hold what `filled` wrote, and zeros behind."""
+    storage.check_integrity()
+    assert storage.capacity == room
+    for field in storage.fields.values():
+        for page in range(pages):
+            assert bool((field[page].view(torch.uint8) == page).all())
+        assert not field[pages:].view(torch.uint8).any()
+
+
+@needs_mappings
+def test_grown_stays_in_its_memory_as_long_as_there_are_addresses():
+    storage = filled(PAGES)
+    before = dict(storage.fields)
+    storage.fields = storage.grown(PAGES + 1)
+    check(storage, PAGES, PAGES + 1)
+    for name, field in storage.fields.items():
+        assert field.data_ptr() == before[name].data_ptr()
+        assert len(before[name]) == PAGES  # whoever reads these goes on
+    storage.fields = storage.grown(AHEAD * PAGES)
+    check(storage, PAGES, AHEAD * PAGES)
+    assert storage.fields["codes"].data_ptr() == before["codes"].data_ptr()
+    storage.fields = storage.grown(AHEAD * PAGES + 1)
+    check(storage, PAGES, AHEAD * PAGES + 1)
+    assert storage.fields["codes"].data_ptr() != before["codes"].data_ptr()
+    assert bool((before["codes"][3].view(torch.uint8) == 3).all())
+
+
+@needs_mappings
+def test_fields_share_no_memory():
+    """A compiled forward changes fields in place; tensors over one storage would hinder it."""
+    storage = filled(PAGES)
+    storages = {field.untyped_storage().data_ptr() for field in storage.fields.values()}
+    assert len(storages) == len(storage.fields)
+
+
+def test_small_sides_and_other_devices_stay_with_torch():
+    codes = side().fields["codes"]
+    page_bytes = codes[0:1].new_empty((1, *codes.shape[1:])).nbytes
+    assert mapped_zeros(codes, LEAST_BYTES // page_bytes - 1) is None
+    assert mapped_zeros(codes.to("meta"), 1000) is None
+
+
+@pytest.mark.parametrize("refused", [1, 10**6], ids=["once", "always"])
+def test_grown_does_without_mappings_that_the_system_refuses(refused, monkeypatch):
+    real, asked = mmap.mmap, []
+
+    def mapping(*args, **kwargs):
+        asked.append(args)
+        if len(asked) <= refused:
+            raise OSError("Cannot allocate memory")
+        return real(*args, **kwargs)
+
+    storage = filled(PAGES)
+    monkeypatch.setattr(cpu_memory.mmap, "mmap", mapping)
+    for room in (AHEAD * PAGES + 1, AHEAD * PAGES + 2):
+        storage.fields = storage.grown(room)
+        check(storage, PAGES, room)
+    assert asked or not hasattr(mmap, "MAP_PRIVATE")
+
+
+def test_pickle_holds_the_pages_alone():
+    storage = filled(PAGES)
+    storage.fields = storage.grown(PAGES + 1)
+    data = pickle.dumps(storage)
+    assert len(data) < sum(storage.nbytes.values()) + 20_000
+    loaded = pickle.loads(data)
+    check(loaded, PAGES, PAGES + 1)
+    loaded.fields = loaded.grown(PAGES + 2)
+    check(loaded, PAGES, PAGES + 2)
+    check(storage, PAGES, PAGES + 1)
+
+
+@needs_mappings
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_pages_of_its_own():
+    storage = filled(PAGES)
+    child = os.fork()
+    if not child:
+        storage.fields["codes"][0, 0, 0] = 99
+        os._exit(int(storage.fields["codes"].view(torch.uint8).flatten()[0] != 99))
+    assert os.waitpid(child, 0)[1] == 0
+    check(storage, PAGES, PAGES)
+
+
+# -- huge pages
+
+needs_huge_pages = pytest.mark.skipif(
+    not 0 < huge_page_bytes() <= 4 << 20,
+    reason="no huge pages here, or huger ones than a test should fill",
+)
+
+
+def advised(address: int) -> bool:
+    """Say whether huge pages were asked for at an address, by the flags that Linux shows."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    return False
+
+
+@needs_huge_pages
+def test_advise_reaches_whole_huge_pages_alone() -> None:
+    size = huge_page_bytes()
+    memory = torch.empty(6 * size, dtype=torch.uint8)
+    begin = (
+        -memory.data_ptr() % size + size // 2
+    )  # a tensor that begins and ends inside of a huge page
+    part = memory[begin : begin + 3 * size]
+    assert advise(part)
+    start = part.data_ptr()
+    assert advised(start + size // 2) and advised(start + 2 * size)
+    assert not advised(start) and not advised(start + 3 * size - 1)
+
+
+@needs_huge_pages
+def test_advise_leaves_small_tensors_and_other_devices() -> None:
+    assert not advise(torch.empty(huge_page_bytes(), dtype=torch.uint8))
+    assert not advise(torch.empty(4 * huge_page_bytes(), dtype=torch.uint8, device="meta"))
+
+
+def test_advise_does_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_memory, "huge_page_bytes", lambda: 0)
+    assert not advise(torch.empty(1 << 24, dtype=torch.uint8))
+
+
+@needs_huge_pages
+def test_grown_asks_for_huge_pages_and_keeps_pages() -> None:
+    spec = PageSpec.build(
+        key_scheme("exact"),
+        value_scheme("exact"),
+        num_kv_heads=8,
+        key_dim=128,
+        value_dim=128,
+        page_size=64,
+        dtype=torch.float32,
+    )
+    storage = SideStorage(spec.keys, torch.device("cpu"))
+    storage.fields = storage.grown(3)
+    storage.fields["codes"].fill_(7)
+    pages = 3 * huge_page_bytes() // spec.keys.payload_bytes
+    codes = storage.grown(pages)["codes"]
+    assert advised(codes.data_ptr() + codes.nbytes // 2)
+    assert bool((codes[:3] == 7).all()) and not codes[3:].any()
+
+
+@needs_huge_pages
+def test_advise_asks_for_what_was_added_and_puts_together_what_was_written() -> None:
+    size = huge_page_bytes()
+    # of its own: the heap may hand out memory that an earlier test advised
+    mapped = mmap.mmap(-1, 8 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    begin = -memory.data_ptr() % size
+    part = memory[begin : begin + 6 * size + 100]
+    written = 2 * size + size // 2
+    assert advise(part[:written])
+    part[:written] = 7
+    start = part.data_ptr()
+    assert not advised(start + 2 * size)
+    assert advise(part, written=written)
+    assert advised(start + 2 * size) and advised(start + 6 * size - 1)
+    assert bool((part[:written] == 7).all())
+    assert not advise(part, written=part.nbytes)  # nothing was added
+
+
+# -- the heap
+
+LONG = LEAST_COLUMNS
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """One entry for each time that memory was given back."""
+    found = []
+    monkeypatch.setattr(cpu_memory, "give_back_freed", lambda: found.append(1))
+    return found
+
+
+def test_watch_gives_back_once_behind_a_prefill(calls):
+    watch = PrefillWatch()
+    for columns in (LONG, LONG, LONG):  # chunks of one prefill
+        watch.begin(columns, CPU)
+    assert not calls
+    for _ in range(5):
+        watch.begin(1, CPU)
+    watch.end()
+    assert len(calls) == 1
+    watch.begin(LONG, CPU)
+    watch.end()
+    watch.begin(1, CPU)
+    assert len(calls) == 2
+
+
+def test_watch_leaves_short_forwards_and_other_devices_alone(calls):
+    watch = PrefillWatch()
+    watch.begin(LONG - 1, CPU)
+    watch.begin(1, CPU)
+    watch.begin(LONG, torch.device("cuda"))
+    watch.begin(1, torch.device("cuda"))
+    watch.end()
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (1, {}),
+        (3, {}),
+        (1, {"num_beams": 3}),
+        (1, {"prefill_chunk_size": LONG}),
+        (1, {"cache_config": {"max_length": 400}}),
+        (1, {"prompt_lookup_num_tokens": 3}),
+    ],
+    ids=str,
+)
+def test_generate_gives_back_once_per_prompt(calls, batch, options):
+    model = make_model("llama")
+    model.generate(
+        tokens(batch, 2 * LONG + 5),
+        cache_implementation="paged_int4",
+        max_new_tokens=12,
+        do_sample=False,
+        **options,
+    )
+    assert len(calls) == 1
+
+
+def test_each_turn_of_a_chat_gives_back_once(calls):
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, keys="int4", values="int4")
+    text = tokens(1, 100)
+    for turn in range(1, 4):
+        text = model.generate(text, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        assert len(calls) == turn
+        text = torch.cat([text, tokens(1, 80)], 1)
+    model.generate(text[:, :-60], past_key_values=cache, max_new_tokens=9, do_sample=False)
+    assert len(calls) == 3  # a short turn leaves little behind
+
+
+def test_own_loop_gives_back_at_its_first_step_or_when_it_says_so(calls):
+    model = make_model("llama")
+    for says_so in (False, True):
+        cache = kv_hf.PagedCache(model.config, keys="int4", values="int4")
+        with torch.no_grad():
+            model(tokens(1, 100), past_key_values=cache)
+            if says_so:
+                cache.end_prefill()
+                assert len(calls) == 2
+            for _ in range(4):
+                model(tokens(1, 1), past_key_values=cache)
+    assert len(calls) == 2
+
+
+def test_generate_gives_back_for_a_shared_beginning_and_for_the_rest(calls):
+    """Rows with one long beginning: it is computed once, in a forward of its own."""
+    model = make_model("llama")
+    prompt = torch.cat([tokens(1, 200).repeat(2, 1), tokens(2, 70)], 1)
+    store = kv_hf.PrefixStore()
+    model.generate(
+        prompt,
+        cache_implementation="paged_int4",
+        cache_config={"prefix_store": store},
+        max_new_tokens=5,
+        do_sample=False,
+    )
+    assert len(calls) == 2
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of malloc_trim, which is replaced."""
+    found = []
+    monkeypatch.setattr(cpu_memory, "_malloc_trim", lambda: found.append)
+    return found
+
+
+def test_give_back_freed_obeys_its_switch(asked, monkeypatch):
+    monkeypatch.delenv(TRIM_VARIABLE, raising=False)
+    assert give_back_freed() and asked == [0]
+    monkeypatch.setenv(TRIM_VARIABLE, "never")
+    assert not give_back_freed() and asked == [0]
+
+
+@pytest.mark.parametrize("version", ["musl 1.2", "", None, ValueError, OSError])
+def test_trim_heap_does_nothing_beside_other_libraries(version, monkeypatch):
+    def confstr(name):
+        if isinstance(version, type):
+            raise version
+        return version
+
+    monkeypatch.setattr(os, "confstr", confstr)
+    cpu_memory._malloc_trim.cache_clear()
+    try:
+        assert not trim_heap()
+    finally:
+        cpu_memory._malloc_trim.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is a library of Linux")
+def test_trim_heap_finds_glibc():
+    try:
+        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (OSError, ValueError):
+        glibc = False
+    assert trim_heap() == glibc
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu_memory._malloc_trim(), reason="only glibc keeps what a prefill frees")
+def test_process_with_int4_stays_below_one_with_dynamic_cache():
+    """Two processes of their own, as users start them: a small model with heads as real ones have them."""
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        **sizes, **heads, max_position_embeddings=1 << 20, tie_word_embeddings=False
+    )
+    grown = {
+        cache: measure_footprint(config, cache, 8192, steps=4)
+        for cache in ("dynamic", "paged_int4")
+    }
+    if grown["dynamic"]["prefill_grown_bytes"] is None:
+        pytest.skip("this system does not tell what is resident")
+    for field in ("prefill_grown_bytes", "steps_grown_bytes"):
+        assert grown["paged_int4"][field] < grown["dynamic"][field]

@@ -255,12 +255,6 @@ def test_queries_get_no_mask_where_the_kernels_hide_by_themselves(monkeypatch):
     # the first chunk, whose keys are plain tensors; a kernel that leaves chunks to SDPA asks for the others
     made = queries_of_masks()
     assert made[:2] == [30, 30] and (library.missing() or len(made) == 2)
-    hole = {name: tensor.clone() for name, tensor in inputs.items()}
-    hole["attention_mask"][:, 45] = 0
-    expected = run(model, hole, max_new_tokens=20)
-    masks.clear()
-    check_same(run(model, hole, "paged_exact", max_new_tokens=20), expected)
-    assert queries_of_masks().count(1) == 2 * 19
 
 
 def test_attention_weights_of_a_padded_sliding_model_equal_eager():

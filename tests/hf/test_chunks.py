@@ -212,15 +212,7 @@ def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
 
 def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
     """What bends scores is no business of fused kernels."""
-    taken = pretend_fused(monkeypatch)
-    asked = []
-    real = dense.sdpa_attention_forward
-
-    def noted(module, query, key, value, mask, **kwargs):
-        asked.append(mask)
-        return real(module, query, key, value, mask, **kwargs)
-
-    monkeypatch.setattr(dense, "sdpa_attention_forward", noted)
+    taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
     model = make_model("llama")
     cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
     cache.update(*torch.randn(2, 1, 2, 100, 16), 0)
@@ -232,10 +224,9 @@ def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
     bias = torch.randn(1, 4, 70, 170)
     module = model.model.layers[0].self_attn
     query = torch.randn(1, 4, 70, 16)
-    attention.kv_hf_attention(module, query, keys, values, mask, position_bias=bias, dense=noted)
-    assert not taken
-    assert asked[0].dtype == torch.bool
-    attention.kv_hf_attention(module, query, keys, values, mask, dense=noted)
+    attention.kv_hf_attention(module, query, keys, values, mask, position_bias=bias)
+    assert not taken and len(made) == 1
+    attention.kv_hf_attention(module, query, keys, values, mask)
     assert len(taken) == 1
 
 

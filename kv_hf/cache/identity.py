@@ -47,7 +47,6 @@ IGNORED = {
     "return_dict", "transformers_version", "use_cache",
     "dtype", "torch_dtype", "quantization_config",  # the weights say these
 }  # fmt: skip
-_STRICT = {"strict": True, "extra": "forbid"}  # for pydantic, which reads both classes from files
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ class Adapters:
         virtual: kind and name of the virtual tokens in front of each prompt, "" without.
         by_call: whether hooks choose adapters for each row or token of the current call.
     """
-
-    __pydantic_config__ = _STRICT
 
     active: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
@@ -106,8 +103,6 @@ class ModelId:
         buffers: of a file, numbers of each floating-point buffer outside of the state dict, evenly spaced.
         space: for stores, hexadecimal digest of adapters, hooks, autocast and dropout: what is switched to and fro.
     """
-
-    __pydantic_config__ = _STRICT
 
     sizes: dict[str, Any]
     adapters: Adapters | None = None

@@ -2,12 +2,12 @@
 
     token_ids                           [rows, columns] int64, where they were given
     layers.<n>.<side>.<field>           [pages, ..]: pages in layout "rows", in the order of rows and tokens
-    layers.<n>.<side>.window            [rows, num_kv_heads, longest row, head_dim]: exact tokens, zero behind a row's own
+    layers.<n>.<side>.window            [rows, num_kv_heads, longest row, head_dim]: exact tokens, zero after a row's own
     metadata                            "cache": `Description` as JSON, with the SHA-256 of every tensor; "checksum": that of
                                         all other metadata
 
 Sides are "keys" and "values", or "latent" and "k_rope". The safetensors library writes and reads the file, and refuses tensors
-that overlap, leave holes or end behind the file. What the description claims is checked before a tensor is made for it. Source
+that overlap, leave holes or end after the file. What the description claims is checked before a tensor is made for it. Source
 of the format: https://huggingface.co/docs/safetensors
 """
 

@@ -48,7 +48,7 @@ class PrefixTree:
         self.evictions = 0
         self.roots: dict[Hashable, Prefix] = {}
         self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
-        self._changing = False  # outside of the pool's lock: a change was interrupted
+        self._changing = False  # without the pool's lock held: a change was interrupted
         pool.register(self)
 
     def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:

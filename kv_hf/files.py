@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ BESIDE_BYTES = 512 << 20  # a tokenizer, a licence: what is copied beside weight
 ROWS_BYTES = 1 << 30  # rows of measurements
 TEXT_BYTES = 16 << 30  # text that is measured or trained on, which lies in memory as a whole
 UNFINISHED = ".kv_hf-unfinished"
-_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 PathLike = str | os.PathLike[str]
 
 
@@ -83,26 +82,9 @@ def is_within(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(folder)
 
 
-class Writer:
-    """A file that is written from its begin to its end, without a buffer.
-
-    Attributes:
-        number: its descriptor.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write all of `data`, in as many calls as the system needs. Raises OSError."""
-        left = memoryview(data).cast("B")
-        while left:
-            left = left[os.write(self.number, left) :]
-
-
 @contextlib.contextmanager
-def replacing(path: PathLike) -> Iterator[Writer]:
-    """Open a new file beside `path` that takes its place when the block ends, and is deleted when it fails.
+def replacing(path: PathLike) -> Iterator[Path]:
+    """Give the path for a new file, which takes the place of `path` when the block ends, and is deleted when it fails.
 
     The place keeps the permissions of the file that was there; a new file has what the umask leaves. A link stays a link:
     what it leads to is replaced.
@@ -111,21 +93,21 @@ def replacing(path: PathLike) -> Iterator[Writer]:
     """
     target = Path(os.path.realpath(path))
     mode = _mode_of(target, path)
-    made = 0o666 if mode is None else 0o600
-    with _beside(target, lambda path: os.close(os.open(path, _NEW, made))) as aside:
-        with _opened(aside, os.O_WRONLY) as number:
-            yield Writer(number)
-            if mode is not None:
-                os.chmod(aside, mode)
-            os.fsync(number)
+    with scratch_folder(target) as folder:
+        aside = folder / "new"
+        aside.touch()
+        made = aside.stat().st_mode
+        yield aside
+        os.chmod(aside, stat.S_IMODE(made if mode is None else mode))
+        _sync(aside)
         os.replace(aside, target)
     _sync_names(target.parent)
 
 
 def replace_text(path: PathLike, text: str) -> None:
     """Write `text` in UTF-8 to the place `path`, as `replacing` does. Raises OSError."""
-    with replacing(path) as file:
-        file.write(text.encode("utf-8"))
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8", newline="")
 
 
 @contextlib.contextmanager
@@ -138,7 +120,7 @@ def becoming_folder(destination: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(destination))
     there = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _beside(target, lambda path: os.mkdir(path, 0o700 if there else 0o777)) as aside:
+    with scratch_folder(target, 0o700 if there else 0o777) as aside:
         yield aside
         if there:
             shutil.copymode(target, aside)
@@ -149,10 +131,17 @@ def becoming_folder(destination: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scratch_folder(target: Path) -> Iterator[Path]:
-    """Make a folder beside `target` for what is needed meanwhile only; deleted when the block ends. Raises OSError."""
-    with _beside(target, lambda path: os.mkdir(path, 0o700)) as folder:
-        yield folder
+def scratch_folder(target: Path, mode: int = 0o700) -> Iterator[Path]:
+    """Make a folder beside `target`, locked until the block ends; what has not been renamed then is deleted. Raises OSError."""
+    _remove_abandoned(target.parent)
+    path = target.with_name(f"{secrets.token_hex(8)}{UNFINISHED}")
+    with contextlib.ExitStack() as held:
+        held.callback(_remove, path)
+        while not path.exists():  # another writer may take it for abandoned before it is locked
+            os.mkdir(path, mode)
+            with contextlib.suppress(FileNotFoundError):
+                held.enter_context(_locked(path))
+        yield path
 
 
 def lock(number: int, flags: int = 0) -> bool:
@@ -181,12 +170,12 @@ def _mode_of(target: Path, path: PathLike) -> int | None:
         raise kind(f"{path} is no regular file; give the name of a file")
     if not os.access(target, os.W_OK):
         raise PermissionError(f"{path} is a file that may not be written")
-    return stat.S_IMODE(mode) & 0o777
+    return mode & 0o777
 
 
 @contextlib.contextmanager
-def _opened(path: PathLike, flags: int = os.O_RDONLY) -> Iterator[int]:
-    number = os.open(path, flags | getattr(os, "O_BINARY", 0))
+def _opened(path: PathLike, flags: int = 0) -> Iterator[int]:
+    number = os.open(path, os.O_RDONLY | flags | getattr(os, "O_BINARY", 0))
     try:
         yield number
     finally:
@@ -206,42 +195,25 @@ def _sync_names(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    """Make a new file or folder beside `target`, locked until the block ends; what has not been renamed then is removed."""
-    _remove_abandoned(target.parent)
-    path = target.with_name(f"{secrets.token_hex(8)}{UNFINISHED}")
-    with contextlib.ExitStack() as held:
-        held.callback(_remove, path)
-        while not path.exists():  # another writer may take it for abandoned before it is locked
-            make(path)
-            with contextlib.suppress(FileNotFoundError):
-                held.enter_context(_locked(path))
-        yield path
-
-
-@contextlib.contextmanager
 def _locked(path: Path, flags: int = 0) -> Iterator[bool]:
     """Hold a lock on a file or folder, if there are locks; see `lock`. Raises OSError for what cannot be opened."""
     if fcntl is None:
         yield False
         return
-    with _opened(path, os.O_NONBLOCK) as number:
+    with _opened(path) as number:
         yield lock(number, flags)
 
 
-def _remove(path: Path) -> None:
-    """Remove a file or a folder with what is in it, as far as it can be."""
+def _remove(folder: Path) -> None:
+    """Remove a folder with what is in it, as far as it can be."""
     with contextlib.suppress(OSError):  # rmtree raises those of a close all the same
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove what killed processes left unfinished in a folder, and say so. Never raises OSError."""
     removed = []
-    for path in sorted(folder.glob(f"*{UNFINISHED}")) if fcntl else ():
+    for path in sorted(folder.glob(f"*{UNFINISHED}/")) if fcntl else ():
         with contextlib.suppress(OSError), _locked(path, fcntl.LOCK_NB) as abandoned:
             if abandoned and not path.is_symlink():
                 _remove(path)

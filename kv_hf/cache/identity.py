@@ -47,7 +47,6 @@ IGNORED = {
     "return_dict", "transformers_version", "use_cache",
     "dtype", "torch_dtype", "quantization_config",  # the weights say these
 }  # fmt: skip
-_STRICT = {"strict": True, "extra": "forbid"}  # for pydantic, which reads both classes from files
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,14 @@ class Adapters:
         active: names of the adapters that forwards add, sorted; without those that are merged or disabled.
         merged: names of the adapters that are merged into the weights.
         disabled: whether layers with adapters leave them out.
-        scaling: scaling factors of the active adapters, for people.
         settings: hexadecimal digest of all settings of the active adapters in all layers; "" without any.
         virtual: kind and name of the virtual tokens in front of each prompt, "" without.
         by_call: whether hooks choose adapters for each row or token of the current call.
     """
 
-    __pydantic_config__ = _STRICT
-
     active: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
     disabled: bool = False
-    scaling: str = ""
     settings: str = ""
     virtual: str = ""
     by_call: bool = False
@@ -79,9 +74,8 @@ class Adapters:
         return replace(self, merged=(), disabled=False)
 
     def __str__(self) -> str:
-        scaling = f" (scaling {self.scaling})" if self.scaling else ""
         found = [
-            f"{_named(self.active)} active{scaling}" if self.active else "",
+            f"{_named(self.active)} active" if self.active else "",
             "adapters chosen for each row" if self.by_call else "",
             f"virtual tokens of {self.virtual}" if self.virtual else "",
             "adapters disabled" if self.disabled else "",
@@ -102,12 +96,10 @@ class ModelId:
         sizes: sizes and settings by name; of a file those of the whole config.
         adapters: None where they are not compared.
         weights: "<dtype> <shape> <digest>" of each weight by name; None where they cannot be told: adapters are in the model,
-            processes share the weights, or some lie outside of memory.
-        buffers: of a file, numbers of each floating-point buffer outside of the state dict, evenly spaced.
+            processes share the weights, or some are not in memory.
+        buffers: of a file, numbers of each floating-point buffer that the state dict lacks, evenly spaced.
         space: for stores, hexadecimal digest of adapters, hooks, autocast and dropout: what is switched to and fro.
     """
-
-    __pydantic_config__ = _STRICT
 
     sizes: dict[str, Any]
     adapters: Adapters | None = None
@@ -197,7 +189,6 @@ def adapters_of(model: Any) -> Adapters:
     names: set[str] = set()
     merged: set[str] = set()
     disabled = by_call = False
-    scaling: list[float] = []
     digest = hashlib.sha256()
     for place, (_, layer) in enumerate(tuner_layers(model)):
         merged.update(layer.merged_adapters)
@@ -205,17 +196,13 @@ def adapters_of(model: Any) -> Adapters:
         by_call |= bool(layer._forward_pre_hooks)
         for name in _active_in(layer):
             names.add(name)
-            settings = _settings(layer, name)
-            if isinstance(settings.get("scaling"), float | int):
-                scaling.append(settings["scaling"])
-            digest.update(json.dumps([place, name, settings], sort_keys=True).encode())
-    ends = sorted({min(scaling), max(scaling)}) if scaling else []
+            settings = [place, name, _settings(layer, name)]
+            digest.update(json.dumps(settings, sort_keys=True).encode())
     owner = virtual_owner(model)
     return Adapters(
         tuple(sorted(names)),
         tuple(sorted(merged)),
         disabled,
-        " to ".join(f"{end:.6g}" for end in ends),
         digest.hexdigest() if names else "",
         "" if owner is None else _virtual(owner),
         by_call,

@@ -84,7 +84,7 @@ class Origin:
     # -- the text ------------------------------------------------------------------------------------------
 
     def note_text(self, token_ids: torch.Tensor, columns_in_front: int, columns_held: int) -> None:
-        """Note ids [rows, columns] that come behind the first columns known, as a copy that nobody else writes to.
+        """Note ids [rows, columns] that follow the first columns known, as a copy that nobody else writes to.
 
         Args:
             columns_in_front: how many of the columns known are kept.
@@ -98,7 +98,7 @@ class Origin:
         self.known_columns = min(self.token_ids.shape[1], columns_held)
 
     def forget_tokens(self, columns: int) -> None:
-        """Forget the text behind the first `columns`: a crop removed it."""
+        """Forget the text after the first `columns`: a crop removed it."""
         self.known_columns = min(self.known_columns, columns)
         if self.token_ids is not None:
             self.token_ids = self.token_ids[:, :columns]

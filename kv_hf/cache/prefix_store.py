@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import READ_LIMITS, CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
@@ -29,59 +29,11 @@ class HeldRow:
     pages: tuple[int, ...]
 
 
-class PageSharer(Protocol):
-    """The methods that a store needs of a cache; sharing.py implements them."""
-
-    @property
-    def prefix_store(self) -> Any:
-        """The store that the cache was made with."""
-        ...
-
-    @property
-    def prefix_spaces(self) -> tuple[str | None, ...]:
-        """The spaces in which the tokens that it holds were computed."""
-        ...
-
-    @property
-    def computed_by(self) -> tuple[Any, ...]:
-        """The states of adapters by which they were computed, for messages."""
-        ...
-
-    def get_seq_length(self) -> int:
-        """Return the columns seen."""
-        ...
-
-    def held_rows(self) -> Sequence[HeldRow]:
-        """Return the rows. Raises InterruptedForwardError after a forward that stopped half-way."""
-        ...
-
-    def begin_with(self, rows: Sequence[Row], sinks: Sequence[Any], seen: int) -> None:
-        """Begin with rows whose pages are in the store's arena; `sinks` of each row as `sinks_of` gave them, or None."""
-        ...
-
-    def sinks_of(self, row: int) -> Any:
-        """Return copies of the exact first tokens of a row."""
-        ...
-
-    def share_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        """Let a row hold `pages`, which contain the same tokens, in place of its own."""
-        ...
-
-
 # options that decide the bytes of a page
 _FORMAT = (
-    "keys",
-    "values",
-    "page_size",
-    "key_group_size",
-    "value_group_size",
-    "sink_tokens",
-    "layers",
-    "latent",
-    "latent_group_size",
-    "k_rope",
-    "widen",
-)
+    "keys", "values", "page_size", "key_group_size", "value_group_size", "sink_tokens", "layers", "latent",
+    "latent_group_size", "k_rope", "widen",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,12 +68,12 @@ class KnownPrefix:
     Attributes:
         tokens: how many of the prompt's first tokens lie in `pages` and in front of them; 0 without any.
         pages: ids, in order.
-        sinks: the exact first tokens, as `sinks_of` of the cache that brought them gave them.
+        sinks: the exact first tokens, as `sinks_of` of the cache that brought them gave them; None without any.
     """
 
     tokens: int = 0
     pages: tuple[int, ...] = ()
-    sinks: Any = ()
+    sinks: Any = None
 
 
 class PrefixStore:
@@ -146,8 +98,8 @@ class PrefixStore:
             raise CacheOptionError(f"keep_answers must be True or False, got {short(keep_answers)}")
         self.keep_answers = keep_answers
         self.arena = PageArena()
-        self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._formats: dict[str, Format] = {}  # of the options that it is bound to
+        self._bound: dict[str, Any] = {}  # options and sizes of the model
+        self._formats: dict[str, Format] = {}
         self._model: weakref.ref[Any] | None = None
         self._weights: dict[str, Any] = {}  # space -> weights seen in it, see ModelId
         self._binding = threading.Lock()
@@ -182,20 +134,18 @@ class PrefixStore:
 
         Raises: CacheOptionError where the store holds pages of others.
         """
-        asked = {name: getattr(options, name) for name in _FORMAT}
+        asked = {**{name: getattr(options, name) for name in _FORMAT}, **signature}
         formats = _formats_of(options)
-        if self._bound is None:
-            self._bound = (asked, signature)
-            self._formats = formats
+        if self._tree is None:
+            self._bound, self._formats = asked, formats
             pool = self.arena.pool(None)
             self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
-        for ours, theirs in zip(self._bound, (asked, signature), strict=True):
-            for name, value in ours.items():
-                if theirs[name] != value:
-                    raise CacheOptionError(
-                        f"prefix_store holds pages of {name}={value!r}, this cache has {name}={theirs[name]!r}; use "
-                        "one store per model and format"
-                    )
+        for name, value in self._bound.items():
+            if asked[name] != value:
+                raise CacheOptionError(
+                    f"prefix_store holds pages of {name}={value!r}, this cache has {name}={asked[name]!r}; use "
+                    "one store per model and format"
+                )
         for name, held in self._formats.items():
             if formats[name] != held:
                 raise CacheOptionError(
@@ -246,17 +196,26 @@ class PrefixStore:
     def known(self, space: Hashable, tokens: Sequence[int]) -> int:
         """Return how many of the first of `tokens` lie in pages of the store (0 or sinks + whole pages)."""
         with self.tree.pool.lock:
-            return self._held(self.tree.find(space, tokens))
+            return self._prefix(self.tree.find(space, tokens)).tokens
 
-    def _held(self, nodes: Sequence[Prefix]) -> int:
-        tree = self.tree
-        if len(nodes) < 2:
-            return 0
-        return page_start(len(nodes) - 1, page_size=tree.page_size, sink_tokens=tree.sink_tokens)
+    def find(self, space: Hashable, tokens: Sequence[int]) -> KnownPrefix:
+        """Return what is known of a prompt, without its last token, which has to be computed; under the pool's lock.
+
+        Args:
+            space: what besides tokens the keys and values depend on.
+        """
+        return self._prefix(self.tree.find(space, tokens[:-1]))
+
+    def _prefix(self, nodes: Sequence[Prefix]) -> KnownPrefix:
+        tree, pages = self.tree, _pages_of(nodes)
+        if not pages:
+            return KnownPrefix()
+        tokens = page_start(len(pages), page_size=tree.page_size, sink_tokens=tree.sink_tokens)
+        return KnownPrefix(tokens, pages, nodes[0].sinks)
 
     def attach(
         self,
-        cache: PageSharer,
+        cache: Any,
         space: Hashable,
         rows: Sequence[Sequence[int]],
         padding: Sequence[int],
@@ -283,27 +242,21 @@ class PrefixStore:
                 f"a prefix begins an empty cache, and this one has seen {cache.get_seq_length()} columns; call reset() first"
             )
         with tree.pool.lock:
-            found = [
-                tree.find(space, tokens[:-1]) for tokens in rows
-            ]  # the last one has to be computed
+            found = [tree.find(space, tokens[:-1]) for tokens in rows]
             seen = self._first_column(found, padding, chunk)
-            hits = sum(len(nodes) > 1 for nodes in found) if seen else 0
+            known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
             if counted:
-                to_compute = len(rows[0]) + padding[0] - seen
-                self._rows += len(rows)
-                self._hits += hits
-                self._tokens += sum(map(len, rows))
-                self._computed += sum(min(len(tokens), to_compute) for tokens in rows)
-            if not hits:
-                return 0
-            adopted = []
-            for nodes, columns in zip(found, padding, strict=True):
-                held = self._held(nodes)
-                pages = tuple(node.page for node in nodes[1:] if node.page is not None)
-                exact, ahead = (tree.sink_tokens, columns + held - seen) if pages else (0, 0)
-                adopted.append(Row(columns, pages, exact, ahead=ahead))
-            sinks = [nodes[0].sinks if len(nodes) > 1 else None for nodes in found]
-            cache.begin_with(adopted, sinks, seen)
+                for tokens, columns, one in zip(rows, padding, known, strict=True):
+                    self.count_prompt(len(tokens), max(0, seen - columns), bool(one.pages))
+            if seen:
+                sinks = tree.sink_tokens
+                adopted = [
+                    Row(columns, one.pages, sinks, ahead=columns + one.tokens - seen)
+                    if one.pages
+                    else Row(columns, (), 0)
+                    for one, columns in zip(known, padding, strict=True)
+                ]
+                cache.begin_with(adopted, [one.sinks for one in known], seen)
         return seen
 
     def _first_column(
@@ -311,16 +264,13 @@ class PrefixStore:
     ) -> int:
         """Return the column to begin at, 0 for none; shorten `found` so that no row is a whole chunk ahead of it."""
         while True:
-            ends = [
-                columns + self._held(nodes) for nodes, columns in zip(found, padding, strict=True)
-            ]
+            held = [self._prefix(nodes).tokens for nodes in found]
+            ends = [columns + tokens for columns, tokens in zip(padding, held, strict=True)]
             seen = min(ends)
-            if all(columns >= seen for columns in padding):
+            if seen <= min(padding):
                 return 0
             late = [
-                index
-                for index, nodes in enumerate(found)
-                if chunk is not None and self._held(nodes) and ends[index] - seen >= chunk
+                i for i, tokens in enumerate(held) if chunk and tokens and ends[i] - seen >= chunk
             ]
             if not late:
                 return seen
@@ -329,7 +279,7 @@ class PrefixStore:
 
     def add(
         self,
-        cache: PageSharer,
+        cache: Any,
         rows: Sequence[Sequence[int]],
         space: Hashable | None = None,
     ) -> None:
@@ -369,18 +319,6 @@ class PrefixStore:
                 if shared != pages[: len(shared)]:
                     cache.share_pages(index, shared + pages[len(shared) :])
 
-    # -- sharing, row by row (continuous batching) ---------------------------------------------------------
-
-    def find(self, space: Hashable, tokens: Sequence[int]) -> KnownPrefix:
-        """Return what is known of a prompt, without its last token, which has to be computed; under the pool's lock.
-
-        Args:
-            space: what besides tokens the keys and values depend on.
-        """
-        nodes = self.tree.find(space, tokens[:-1])
-        pages = tuple(node.page for node in nodes[1:] if node.page is not None)
-        return KnownPrefix(self._held(nodes), pages, nodes[0].sinks) if pages else KnownPrefix()
-
     def keep(
         self,
         space: Hashable,
@@ -395,8 +333,11 @@ class PrefixStore:
         """
         with self.tree.pool.lock:
             nodes = self.tree.add(space, tokens, pages, sinks)
-            self._shrink()
-        return tuple(node.page for node in nodes[1:] if node.page is not None)
+            while (excess := self._held_bytes() - self.max_bytes) > 0:
+                # the last page of a beginning takes its exact tokens along
+                if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
+                    break
+        return _pages_of(nodes)
 
     def _bytes_each(self) -> tuple[int, int]:
         """Return the bytes of a page, and of the exact tokens in front of a beginning, over all layers."""
@@ -407,12 +348,6 @@ class PrefixStore:
     def _held_bytes(self) -> int:
         page, sinks = self._bytes_each()
         return self.tree.num_pages * page + len(self.tree.roots) * sinks
-
-    def _shrink(self) -> None:
-        """Give up what is beyond `max_bytes`, as far as nobody else holds it; the last page of a beginning takes its sinks along."""
-        while (excess := self._held_bytes() - self.max_bytes) > 0:
-            if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
-                return
 
     def give_up(self, pages: int) -> int:
         """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""
@@ -425,14 +360,18 @@ class PrefixStore:
         with self.tree.pool.lock:
             return self.tree.num_spare
 
-    def count_prompt(self, tokens: int, found: int) -> None:
-        """Count a prompt of `tokens` tokens, `found` of which the store had."""
+    def count_prompt(self, tokens: int, found: int, hit: bool | None = None) -> None:
+        """Count a prompt of `tokens` tokens, `found` of which need no forward.
+
+        Args:
+            hit: whether pages of it were found; None where that is `found`.
+        """
         self._rows += 1
-        self._hits += bool(found)
+        self._hits += bool(found) if hit is None else hit
         self._tokens += tokens
         self._computed += tokens - found
 
-    def _space_of(self, cache: PageSharer) -> Hashable:
+    def _space_of(self, cache: Any) -> Hashable:
         """Return the one space whose tokens `cache` holds."""
         spaces = cache.prefix_spaces
         if len(spaces) > 1:
@@ -493,6 +432,10 @@ class _TenantStore(PrefixStore):
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Return the tenant's own space of prefixes for the model's state now; see PrefixStore.bind_model."""
         return salted(super().bind_model(model, options), self._salt)
+
+
+def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:
+    return tuple(node.page for node in nodes if node.page is not None)
 
 
 def _reads(options: CacheConfig | None) -> str:

@@ -20,7 +20,7 @@ class LayerReport:
     Attributes:
         layer_idx: position in the model.
         kind: "paged" or "paged latents" (then `keys` and `values` are the formats of latents and RoPE keys), each also
-            as "..., sliding window of N" and ", offloaded" while the pages live outside of the
+            as "..., sliding window of N" and ", offloaded" while the pages are not on the
             device, or the name of transformers' layer class.
         keys, values: formats, None for layers of transformers.
         reason: why the layer is not paged, or why its formats are wider than those asked for; else None.
@@ -38,7 +38,7 @@ class LayerReport:
         return f"layer {self.layer_idx}: {self.kind}{formats}{reason}"
 
 
-def shown_options(options: CacheConfig) -> dict[str, Any]:
+def telling_options(options: CacheConfig) -> dict[str, Any]:
     """Return the options by which a cache is told from others: its formats, page size and what was given."""
     formats = {"keys": options.keys, "values": options.values}
     return {**formats, "page_size": options.page_size, **given_options(options)}
@@ -55,8 +55,8 @@ def one_line(cache: Any, name: str, rows: int) -> str:
     }
     if memory.offloaded:
         held["offloaded"] = memory.offloaded
-    shown = {**shown_options(cache.options), **held}
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+    options = {**telling_options(cache.options), **held}
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
 
 def in_lines(cache: Any, name: str, rows: int) -> str:
@@ -70,8 +70,8 @@ def in_lines(cache: Any, name: str, rows: int) -> str:
             spans[-1][1] = row.layer_idx
         else:
             spans.append([row.layer_idx, row.layer_idx, formats])
-    shown = shown_options(cache.options)
-    options = [f"{key}={value!r}" for key, value in shown.items() if key not in ("keys", "values")]
+    given = telling_options(cache.options)
+    options = [f"{key}={value!r}" for key, value in given.items() if key not in ("keys", "values")]
     layers = [
         f"  layer{f's {first} to {last}' if last > first else f' {first}'}: {formats}"
         for first, last, formats in spans

@@ -32,7 +32,7 @@ class StateTensors(Protocol):
         ...
 
     def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens [rows, num_kv_heads, longest row, head_dim]; behind a row's own they hold anything."""
+        """Return the exact tokens [rows, num_kv_heads, longest row, head_dim]; after a row's own they hold anything."""
         ...
 
 
@@ -128,18 +128,10 @@ def in_rows(spec: PageSpec) -> PageSpec:
     return PageSpec(replace(spec.keys, layout=ROWS), replace(spec.values, layout=ROWS))
 
 
-def codes_to_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
-    """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in layout ROWS."""
-    return (
-        codes if side.layout == ROWS else lay_out(pick_up(codes, side), replace(side, layout=ROWS))
-    )
-
-
-def codes_from_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
-    """Return codes [n, ..] of layout ROWS in the layout of `side`; undoes `codes_to_rows`."""
-    return (
-        codes if side.layout == ROWS else lay_out(pick_up(codes, replace(side, layout=ROWS)), side)
-    )
+def relaid(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
+    """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in another layout."""
+    other = replace(side, layout=layout)
+    return codes if side.layout == layout else lay_out(pick_up(codes, side), other)
 
 
 def field_from_rows(name: str, piece: torch.Tensor, side: SideSpec) -> torch.Tensor:
@@ -152,7 +144,7 @@ def field_from_rows(name: str, piece: torch.Tensor, side: SideSpec) -> torch.Ten
             f"the order of channels in pages of {side.side} must name each channel 0 to {side.head_dim - 1} of a head once, "
             "and does not; the state or the file was damaged or forged: make it anew"
         )
-    return codes_from_rows(piece, side) if name == "codes" else piece
+    return relaid(piece, replace(side, layout=ROWS), side.layout) if name == "codes" else piece
 
 
 class LiveTensors:
@@ -182,7 +174,7 @@ class LiveTensors:
         for first in range(0, len(ids), step):
             self._current(layer)
             found = pages.take(ids[first : first + step], [field])[field]
-            yield first, codes_to_rows(found, pages.spec) if field == "codes" else found
+            yield first, relaid(found, pages.spec, ROWS) if field == "codes" else found
 
     def window(self, layer: int, side: str) -> torch.Tensor:
         """Return the exact tokens [rows, num_kv_heads, slots, head_dim], with at least as many slots as the longest row."""

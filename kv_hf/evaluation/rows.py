@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..files import ROWS_BYTES, Writer, lock, read_text
+from ..files import ROWS_BYTES, lock, read_text
 
 # packages whose versions change a measurement, where they are installed
 COUNTED = ("torch", "transformers", "triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
@@ -111,7 +111,9 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         end = path.read_bytes().rfind(b"\n") + 1  # of the last whole line
         out.truncate(end)
         try:
-            Writer(out.fileno()).write(text)
+            written = out.write(text)
+            if written < len(text):  # the next write says why
+                out.write(text[written:])
         except OSError:
             out.truncate(end)
             raise

@@ -110,7 +110,7 @@ class Text:
                     "unknown columns",
                     "A cache holds columns of which it does not know the token ids: the model was called without generate(), or a "
                     "call was stopped. They are not compared with the text that generate() is given: call cache.note(ids) "
-                    "behind such calls",
+                    "after such calls",
                 )
         if 0 < columns <= self.seen and not self.may_be_short:
             raise CacheMismatchError(

@@ -1,4 +1,4 @@
-"""Prompts that share a prefix skip its prefill: what happens before and behind generate()'s first forward."""
+"""Prompts that share a prefix skip its prefill: what happens before and after generate()'s first forward."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
 def _share(
     model: Any, cache: PagedCache, prompt: Prompt, generation_config: Any, input_ids: torch.Tensor, run: Callable[..., Any],
 ) -> Any:  # fmt: skip
-    """Run the prefill behind what the store of an empty cache knows of `prompt`; keep its pages."""
+    """Run the prefill after what the store of an empty cache knows of `prompt`; keep its pages."""
     store: Any = cache.prefix_store
     space = _space_of(model, cache, store)
     cache.note_space(space)
@@ -168,16 +168,12 @@ def attach_prefix(
 
 def common_tokens(rows: Sequence[Sequence[int]], page_size: int, sink_tokens: int) -> list[int]:
     """Return the longest common prefix of all rows that fills whole pages and leaves each row a token to compute."""
-    shortest = min(rows, key=len)
-    longest = len(shortest) - 1
-    for row in rows:
-        alike = 0
-        while alike < longest and row[alike] == shortest[alike]:
-            alike += 1
-        longest = alike
-    pages = full_pages(longest - sink_tokens, page_size)
+    longest = min(map(len, rows)) - 1
+    columns = enumerate(zip(*rows, strict=False))
+    alike = next((place for place, ids in columns if len(set(ids)) > 1), longest)
+    pages = full_pages(min(alike, longest) - sink_tokens, page_size)
     end = page_start(pages, page_size=page_size, sink_tokens=sink_tokens)
-    return list(shortest[:end]) if pages else []
+    return list(rows[0][:end]) if pages else []
 
 
 def note_origin(model: Any, cache: Any) -> None:

@@ -7,7 +7,8 @@ automatic prefix caching (arXiv 2309.06180), the tree that of RadixAttention (ar
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from .pool import PagePool
 
 @dataclass(eq=False)
 class Prefix:
-    """One node: a page behind its parent's, or a root with the exact first tokens.
+    """One node: a page after its parent's, or a root with the exact first tokens.
 
     Attributes:
         parent: None for a root.
@@ -47,11 +48,11 @@ class PrefixTree:
         self.evictions = 0
         self.roots: dict[Hashable, Prefix] = {}
         self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
-        self._changing = False  # outside of the pool's lock: a change was interrupted
+        self._changing = False  # without the pool's lock held: a change was interrupted
         pool.register(self)
 
     def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
-        """Return the page ids that the tree holds (see PageHolder)."""
+        """Return the page ids that the tree holds ."""
         return [(node.page,) for node in self._used if node.page is not None]
 
     @property
@@ -64,25 +65,18 @@ class PrefixTree:
         """Pages that nobody but the tree holds; under the pool's lock."""
         return sum(node.page is not None and self.pool.count(node.page) == 1 for node in self._used)
 
-    # a node is held before it can be found, and can no longer be found before it is let go: wherever a change stops,
-    # what can be found is held
-
-    def _open_change(self) -> None:
-        self._settle()
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Change what the tree holds; what a change that was interrupted has left is given up, whatever it was."""
+        self._forget_interrupted()
         self._changing = True
-
-    def _close_change(self) -> None:
+        yield
         self._changing = False
 
-    def _settle(self) -> None:
-        """Hold what can be found and no more, where a change was interrupted."""
+    def _forget_interrupted(self) -> None:
         if self._changing:
-            found, level = set(), list(self.roots.values())
-            while level:
-                node = level.pop()
-                found.add(node)
-                level += node.children.values()
-            self._used = OrderedDict((node, None) for node in self._used if node in found)
+            self.roots.clear()
+            self._used.clear()
             self.pool.recount()
             self._changing = False
 
@@ -101,7 +95,7 @@ class PrefixTree:
         Args:
             space: what besides tokens the keys and values depend on.
         """
-        self._settle()
+        self._forget_interrupted()
         found: list[Prefix] = []
         level = self.roots
         for key in self._keys(space, tokens):
@@ -126,36 +120,31 @@ class PrefixTree:
         nodes: list[Prefix] = []
         if not pages:
             return nodes
-        self._open_change()
-        level, parent = self.roots, None
-        for key, page in zip(self._keys(space, tokens), (None, *pages), strict=False):
-            node = level.get(key)
-            if node is None:
-                node = Prefix(parent, key, page, sinks() if parent is None else None)
-                if page is not None:
-                    self.pool.share([page])
-                self._used[node] = None
-                level[key] = node
-            nodes.append(node)
-            level, parent = node.children, node
-        self._touch(nodes)
-        self._close_change()
+        with self._change():
+            level, parent = self.roots, None
+            for key, page in zip(self._keys(space, tokens), (None, *pages), strict=False):
+                node = level.get(key)
+                if node is None:
+                    node = Prefix(parent, key, page, sinks() if parent is None else None)
+                    if page is not None:
+                        self.pool.share([page])
+                    self._used[node] = None
+                    level[key] = node
+                nodes.append(node)
+                level, parent = node.children, node
+            self._touch(nodes)
         return nodes
 
     def give_up(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many."""
-        gone = 0
-        if count <= 0:
-            return gone
-        self._open_change()
-        for node in list(self._used):
-            if gone >= count:
-                break
-            if node.page is not None and not node.children and self.pool.count(node.page) == 1:
-                self._remove(node)
-                gone += 1
-        self._close_change()
-        return gone
+        before = self.evictions
+        with self._change():
+            for node in list(self._used):
+                if self.evictions - before >= count:
+                    break
+                if node.page is not None and not node.children and self.pool.count(node.page) == 1:
+                    self._remove(node)
+        return self.evictions - before
 
     def _remove(self, node: Prefix) -> None:
         siblings = self.roots if node.parent is None else node.parent.children
@@ -168,14 +157,13 @@ class PrefixTree:
             self._remove(node.parent)  # a root without pages is of no use
 
     def _touch(self, nodes: Iterable[Prefix]) -> None:
-        """Mark a path as used: its end first, so that a node is never given up before those behind it."""
+        """Mark a path as used: its end first, so that a node is never given up before those that follow it."""
         for node in reversed(list(nodes)):
             self._used.move_to_end(node)
 
     def clear(self) -> None:
         """Let go of all pages."""
-        self._open_change()
-        self.pool.release(node.page for node in self._used if node.page is not None)
-        self.roots.clear()
-        self._used.clear()
-        self._close_change()
+        with self._change():
+            self.pool.release(node.page for node in self._used if node.page is not None)
+            self.roots.clear()
+            self._used.clear()

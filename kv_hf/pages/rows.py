@@ -127,7 +127,7 @@ def held_pages(rows: Sequence[Row]) -> list[int]:
 def renumbered(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows with their places in `held_pages` as page ids."""
     new = {page: place for place, page in enumerate(held_pages(rows))}
-    return tuple(row._replace(pages=tuple(new[page] for page in row.pages)) for row in rows)
+    return tuple(replace(row, pages=tuple(new[page] for page in row.pages)) for row in rows)
 
 
 @dataclass(frozen=True)

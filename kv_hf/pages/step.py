@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ Numbers = npt.NDArray[np.int64]
 CPU = torch.device("cpu")
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """One sequence of the batch.
 
     Attributes:

@@ -43,7 +43,7 @@ class BatchRows(Rows):
         """Add a row like `row` behind the others, with pages of its own; return their ids, in order."""
         with self.pool.lock:
             pages = tuple(self.pool.allocate(len(row.pages)))
-            self.batch = Batch.of((*self.batch.rows, row._replace(pages=pages)))
+            self.batch = Batch.of((*self.batch.rows, replace(row, pages=pages)))
         return pages
 
     def arrange(self, order: Sequence[int]) -> None:

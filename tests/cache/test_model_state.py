@@ -105,6 +105,10 @@ def through_data(model):
     model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
 
 
+def in_place(model):
+    model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+
+
 def one_number(model):
     model.model.layers[0].self_attn.v_proj.weight.data[3, 4] += 2.0
 
@@ -123,7 +127,7 @@ def swapped(model):
     layer.up_proj = nn.Linear(64, 96, bias=False)
 
 
-@pytest.mark.parametrize("change", [through_data, one_number, assigned, buffer, swapped])
+@pytest.mark.parametrize("change", [in_place, through_data, one_number, assigned, buffer, swapped])
 def test_weights_that_change_unseen_by_torch_empty_the_store(change):
     model, store = make_model("llama"), kv_hf.PrefixStore()
     run(model, ROWS, store)

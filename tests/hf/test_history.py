@@ -89,6 +89,16 @@ def test_a_text_that_is_asked_again_names_its_crop():
     assert torch.equal(go_on(cache, tokens(1, 40)), text)
 
 
+def test_columns_after_a_crop_are_unknown_until_they_are_told():
+    """New tokens joined a text from which a crop and a direct call had taken the columns before them."""
+    model, mask = shared_model("llama"), torch.ones(1, 46, dtype=torch.long)
+    cache, text = first_turn(keys="exact")
+    cache.crop(-20)
+    model(tokens(1, 10, 7), past_key_values=cache)
+    go_on(cache, tokens(1, 5, 8), attention_mask=mask)
+    assert torch.equal(cache.token_ids, text[:, :31]) and cache.known_columns == 31
+
+
 def test_reset_forgets_the_text():
     cache, _ = first_turn()
     cache.reset()
@@ -152,11 +162,30 @@ def test_text_of_inference_mode_is_compared_outside_of_it(ids_in_inference):
 
 
 def test_beams_leave_the_text_unknown():
-    cache, text = first_turn()
-    go_on(cache, next_turn(text), num_beams=1)
-    alone = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
-    out = go_on(alone, tokens(1, 30), num_beams=3)
-    assert alone.token_ids is None and out.shape == (1, 42)
+    cache = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
+    go_on(cache, tokens(1, 30), num_beams=3)
+    assert cache.token_ids is None
+
+
+def by_embeddings(model, cache):
+    embeds = model.get_input_embeddings()(tokens(1, 30))
+    model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+
+
+def directly(model, cache):
+    model(tokens(1, 30), past_key_values=cache)
+
+
+@pytest.mark.parametrize("fill", [by_embeddings, directly])
+def test_text_that_is_not_known_is_said_and_then_what_the_user_says(fill):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    fill(model, cache)
+    assert cache.token_ids is None
+    with pytest.warns(kv_hf.KVCacheWarning, match=r"does not know the token ids.*cache.note"):
+        text = go_on(cache, tokens(1, 60, seed=3))
+    assert torch.equal(cache.token_ids, text)
+    refused(cache, edited(next_turn(text)))
 
 
 def test_prompt_lookup_notes_its_text():
@@ -177,25 +206,6 @@ def test_an_assistant_model_drafts_with_paged_caches():
     given = go_on(cache, tokens(1, 40), model, assistant_model=drafts)
     assert torch.equal(named, given)
     refused(cache, edited(next_turn(given)))
-
-
-def test_embeddings_leave_the_text_unknown():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    embeds = model.get_input_embeddings()(tokens(1, 30))
-    model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
-    assert cache.token_ids is None
-    go_on(cache, tokens(1, 60, seed=3))
-
-
-def test_direct_calls_of_the_model_leave_their_text_unknown():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    model(tokens(1, 30), past_key_values=cache)
-    with pytest.warns(kv_hf.KVCacheWarning, match=r"does not know the token ids.*cache.note"):
-        text = go_on(cache, tokens(1, 40, seed=3))
-    assert torch.equal(cache.token_ids, text)  # from here on it is what the user says
-    refused(cache, edited(next_turn(text)))
 
 
 def test_direct_calls_behind_generate_leave_what_was_known():

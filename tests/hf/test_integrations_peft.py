@@ -318,7 +318,7 @@ def test_a_store_refuses_a_cache_of_two_adapters():
     model.set_adapter("b")
     text = torch.cat([first.sequences, tokens(1, 30, seed=5)], 1)
     out = generated(model, {"input_ids": text}, past_key_values=first.past_key_values)
-    with pytest.raises(kv_hf.CacheMismatchError, match="'a' active .* then adapter 'b' active"):
+    with pytest.raises(kv_hf.CacheMismatchError, match="'a' active, then adapter 'b' active"):
         store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
 
 
@@ -349,13 +349,13 @@ def test_load_takes_the_same_adapter_and_goes_on(saved):
 
 
 DIFFERENCES = {
-    "other adapter": "saved with adapter 'a' active .scaling 4., this model has adapter 'b' active",
+    "other adapter": "saved with adapter 'a' active, this model has adapter 'b' active",
     "both": "this model has adapters 'a' . 'b' active",
     "disabled": "this model has adapters disabled",
-    "scaling": "'a' active .scaling 4., this model has adapter 'a' active .scaling 12.",
+    "scaling": "'a' active; the settings of these adapters differ",
     "merged": "this model has adapter 'a' merged",
-    "merged and unloaded": "'a' active .*, this model has no adapter",
-    "unloaded": "'a' active .*, this model has no adapter",
+    "merged and unloaded": "'a' active, this model has no adapter",
+    "unloaded": "'a' active, this model has no adapter",
     "written through .data": "other weights: .*lora_B.a.weight differs",
 }
 
@@ -373,7 +373,7 @@ def test_load_names_settings_that_differ_in_one_layer(saved):
     layer = model.get_base_model().model.layers[0].self_attn.k_proj
     other = model.get_base_model().model.layers[1].self_attn.k_proj
     layer.scaling["a"], other.scaling["a"] = 1.0, 5.0
-    with pytest.raises(kv_hf.CacheFileError, match=r"has adapter 'a' active \(scaling 1 to 5\)"):
+    with pytest.raises(kv_hf.CacheFileError, match="the settings of these adapters differ"):
         kv_hf.PagedCache.load(path, model)
 
 
@@ -423,7 +423,7 @@ def test_save_refuses_a_cache_of_other_adapters_than_the_model_has(tmp_path):
     model = with_two()
     first = generated(model, {"input_ids": tokens(1, 40)}, {})
     model.set_adapter("b")
-    with pytest.raises(kv_hf.CacheMismatchError, match="'a' active .* to save it for has adapter 'b'"):  # fmt: skip
+    with pytest.raises(kv_hf.CacheMismatchError, match="'a' active; .* to save it for has adapter 'b'"):  # fmt: skip
         first.past_key_values.save(tmp_path / "cache", model)
     text = torch.cat([first.sequences, tokens(1, 30, seed=5)], 1)
     out = generated(model, {"input_ids": text}, past_key_values=first.past_key_values)

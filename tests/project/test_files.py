@@ -95,10 +95,10 @@ def test_replacing_writes_aside_where_a_link_leads_and_keeps_the_mode(mode, tmp_
     link.symlink_to(path)
 
     def write(fail):
-        with files.replacing(link) as file:
-            file.write(NEW.encode())
-            (aside,) = names_in(tmp_path) - {"file", "link"}
-            assert path.read_text() == OLD and mode_of(tmp_path / aside) == 0o600
+        with files.replacing(link) as aside:
+            aside.write_text(NEW)
+            assert path.read_text() == OLD and mode_of(aside.parent) == 0o700
+            assert aside.parent.parent == tmp_path
             if fail:
                 raise KeyError
 
@@ -145,10 +145,10 @@ def writer(tmp_path):
     if not child:
         try:
             with (
-                files.replacing(tmp_path / "file") as file,
+                files.replacing(tmp_path / "file") as aside,
                 files.becoming_folder(tmp_path / "folder") as folder,
             ):
-                file.write(b"half")
+                aside.write_bytes(b"half")
                 (folder / "weights").write_bytes(b"half")
                 os.write(output, b"written")
                 signal.pause()

@@ -162,13 +162,19 @@ def make_report(source: Source, structure: Structure, method: str) -> Conversion
 
 
 def check_destination(destination: Path, source: Path) -> None:
-    """Raise ConversionError unless a folder can become `destination`, outside of the folder that is converted; OSError."""
+    """Raise ConversionError unless a folder can become `destination`, outside of the folder that is converted.
+
+    Raises: OSError too, for a place where nothing can be written.
+    """
     name, place = f"destination {str(destination)!r}", destination.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         wrong = "not empty" if place.is_dir() else "a file"
         raise ConversionError(f"{name} is {wrong}; give a folder that does not exist")
     if place.is_relative_to(source.resolve()):
         raise ConversionError(f"{name} lies within the source, which is never changed")
+    parent = next(folder for folder in place.parents if folder.exists())
+    with scratch_folder(parent / place.name):
+        pass
 
 
 def write_weights(source: Source, structure: Structure, folder: Path, nbytes: int) -> None:
@@ -205,12 +211,17 @@ def write_rest(
     made = record(source, structure, report.method)
     config = {**structure.new_json, CONVERSION: made}
     create_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    for path in beside:
+    copy_files(source, beside, folder)
+    create_text(folder / CARD, model_card(source.card(), made["source"], report))
+
+
+def copy_files(source: Source, files: list[Path], folder: Path) -> None:
+    """Copy files that lie in the folder of a source, or in folders there. Raises OSError."""
+    for path in files:
         place = folder / path.relative_to(source.folder)
         place.parent.mkdir(exist_ok=True)
         with creating(place) as file:
             file.write(read_bytes(path, BESIDE_BYTES, "file"))
-    create_text(folder / CARD, model_card(source.card(), made["source"], report))
 
 
 def record(source: Source, structure: Structure, method: str) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from .structure import (
     pool_heads,
 )
 
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor [any shape] as it is."""
@@ -39,15 +41,19 @@ def zeros(weight: torch.Tensor) -> torch.Tensor:
     return weight.new_zeros(len(weight))
 
 
-def folded(weight: torch.Tensor, norm: torch.Tensor, rows: Any = copied) -> torch.Tensor:
+def folded(weight: torch.Tensor, norm: torch.Tensor, *, rows: Rows) -> torch.Tensor:
     """Return W * w [out, in] in float64, w [in] the weight of the norm before it."""
     return rows(weight).double() * norm.double()
 
 
-def folded_bias(weight: torch.Tensor, norm: torch.Tensor, *bias: torch.Tensor, rows: Any = copied) -> torch.Tensor:  # fmt: skip
+def folded_bias(
+    weight: torch.Tensor, norm: torch.Tensor, *biases: torch.Tensor, rows: Rows
+) -> torch.Tensor:
     """Return W b + c [out] in float64, b [in] the bias of the norm before it and c [out] the layer's own, if it has one."""
     found = weight.double() @ norm.double()
-    return rows(found + bias[0].double() if bias else found)
+    for bias in biases:
+        found += bias.double()
+    return rows(found)
 
 
 def head_rows(rows: torch.Tensor, *, place: int, heads: int, groups: int) -> torch.Tensor:
@@ -66,49 +72,46 @@ def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor
 # fields of a config that are not its model's
 OF_CLASS = {"model_type", "architectures", "transformers_version", "dtype"}
 QKV = "attention.query_key_value"
-PHI_TOP: Made = {
-    "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
-    "model.final_layernorm.weight": (("gpt_neox.final_layer_norm.weight",), None),
-    "model.final_layernorm.bias": (("gpt_neox.final_layer_norm.bias",), None),
-    "lm_head.weight": (("lm_head.weight",), None),
-    "lm_head.bias": (("lm_head.weight",), zeros),
+# name in Phi -> name in GPT-NeoX, of tensors that are the same
+PHI_TOP = {
+    "model.embed_tokens.weight": "gpt_neox.embed_in.weight",
+    "model.final_layernorm.weight": "gpt_neox.final_layer_norm.weight",
+    "model.final_layernorm.bias": "gpt_neox.final_layer_norm.bias",
+    "lm_head.weight": "lm_head.weight",
 }
-PHI_LAYER: Made = {
-    "self_attn.dense.weight": (("attention.dense.weight",), None),
-    "self_attn.dense.bias": (("attention.dense.bias",), None),
-    "mlp.fc1.weight": (("mlp.dense_h_to_4h.weight", "post_attention_layernorm.weight"), folded),
-    "mlp.fc1.bias": (
-        ("mlp.dense_h_to_4h.weight", "post_attention_layernorm.bias", "mlp.dense_h_to_4h.bias"),
-        folded_bias,
-    ),
-    "mlp.fc2.weight": (("mlp.dense_4h_to_h.weight",), None),
-    "mlp.fc2.bias": (("mlp.dense_4h_to_h.bias",), None),
-    "input_layernorm.weight": (("input_layernorm.weight",), torch.ones_like),
-    "input_layernorm.bias": (("input_layernorm.bias",), torch.zeros_like),
-}  # fmt: skip
+PHI_LAYER = {
+    "self_attn.dense.weight": "attention.dense.weight",
+    "self_attn.dense.bias": "attention.dense.bias",
+    "mlp.fc2.weight": "mlp.dense_4h_to_h.weight",
+    "mlp.fc2.bias": "mlp.dense_4h_to_h.bias",
+}
 
 
 def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in Phi -> (names in GPT-NeoX, what makes it of them)."""
     heads = config.num_attention_heads
-    made: Made = dict(PHI_TOP)
+    layer: Made = {name: ((old,), None) for name, old in PHI_LAYER.items()}
+    if not config.attention_bias:
+        layer["self_attn.dense.bias"] = ("attention.dense.weight",), zeros
+
+    def fold(new: str, old: str, norm: str, rows: Rows = copied, bias: bool = True) -> None:
+        sources = f"{old}.weight", f"{norm}.weight"
+        layer[f"{new}.weight"] = sources, partial(folded, rows=rows)
+        sources = f"{old}.weight", f"{norm}.bias", *[f"{old}.bias"] * bias
+        layer[f"{new}.bias"] = sources, partial(folded_bias, rows=rows)
+
+    for place, letter in enumerate("qkv"):
+        rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
+        fold(f"self_attn.{letter}_proj", QKV, "input_layernorm", rows, config.attention_bias)
+    fold("mlp.fc1", "mlp.dense_h_to_4h", "post_attention_layernorm")
+    layer["input_layernorm.weight"] = ("input_layernorm.weight",), torch.ones_like
+    layer["input_layernorm.bias"] = ("input_layernorm.bias",), torch.zeros_like
+    made: Made = {name: ((old,), None) for name, old in PHI_TOP.items()}
+    made["lm_head.bias"] = ("lm_head.weight",), zeros
     for i in range(config.num_hidden_layers):
-        old, new = f"gpt_neox.layers.{i}.", f"model.layers.{i}."
-        layer: dict[str, tuple[tuple[str, ...], Any]] = dict(PHI_LAYER)
-        weights = f"{QKV}.weight", "input_layernorm.weight"
-        biases = f"{QKV}.weight", "input_layernorm.bias", f"{QKV}.bias"
-        for place, letter in enumerate("qkv"):
-            rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
-            own = f"self_attn.{letter}_proj"
-            layer[f"{own}.weight"] = weights, partial(folded, rows=rows)
-            layer[f"{own}.bias"] = (
-                biases[: 2 + config.attention_bias],
-                partial(folded_bias, rows=rows),
-            )
-        if not config.attention_bias:
-            layer["self_attn.dense.bias"] = (("attention.dense.weight",), zeros)
         for name, (sources, make) in layer.items():
-            made[new + name] = (tuple(old + source for source in sources), make)
+            olds = tuple(f"gpt_neox.layers.{i}.{source}" for source in sources)
+            made[f"model.layers.{i}.{name}"] = olds, make
     return made
 
 
@@ -176,17 +179,22 @@ class Route:
             if name in source.config:
                 found[name.removeprefix("torch_")] = source.config[name]
         note = f"{self.source} knows no grouped kv heads: the result is a {self.target}, which computes the same with all heads"
-        on_disk = {
-            name: (tuple(names.on_disk[each] for each in sources), how)
-            for name, (sources, how) in made.items()
-        }
-        counts, numbers = (
-            (heads, heads, kv_heads),
-            2 * config.num_hidden_layers * config.hidden_size,
-        )
-        dim = config.hidden_size // heads
+        on_disk: Made = {}
+        for name, (sources, how) in made.items():
+            on_disk[name] = tuple(names.on_disk[each] for each in sources), how
         return Structure(
-            config, found, *counts, dim, {}, names, on_disk, numbers, note, self.target
+            config=config,
+            new_json=found,
+            num_heads=heads,
+            num_kv_heads=heads,
+            new_kv_heads=kv_heads,
+            head_dim=config.hidden_size // heads,
+            parts={},
+            names=names,
+            made=on_disk,
+            kv_numbers=2 * config.num_hidden_layers * config.hidden_size,
+            note=note,
+            new_class=self.target,
         )
 
 

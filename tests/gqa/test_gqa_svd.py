@@ -8,11 +8,9 @@ from tiny_tokenizer import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kv_hf
-from kv_hf.gqa import values
-from kv_hf.gqa.keys import probe_rotary
 from kv_hf.gqa.source import Source
 from kv_hf.gqa.structure import find_structure, split
-from kv_hf.gqa.values import choose_groups, fit_outputs, fit_values
+from kv_hf.gqa.components import choose_groups
 
 DIM, HEADS, KV = 8, 8, 4
 FAMILIES = {

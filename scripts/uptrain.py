@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, Traini
 from kv_hf.files import becoming_folder
 from kv_hf.gqa.convert import check_destination, copy_files
 from kv_hf.gqa.source import Source
-from kv_hf.printable import tell, tell_error
+from kv_hf.printable import tell_error
 from kv_hf.records import UPTRAINING
 from kv_hf.texts import documents
 
@@ -36,8 +36,6 @@ ROWS = 64  # positions whose distributions are made at a time
 
 def distillation(own: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return [KL(teacher || student), cross entropy], means over all positions but the last, in fp32.
-
-    Block by block of positions, whose distributions are made again for the gradient and never kept.
 
     Args:
         own, other: logits [batch, length, vocabulary] of student and teacher; padding behind the smaller one is left out.
@@ -52,8 +50,8 @@ def distillation(own: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> t
     width, targets = min(own.shape[-1], other.shape[-1]), ids[:, 1:].flatten()
     logits = [x[:, :-1, :width].flatten(0, 1) for x in (own, other)]
     blocks = zip(*(x.split(ROWS) for x in (*logits, targets)), strict=True)
-    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    made = [checkpoint(block, *each, **how) for each in blocks]
+    # distributions are made again for the gradient, and never kept
+    made = [checkpoint(block, *each, use_reentrant=False) for each in blocks]
     return torch.stack(made).sum(0) / len(targets)
 
 
@@ -64,13 +62,11 @@ class Distill(Trainer):
         super().__init__(**how)
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
         self.alpha, self.held = alpha, held
-        # each batch's loss is a mean: the Trainer divides by their number
-        self.model_accepts_loss_kwargs = False
+        self.model_accepts_loss_kwargs = False  # the Trainer divides: each loss is a mean
 
     def losses(self, model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [KL, cross entropy] and the teacher's logits; the student loses no parts by chance (dropout)."""
-        with torch.no_grad():
-            other = self.teacher(input_ids=ids, use_cache=False).logits
+        other = self.teacher(input_ids=ids, use_cache=False).logits
         own = model.eval()(input_ids=ids, use_cache=False).logits
         return distillation(own, other, ids), other
 
@@ -79,8 +75,7 @@ class Distill(Trainer):
         (kl, entropy), _ = self.losses(model, inputs["input_ids"])
         loss: torch.Tensor = self.alpha * kl + (1 - self.alpha) * entropy
         if not torch.isfinite(loss):
-            step = f"the loss of step {self.state.global_step} is {loss.item()}"
-            raise FloatingPointError(f"{step}: --resume with a smaller --learning_rate")
+            raise FloatingPointError(f"the loss is {loss}: --resume with a smaller --learning_rate")
         return loss
 
     @torch.no_grad()
@@ -94,8 +89,8 @@ class Distill(Trainer):
             sums += (len(window) - 1) * torch.stack([*own, theirs]).double().cpu()
             count += len(window) - 1
         kl, *entropies = (sums / count).tolist()
-        own, theirs = (math.exp(min(entropy, 700)) for entropy in entropies)
-        found = {"perplexity": own, "teacher_perplexity": theirs, "kl": kl, "scored": count}
+        ppl, theirs = (math.exp(min(entropy, 700)) for entropy in entropies)
+        found = {"kl": kl, "perplexity": ppl, "teacher_perplexity": theirs, "scored": count}
         self.log(dict(found))
         return found
 
@@ -120,19 +115,17 @@ def states_of(work: Path, resume: bool) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def train(how: TrainingArguments, args: Any) -> list[dict[str, Any]]:
-    """Train and write the result; return the figures before and after. Raises ValueError for bad arguments."""
-    if how.max_steps <= 0:
-        raise ValueError(f"--max_steps must be more than 0, got {how.max_steps}")
+def train(how: TrainingArguments, args: Any) -> None:
+    """Train and write the result. Raises ValueError or OSError for bad arguments before a model is loaded, if that can be seen."""
     work = args.out.with_name(f"{args.out.name}.uptraining")
     source, original = Source.open(args.student), resolve_model(args.teacher)
     check_destination(args.out, source.folder)
     states = states_of(work, args.resume)
     how.distributed_state.wait_for_everyone()  # all have seen which states there are
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder)
-    load = AutoModelForCausalLM.from_pretrained
-    model: Any = load(source.folder, dtype=torch.float32)
-    teacher: Any = load(original, dtype=torch.bfloat16 if how.bf16 else torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+    dtype = torch.bfloat16 if how.bf16 else torch.float32
+    teacher: Any = AutoModelForCausalLM.from_pretrained(original, dtype=dtype)
     text = model.config.get_text_config()
     if text.vocab_size != teacher.config.get_text_config().vocab_size:
         raise ValueError(f"{args.student} and {args.teacher} have different vocabularies")
@@ -142,29 +135,27 @@ def train(how: TrainingArguments, args: Any) -> list[dict[str, Any]]:
     if not len(data):
         raise ValueError(f"--data is shorter than a window of {length} tokens: take more text")
     held = [torch.tensor(ids[:length]) for ids in token_ids(tokenizer, [args.eval_text])]
-    how.output_dir, how.eval_on_start = str(work), True
+    how.output_dir = str(work)
     how.dataloader_drop_last = len(data) >= how.per_device_train_batch_size
     rows = [{"input_ids": window} for window in data]
     trainer = Distill(teacher, args.alpha, held, model=model, args=how, train_dataset=rows)
-    ended = trainer.train(resume_from_checkpoint=str(states[-1]) if states else None)
+    trainer.train(resume_from_checkpoint=str(states[-1]) if states else None)
     stored = [t.dtype for t in source.tensors.values() if t.dtype.is_floating_point]
     dtype = max(set(stored), key=stored.count)
     model.to(dtype).float()  # what is measured is what is written
     trainer.evaluate()
     figures = [row for row in trainer.state.log_history if "kl" in row]
     batch = how.train_batch_size * how.gradient_accumulation_steps * how.world_size
-    figures = [figures[0], figures[-1] | {"seconds": round(ended.metrics["train_runtime"], 1)}]
     for row in figures:
         row["tokens"] = row["step"] * batch * length
     if trainer.is_world_process_zero():
         write(args, source, model.to(dtype), figures)
         shutil.rmtree(work)
-    return figures
 
 
 def write(args: Any, source: Source, model: Any, figures: list[dict[str, Any]]) -> None:
     """Write the trained model with the student's files, aside and renamed; config.json and the card say what was done."""
-    first, last = figures
+    first, last = figures[0], figures[-1]
     teacher, data = Path(args.teacher).name, [Path(name).name for name in args.data]
     card = (
         f"{source.card().rstrip()}\n\n## Training\n\nTrained towards `{teacher}` on {last['tokens']:,} tokens of "
@@ -172,13 +163,12 @@ def write(args: Any, source: Source, model: Any, figures: list[dict[str, Any]]) 
         f"{last['kl']:.4f} nats, the perplexity from {first['perplexity']:,.2f} to {last['perplexity']:,.2f} "
         f"({last['teacher_perplexity']:,.2f} of the original).\n"
     )
-    record = {"teacher": teacher, "data": data, "before": first, **last}
-    config = {**source.config, UPTRAINING: record}
+    record = {UPTRAINING: {"teacher": teacher, "data": data, "before": first, **last}}
     with becoming_folder(args.out) as folder:
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)  # the student's is copied
         copy_files(source, source.beside(), folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        (folder / "config.json").write_text(json.dumps(source.config | record, indent=2))
         (folder / "README.md").write_text(card, "utf-8")
 
 
@@ -195,17 +185,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=50_000_000, help="taken from the data, at most")
     add("--alpha", type=float, default=0.9, help="weight of the distillation")
     add("--resume", action="store_true", help="go on with an interrupted run")
-    schedule = {"lr_scheduler_type": "cosine", "warmup_steps": 20}
-    parser.set_defaults(learning_rate=1e-4, adam_beta2=0.95, **schedule)
-    parser.set_defaults(save_steps=200, save_total_limit=2, logging_steps=10)
-    parser.set_defaults(use_cpu=not torch.cuda.is_available())
+    parser.set_defaults(learning_rate=1e-4, lr_scheduler_type="cosine", warmup_steps=20)
+    parser.set_defaults(adam_beta2=0.95, save_steps=200, save_total_limit=2, logging_steps=10)
+    parser.set_defaults(use_cpu=not torch.cuda.is_available(), eval_on_start=True)
     try:
-        figures = train(*parser.parse_args_into_dataclasses(argv))
+        train(*parser.parse_args_into_dataclasses(argv))
     except (ValueError, FloatingPointError, OSError) as error:
         tell_error("uptrain.py", error)
         return 2
-    for row in figures:
-        tell(f"step {row['step']:,}: KL {row['kl']:.4f}, perplexity {row['perplexity']:,.3f}")
     return 0
 
 

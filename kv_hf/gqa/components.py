@@ -8,18 +8,19 @@ may multiply it by another one only, so that positions still rotate it.
 from itertools import combinations
 
 import torch
+from torch import Tensor
 
 FLOOR = 1e-12  # of the largest eigenvalue: what counts as nothing
 
 
-def root(matrix: torch.Tensor) -> torch.Tensor:
+def root(matrix: Tensor) -> Tensor:
     """Return the square root of Hermitian positive semidefinite matrices [.., n, n]."""
     values, vectors = torch.linalg.eigh(matrix)
     sizes = values.clamp(min=0).sqrt().to(vectors.dtype)
     return vectors @ torch.diag_embed(sizes) @ vectors.mH
 
 
-def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def best_common(gram: Tensor, readers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maps to and from the common vector y of a group of heads with the smallest sum_g E |x_g - up_g y|^2 under M_g.
 
     Args:
@@ -30,23 +31,27 @@ def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor
     m, dim = readers.shape[:2]
     roots = torch.block_diag(*root(readers))
     values, vectors = torch.linalg.eigh(roots @ gram @ roots)
-    values, vectors = values[-dim:], vectors[:, -dim:]
-    if not values[-1] > 0:  # heads that are zero, or that nobody reads: their mean
-        eye = torch.eye(dim, dtype=readers.dtype).repeat(m, 1, 1)
-        return eye / m, eye
-    inverse = torch.where(values > FLOOR * values[-1], 1 / values, 0.0)
+    values = values[-dim:].clamp(min=0)
+    vectors = vectors[:, -dim:]
+    largest = values[-1]
+    if not largest > 0:  # heads that are zero, or that nobody reads: their mean
+        eye = torch.eye(dim, dtype=gram.dtype)
+        mean = eye.expand(m, dim, dim)
+        return mean / m, mean
+    inverse = torch.where(values > FLOOR * largest, 1 / values, 0.0)
     down = vectors.mH @ roots
-    up = (gram @ roots @ vectors * inverse).unflatten(0, (m, dim))
+    up = gram @ roots @ vectors * inverse
+    up = up.unflatten(0, (m, dim))
     left, _, right = torch.linalg.svd(up.mean(0))
     turn = left @ right  # y in the basis in which the mean of `up` is symmetric
-    scale = (gram.diagonal().real.mean() / values.clamp(min=0).mean()).sqrt()
+    size = gram.diagonal().real.mean()
+    scale = (size / values.mean()).sqrt()
     down = scale * turn @ down
-    return down.unflatten(1, (m, dim)).transpose(0, 1), up @ turn.mH / scale
+    down = down.unflatten(1, (m, dim))
+    return down.transpose(0, 1), up @ turn.mH / scale
 
 
-def merge_heads(
-    gram: torch.Tensor, readers: torch.Tensor, partner: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_heads(gram: Tensor, readers: Tensor, partner: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maps of one group's heads, as `best_common` does, from float64; planes that positions rotate stay planes.
 
     Args:
@@ -58,33 +63,38 @@ def merge_heads(
     channels = torch.arange(dim)
     free = channels[partner == channels]
     if len(free):
-        own = gram[:, free][..., free].reshape(m * len(free), -1)
-        found = best_common(own, readers[:, free][..., free])
+        square = gram[:, free][..., free]
+        square = square.reshape(m * len(free), -1)
+        found = best_common(square, readers[:, free][..., free])
         maps[:, :, free[:, None], free] = torch.stack(found)
     for a in channels[partner > channels]:
-        plane = torch.stack([a, partner[a]])
-        parts = gram[:, plane][..., plane]  # of z = x[a] + i x[b]
-        real = parts[:, 0, :, 0] + parts[:, 1, :, 1]
-        imaginary = parts[:, 1, :, 0] - parts[:, 0, :, 1]
-        weight = readers[:, plane, plane].sum(1)[:, None, None]
-        found = best_common(torch.complex(real, imaginary), torch.complex(weight, 0 * weight))
-        factor = torch.stack(found).flatten(2)  # [2, m, 1]
-        columns = torch.stack([factor, 1j * factor], -1).squeeze(2)
-        maps[:, :, plane[:, None], plane] = torch.view_as_real(columns).mT
+        b = partner[a]
+        real = gram[:, a, :, a] + gram[:, b, :, b]
+        imaginary = gram[:, b, :, a] - gram[:, a, :, b]
+        square = torch.complex(real, imaginary)  # of z = x[a] + i x[b]
+        reader = readers[:, a, a] + readers[:, b, b]
+        found = best_common(square, reader.to(square.dtype)[:, None, None])
+        factor = torch.stack(found).squeeze((2, 3))
+        maps[:, :, a, a] = factor.real
+        maps[:, :, b, b] = factor.real
+        maps[:, :, b, a] = factor.imag
+        maps[:, :, a, b] = -factor.imag
     return maps[0], maps[1]
 
 
-def random_turns(heads: int, partner: torch.Tensor) -> torch.Tensor:
+def random_turns(heads: int, partner: Tensor) -> Tensor:
     """Return rotations [heads, dim, dim], float64, of each plane and of the channels that positions leave alone."""
     channels = torch.arange(len(partner))
     free = partner == channels
-    mixed = (free[:, None] & free) | (partner[:, None] == channels)
+    mixed = free[:, None] & free
+    mixed[channels, partner] = True
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(heads, *mixed.shape, generator=generator, dtype=torch.float64)
-    return torch.matrix_exp(mixed * (noise - noise.mT))
+    noise = torch.randn(heads, *mixed.shape, generator=generator)
+    skew = (noise - noise.mT).double()
+    return torch.matrix_exp(mixed * skew)
 
 
-def find_partners(key: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor | None:
+def find_partners(key: Tensor, rows: Tensor, first: int) -> Tensor | None:
     """Return the channel [head_dim] that positions mix each channel with, itself for those that they leave alone.
 
     Args:
@@ -95,17 +105,23 @@ def find_partners(key: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Te
     heads, _, dim = key.shape
     mixed = torch.zeros(dim, dim)
     for channel in range(dim):
-        (slope,) = torch.autograd.grad(key[..., channel].sum(), rows, retain_graph=True)
+        asked = key[..., channel].sum()
+        (slope,) = torch.autograd.grad(asked, rows, retain_graph=True)
         own = slope[0, :, first : first + heads * dim]
-        mixed[channel] = own.abs().unflatten(1, (heads, dim)).sum((0, 1))
+        by_head = own.abs().unflatten(1, (heads, dim))
+        mixed[channel] = by_head.sum((0, 1))
     linked = mixed > 1e-6 * mixed.max()
-    linked = (linked | linked.T).fill_diagonal_(False)
-    if int(linked.sum(1).max()) > 1:
+    linked = linked | linked.T
+    linked.fill_diagonal_(False)
+    if (linked.sum(1) > 1).any():
         return None
-    return torch.where(linked.any(1), linked.int().argmax(1), torch.arange(dim))
+    partner = torch.arange(dim)
+    one, other = linked.nonzero().T
+    partner[one] = other
+    return partner
 
 
-def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> torch.Tensor:
+def choose_groups(gram: Tensor, readers: Tensor, groups: int) -> Tensor:
     """Return an order [heads] of the heads whose neighbours form groups that lose little: from neighbours, the best swaps.
 
     Args:
@@ -113,26 +129,28 @@ def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> tor
         readers: [heads, dim, dim], O^T O of the query heads of each.
     """
     heads, dim = readers.shape[:2]
-    parts = gram.reshape(heads, dim, heads, dim)
+    pairs = [list(pair) for pair in combinations(range(heads), 2)]
+    blocks = gram.reshape(heads, dim, heads, dim)
     roots = root(readers)
     cost = torch.zeros(heads, heads, dtype=gram.dtype)
-    for pair in map(list, combinations(range(heads), 2)):
-        both = parts[pair][:, :, pair].reshape(2 * dim, -1)
+    for pair in pairs:
+        both = blocks[pair][:, :, pair]
         weight = torch.block_diag(*roots[pair])
-        lost = torch.linalg.eigvalsh(weight @ both @ weight)[:dim].sum()
-        cost[pair, pair[::-1]] = lost.clamp(min=0)
+        values = torch.linalg.eigvalsh(weight @ both.reshape(weight.shape) @ weight)
+        cost[pair, pair[::-1]] = values[:dim].sum().clamp(min=0)
+
+    def lost(group: Tensor) -> float:
+        together = group[:, None] == group
+        return float(cost[together].sum())
+
+    def swapped(group: Tensor, pair: list[int]) -> Tensor:
+        found = group.clone()
+        found[pair] = group[pair[::-1]]
+        return found
+
     group = torch.arange(heads) * groups // heads
-    together = group[:, None] == group
-
-    def total(order: list[int]) -> float:
-        return float(cost[order][:, order][together].sum())
-
-    swaps = [{i: j, j: i} for i, j in combinations(range(heads), 2)]
-    order = list(range(heads))
     while True:
-        every = [[order[swap.get(i, i)] for i in range(heads)] for swap in swaps]
-        better = min(every, key=total)
-        if total(better) >= total(order) * (1 - 1e-9):
-            break
-        order = better
-    return torch.tensor(order).unflatten(0, (groups, -1)).sort(1).values.flatten()
+        better = min((swapped(group, pair) for pair in pairs), key=lost)
+        if lost(better) >= lost(group) * (1 - 1e-9):
+            return group.argsort(stable=True)
+        group = better

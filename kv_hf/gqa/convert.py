@@ -17,6 +17,7 @@ import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from ..checks import check_choice
@@ -192,7 +193,7 @@ def write_weights(source: Source, structure: Structure, folder: Path, nbytes: in
             bar.update(sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor [any shape] in the dtype of its file. Raises ConversionError where numbers are too large for it."""
     found = tensor.to(dtype).contiguous()
     if not torch.equal(found.isinf(), tensor.isinf()):

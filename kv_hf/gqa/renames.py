@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from ..errors import ConversionError
 from .source import Source
@@ -28,27 +29,25 @@ from .structure import (
     pool_heads,
 )
 
-Rows = Callable[[torch.Tensor], torch.Tensor]
+Rows = Callable[[Tensor], Tensor]
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: Tensor) -> Tensor:
     """Return a tensor [any shape] as it is."""
     return tensor
 
 
-def zeros(weight: torch.Tensor) -> torch.Tensor:
+def zeros(weight: Tensor) -> Tensor:
     """Return a bias of zeros for [out, in]."""
     return weight.new_zeros(len(weight))
 
 
-def folded(weight: torch.Tensor, norm: torch.Tensor, *, rows: Rows) -> torch.Tensor:
+def folded(weight: Tensor, norm: Tensor, *, rows: Rows) -> Tensor:
     """Return W * w [out, in] in float64, w [in] the weight of the norm before it."""
     return rows(weight).double() * norm.double()
 
 
-def folded_bias(
-    weight: torch.Tensor, norm: torch.Tensor, *biases: torch.Tensor, rows: Rows
-) -> torch.Tensor:
+def folded_bias(weight: Tensor, norm: Tensor, *biases: Tensor, rows: Rows) -> Tensor:
     """Return W b + c [out] in float64, b [in] the bias of the norm before it and c [out] the layer's own, if it has one."""
     found = weight.double() @ norm.double()
     for bias in biases:
@@ -56,12 +55,12 @@ def folded_bias(
     return rows(found)
 
 
-def head_rows(rows: torch.Tensor, *, place: int, heads: int, groups: int) -> torch.Tensor:
+def head_rows(rows: Tensor, *, place: int, heads: int, groups: int) -> Tensor:
     """Return the queries, keys or values (`place` 0, 1, 2) of [heads * 3 * head_dim, ..], pooled to `groups` heads."""
     return pool_heads(rows.reshape(heads, 3, -1, *rows.shape[1:])[:, place], groups).flatten(0, 1)
 
 
-def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor:
+def bigcode_rows(rows: Tensor, *, heads: int, groups: int) -> Tensor:
     """Return GPTBigCode's rows of GPT-2's [queries, keys, values]: of a head together, or with one kv head one behind the other."""
     parts = rows.reshape(3, heads, -1, *rows.shape[1:])  # [3, heads, head_dim, ..]
     if groups == heads:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,8 +28,8 @@ from .structure import Structure, build, config_of, model_class
 NAME = "kv_hf_calibration"
 WINDOW, TOKENS = 512, 8192
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Tensors = dict[str, torch.Tensor]
-_keys: list[torch.Tensor] = []
+Tensors = dict[str, Tensor]
+_keys: list[Tensor] = []
 
 
 @dataclass
@@ -43,15 +43,15 @@ class Seen:
 
     calls: dict[str, Call]
     results: dict[str, Any]
-    keys: list[torch.Tensor]
+    keys: list[Tensor]
 
 
 def observed_attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> Any:
     """Attend as the module's own eager attention does, and note the keys [rows, kv heads, tokens, head_dim]."""
@@ -78,20 +78,18 @@ def observed(module: nn.Module, paths: Iterable[str]) -> Iterator[Seen]:
             hook.remove()
 
 
-def run(module: nn.Module, tensors: Tensors, call: Call) -> torch.Tensor:
+def run(module: nn.Module, tensors: Tensors, call: Call) -> Tensor:
     """Return what a layer or its attention computes with these tensors, by name in the module: [tokens, hidden]."""
     return first_row(functional_call(module, tensors, *call))
 
 
-def first_row(out: Any) -> torch.Tensor:
+def first_row(out: Any) -> Tensor:
     """Return the hidden states [tokens, hidden] of what a module gave for one window."""
-    found: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    found: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
     return found
 
 
-def calibration_windows(
-    source: Source, structure: Structure, text: str | Path | torch.Tensor
-) -> torch.Tensor:
+def calibration_windows(source: Source, structure: Structure, text: str | Path | Tensor) -> Tensor:
     """Return what to calibrate on as token ids [windows, tokens], int64.
 
     Args:
@@ -100,7 +98,7 @@ def calibration_windows(
     Raises: ConversionError where there is no such text, no tokenizer beside the weights, too few tokens, or ids that the
         model does not know.
     """
-    windows = text if isinstance(text, torch.Tensor) else _read_text(source, structure, text)
+    windows = text if isinstance(text, Tensor) else _read_text(source, structure, text)
     few = windows.numel() < structure.head_dim
     if windows.dim() != 2 or windows.dtype != torch.int64 or windows.shape[1] < 2 or few:
         raise ConversionError(
@@ -115,7 +113,7 @@ def calibration_windows(
     return windows
 
 
-def _read_text(source: Source, structure: Structure, text: str | Path) -> torch.Tensor:
+def _read_text(source: Source, structure: Structure, text: str | Path) -> Tensor:
     length, load = min(WINDOW, longest_context(structure.config)), transformers.AutoTokenizer
     try:
         tokenizer = load.from_pretrained(source.folder, trust_remote_code=False)
@@ -166,12 +164,12 @@ class LayerStream:
         named = (*layer.named_parameters(), *layer.named_buffers())
         return {n: t.float() if t.is_floating_point() else t for n, t in named}
 
-    def call(self, index: int, window: int, hidden: torch.Tensor) -> Call:
+    def call(self, index: int, window: int, hidden: Tensor) -> Call:
         """Return what a layer is called with for a window's hidden states [tokens, hidden]."""
         args, kwargs = self.calls[window][index]
         return (hidden[None], *args), kwargs
 
-    def embed(self, windows: torch.Tensor) -> torch.Tensor:
+    def embed(self, windows: Tensor) -> Tensor:
         """Return what the first layer gets, [n, tokens, hidden] in float32, and learn what all layers are called with.
 
         Args:
@@ -210,7 +208,7 @@ class _Stub(nn.Module):
         self.hidden = torch.empty(0)
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.call = args, kwargs
         # a model whose layers answer with tuples takes the first part of the answer, here the first row
         self.hidden = hidden if hidden.dim() == 3 else hidden[None]

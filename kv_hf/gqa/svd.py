@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import ConversionError, first_line
@@ -21,12 +21,12 @@ from .source import Source
 from .stream import Call, LayerStream, Tensors, first_row, observed, run
 from .structure import Made, Part, Structure, join, split
 
-STEPS = 20  # of a fit
+STEPS = 40  # of a fit
 MEMORY = 10  # steps that L-BFGS remembers
 RIDGE = 0.01  # of the mean square of inputs: what is added to each direction of theirs
 MOVED = 1e-3  # that attention may change by turns of heads that it should not see: rounding, and no more
 READERS = {"key": "query", "value": "output"}  # kind of merged head -> what reads it
-Heads = dict[str, torch.Tensor]  # kind -> [heads, rows, inputs + 1], biases in the last column
+Heads = dict[str, Tensor]  # kind -> [heads, rows, inputs + 1], biases in the last column
 
 
 class Attention:
@@ -38,7 +38,8 @@ class Attention:
         parts: its tensors with rows of heads -> their parts, weights before biases.
         calls: of it in the converted stream, one for each window.
         places: kind of head -> path of its projection.
-        linears: paths of the linear layers, in the order in which they run; the last one reads the values.
+        linears: paths of the linear layers, in the order in which they run.
+        last: name of the weight of the last one, which reads the values.
         partner: kind of merged head -> for each channel the one that positions mix it with; None for other mixtures.
         kv_of: [heads], the old kv head of each query head.
     """
@@ -53,24 +54,27 @@ class Attention:
     ) -> None:
         self.old, self.new = modules
         self.tensors, self.parts, self.calls = tensors, parts, calls
-        self.groups, heads = structure.new_kv_heads, structure.num_heads
-        self.kv_of = torch.arange(heads) * structure.num_kv_heads // heads
-        self.places = {
-            part.kind: name.rpartition(".")[0] for name, own in parts.items() for part in own
-        }
-        linears = [path for path, part in self.old.named_modules() if isinstance(part, nn.Linear)]
+        self.groups, self.kv_heads = structure.new_kv_heads, structure.num_kv_heads
+        heads = torch.arange(structure.num_heads)
+        self.kv_of = heads * self.kv_heads // structure.num_heads
+        self.places = {}
+        for name, own in parts.items():
+            path, _, _ = name.rpartition(".")
+            self.places |= {part.kind: path for part in own}
+        modules_of = self.old.named_modules()
+        linears = [path for path, part in modules_of if isinstance(part, nn.Linear)]
         place = self.places["key"]
-        weight = tensors[f"{place}.weight"].clone().requires_grad_()
+        name = f"{place}.weight"
+        first = sum(part.heads * part.rows for part in parts[name] if part.kind == "query")
+        weight = tensors[name].clone().requires_grad_()
+        self.partner: dict[str, Tensor | None] = {"value": torch.arange(structure.head_dim)}
         with torch.enable_grad(), observed(self.old, linears) as seen:
-            out = run(self.old, {**tensors, f"{place}.weight": weight}, calls[0])
-            self.before = out.detach()
-            own = parts[f"{place}.weight"]
-            first = sum(part.heads * part.rows for part in own if part.kind == "query")
-            partner = (
-                find_partners(seen.keys[0][0], seen.results[place], first) if seen.keys else None
-            )
+            self.before = run(self.old, {**tensors, name: weight}, calls[0]).detach()
+            if seen.keys:
+                rows = seen.results[place]
+                self.partner["key"] = find_partners(seen.keys[0][0], rows, first)
         self.linears = list(seen.results)
-        self.partner = {"key": partner, "value": torch.arange(structure.head_dim)}
+        self.last = f"{self.linears[-1]}.weight"
 
     def read(self) -> Heads:
         """Return the heads in the tensors, in float64."""
@@ -80,19 +84,22 @@ class Attention:
                 if name.endswith("bias"):
                     heads[kind][..., -1] = rows
                 else:
-                    heads[kind] = F.pad(rows.reshape(*rows.shape[:2], -1), (0, 1))
-        output = self.tensors[f"{self.linears[-1]}.weight"].double().T
-        heads["output"] = output.unflatten(0, (len(self.kv_of), -1))
+                    matrix = rows if rows.dim() == 3 else rows[..., None]
+                    heads[kind] = F.pad(matrix, (0, 1))
+        output = self.tensors[self.last].double()
+        heads["output"] = output.T.unflatten(0, (len(self.kv_of), -1))
         return heads
 
     def written(self, heads: Heads) -> Tensors:
         """Return all tensors with these heads, in float32."""
         found = dict(self.tensors)
-        found[f"{self.linears[-1]}.weight"] = heads["output"].flatten(0, 1).T.contiguous().float()
+        output = heads["output"].flatten(0, 1)
+        found[self.last] = output.T.float().contiguous()
         for name, parts in self.parts.items():
             column = slice(-1, None) if name.endswith("bias") else slice(-1)
-            rows = join({part.kind: heads[part.kind][..., column] for part in parts}, parts)
-            found[name] = rows.reshape(-1, *self.tensors[name].shape[1:]).float()
+            own = {part.kind: heads[part.kind][..., column] for part in parts}
+            shape = self.tensors[name].shape
+            found[name] = join(own, parts).reshape(-1, *shape[1:]).float()
         return found
 
     def is_same(self, heads: Heads) -> bool:
@@ -102,71 +109,80 @@ class Attention:
 
     def may_turn(self, heads: Heads, kind: str) -> bool:
         """Say whether heads of a kind may be turned, plane by plane, if what reads them is turned as well."""
-        partner, reader = self.partner[kind], READERS[kind]
-        if partner is None or {heads[kind].shape[1], heads[reader].shape[1]} != {len(partner)}:
+        rows, reader = heads[kind], READERS[kind]
+        partner = self.partner.get(kind)
+        if partner is None or not len(partner) == rows.shape[1] == heads[reader].shape[1]:
             return False
-        turns = random_turns(len(heads[kind]), partner)
-        turned = {kind: turns @ heads[kind], reader: turns[self.kv_of] @ heads[reader]}
-        return self.is_same({**heads, **turned})
+        turns = random_turns(len(rows), partner)
+        turned = dict(heads)
+        turned[kind] = turns @ rows
+        turned[reader] = turns[self.kv_of] @ heads[reader]
+        return self.is_same(turned)
 
-    def inputs(self, module: nn.Module, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def inputs(self, module: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
         """Return path of a linear layer -> E[x x^T] of its inputs with a one behind them, in float64."""
-        found: dict[str, torch.Tensor] = {}
+        found: Tensors = {}
         for call in self.calls:
             with observed(module, self.linears) as seen:
                 run(module, tensors, call)
             for path, (args, _) in seen.calls.items():
-                x = F.pad(args[0].flatten(0, -2), (0, 1), value=1.0)
-                square = (x.T @ x).double() / (len(x) * len(self.calls))
+                x = args[0].flatten(0, -2)
+                x = F.pad(x, (0, 1), value=1.0)
+                square = (x.T @ x).double() / len(x)
                 found[path] = found.get(path, 0) + square
-        return found
+        return {path: total / len(self.calls) for path, total in found.items()}
 
-    def readers(self, rows: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    def readers(self, rows: Tensor, gram: Tensor) -> Tensor:
         """Return E[x x^T] of what rows [heads, dim, n] make of inputs, summed for each kv head: [kv heads, dim, dim].
 
         Args:
             gram: [n, n], E[x x^T] of the inputs.
         """
-        kv_heads, dim = int(self.kv_of[-1]) + 1, rows.shape[1]
-        found = rows.new_zeros(kv_heads, dim, dim)
-        return found.index_add_(0, self.kv_of, rows @ gram @ rows.mT)
+        each = rows @ gram @ rows.mT
+        return each.unflatten(0, (self.kv_heads, -1)).sum(1)
 
     def merge(self) -> Heads:
         """Return merged heads: principal components, and means of those that may not be turned."""
         heads = self.read()
         inputs = self.inputs(self.old, self.tensors)
         grams = {kind: inputs[self.places[kind]] for kind in ("query", "key", "value")}
-        grams["output"] = torch.eye(heads["output"].shape[-1], dtype=torch.float64)
+        outputs = heads["output"].shape[-1]
+        grams["output"] = torch.eye(outputs, dtype=torch.float64)
         free = [kind for kind in READERS if self.may_turn(heads, kind)]
         if "value" in free and self.groups > 1:
             heads = self.regroup(heads, grams)
         for kind in ("key", "value", "key_norm"):
-            if kind not in heads:
-                continue
-            rows = heads[kind].unflatten(0, (self.groups, -1))  # [groups, m, dim, inputs + 1]
-            if kind not in free:
-                heads[kind] = rows.mean(1)
-                continue
-            reader = READERS[kind]
-            flat = rows.flatten(1, 2)
-            squares = flat @ grams[kind] @ flat.mT
-            reads = self.readers(heads[reader], grams[reader]).unflatten(0, (self.groups, -1))
-            maps = [
-                merge_heads(square, read, self.partner[kind])
-                for square, read in zip(squares, reads, strict=True)
-            ]
-            down, up = (torch.stack(each) for each in zip(*maps, strict=True))
-            heads[kind] = (down @ rows).sum(1)
-            heads[reader] = up.flatten(0, 1)[self.kv_of].mT @ heads[reader]
+            if kind in free:
+                self.merge_kind(kind, heads, grams)
+            elif kind in heads:
+                grouped = heads[kind].unflatten(0, (self.groups, -1))
+                heads[kind] = grouped.mean(1)
         return heads
 
-    def regroup(self, heads: Heads, grams: dict[str, torch.Tensor]) -> Heads:
+    def merge_kind(self, kind: str, heads: Heads, grams: Tensors) -> None:
+        """Put principal components in place of the heads of a kind, and let what reads them read those."""
+        reader = READERS[kind]
+        grouped = heads[kind].unflatten(0, (self.groups, -1))  # [groups, m, dim, inputs + 1]
+        reads = self.readers(heads[reader], grams[reader])
+        reads = reads.unflatten(0, (self.groups, -1))
+        merged, ups = [], []
+        for rows, read in zip(grouped, reads, strict=True):
+            flat = rows.flatten(0, 1)
+            square = flat @ grams[kind] @ flat.T
+            down, up = merge_heads(square, read, self.partner[kind])
+            merged.append((down @ rows).sum(0))
+            ups.append(up)
+        heads[kind] = torch.stack(merged)
+        heads[reader] = torch.cat(ups)[self.kv_of].mT @ heads[reader]
+
+    def regroup(self, heads: Heads, grams: Tensors) -> Heads:
         """Return the heads with those beside each other that are alike, if attention allows another order."""
         flat = heads["value"].flatten(0, 1)
+        square = flat @ grams["value"] @ flat.T
         reads = self.readers(heads["output"], grams["output"])
-        order = choose_groups(flat @ grams["value"] @ flat.T, reads, self.groups)
-        per = len(self.kv_of) // len(order)
-        queries = (order[:, None] * per + torch.arange(per)).flatten()
+        order = choose_groups(square, reads, self.groups)
+        queries = torch.arange(len(self.kv_of)).unflatten(0, (self.kv_heads, -1))
+        queries = queries[order].flatten()
         moved = dict(heads)
         for kind, rows in heads.items():
             if len(rows) > 1:  # a norm may be one for all
@@ -174,7 +190,7 @@ class Attention:
         # else something in this layer belongs to its heads, such as sinks
         return moved if self.is_same(moved) else heads
 
-    def fit(self, heads: Heads, targets: list[torch.Tensor]) -> Tensors:
+    def fit(self, heads: Heads, targets: list[Tensor]) -> Tensors:
         """Return weights with which the new module gives nearly `targets`, [tokens, hidden] for each window.
 
         Args:
@@ -185,10 +201,15 @@ class Attention:
         inverses: Tensors = {}
         for path, gram in self.inputs(self.new, start).items():
             own = gram[:-1, :-1]
-            own.diagonal().add_(RIDGE * own.diagonal().mean().clamp(min=1e-20))
-            inverses[f"{path}.weight"] = torch.linalg.inv(torch.linalg.cholesky(own)).float()
-        steps = {name: torch.zeros_like(start[name]).requires_grad_() for name in inverses}
-        size = torch.stack([target.square().sum() for target in targets]).sum().clamp(min=1e-30)
+            mean = own.diagonal().mean().clamp(min=1e-20)
+            own.diagonal().add_(RIDGE * mean)
+            lower = torch.linalg.cholesky(own)
+            inverses[f"{path}.weight"] = torch.linalg.inv(lower).float()
+        steps = {}
+        for name in inverses:
+            steps[name] = torch.zeros_like(start[name]).requires_grad_()
+        size = sum(float(target.square().sum()) for target in targets)
+        size = max(size, 1e-30)
         optimizer = torch.optim.LBFGS(
             list(steps.values()),
             max_iter=STEPS,
@@ -199,10 +220,12 @@ class Attention:
         def weights() -> Tensors:
             return {name: start[name] + step @ inverses[name] for name, step in steps.items()}
 
-        def missed() -> torch.Tensor:
+        def missed() -> Tensor:
             optimizer.zero_grad()
             made = weights()
-            used = {name: weight.detach().requires_grad_() for name, weight in made.items()}
+            used = {name: weight.detach() for name, weight in made.items()}
+            for weight in used.values():
+                weight.requires_grad_()
             total = torch.zeros(())
             for call, target in zip(self.calls, targets, strict=True):
                 off = run(self.new, {**start, **used}, call) - target
@@ -248,12 +271,12 @@ def merge_layer(
     structure: Structure,
     stream: LayerStream,
     index: int,
-    original: torch.Tensor,
-    converted: torch.Tensor,
+    original: Tensor,
+    converted: Tensor,
 ) -> Tensors:
     """Merge the heads of a layer, if it has any, and move both streams [windows, tokens, hidden] behind it.
 
-    Returns: name in the model -> tensor that is not the original's.
+    Returns: name on disk -> tensor that is not the original's.
     """
     layer = f"{stream.path}.{index}."
     old, new = stream.layers(index)
@@ -261,7 +284,7 @@ def merge_layer(
     own = [name.removeprefix(layer) for name in stream.names if name.startswith(layer)]
     paths = {name.rsplit(".", 2)[0] for name in own}
     calls: list[Call] = []
-    targets: list[torch.Tensor] = []
+    targets: list[Tensor] = []
     for i, hidden in enumerate(original):
         with observed(old, paths) as seen:
             run(old, tensors, stream.call(index, i, converted[i]))
@@ -280,11 +303,12 @@ def merge_layer(
         changed = {base + n: tensor for n, tensor in fitted.items() if tensor is not inside[n]}
     for i, hidden in enumerate(converted):
         converted[i] = run(new, {**tensors, **changed}, stream.call(index, i, hidden))
-    return {layer + name: tensor for name, tensor in changed.items()}
+    on_disk = structure.names.on_disk
+    return {on_disk[layer + name]: tensor.contiguous() for name, tensor in changed.items()}
 
 
 @torch.no_grad()
-def calibrate(source: Source, structure: Structure, windows: torch.Tensor, scratch: Path) -> Made:
+def calibrate(source: Source, structure: Structure, windows: Tensor, scratch: Path) -> Made:
     """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return how they are read.
 
     Args:
@@ -312,16 +336,13 @@ def calibrate(source: Source, structure: Structure, windows: torch.Tensor, scrat
                 )
         if tensors:
             file = scratch / f"layer-{index:05d}.safetensors"
-            names = structure.names.on_disk
-            save_file({names[own]: each.contiguous() for own, each in tensors.items()}, file)
-            made |= {
-                names[own]: ((names[own],), partial(_read, file, names[own])) for own in tensors
-            }
+            save_file(tensors, file)
+            made |= {name: ((name,), partial(_read, file, name)) for name in tensors}
     return made
 
 
-def _read(file: Path, name: str, old: torch.Tensor) -> torch.Tensor:
+def _read(file: Path, name: str, old: Tensor) -> Tensor:
     """Return a tensor of a file, in place of the old one."""
     with safe_open(file, "pt") as opened:
-        found: torch.Tensor = opened.get_tensor(name)
+        found: Tensor = opened.get_tensor(name)
     return found

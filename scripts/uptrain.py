@@ -66,14 +66,14 @@ class Distill(Trainer):
 
     def losses(self, model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [KL, cross entropy] and the teacher's logits; the student loses no parts by chance (dropout)."""
-        other = self.teacher(input_ids=ids, use_cache=False).logits
+        theirs = self.teacher(input_ids=ids, use_cache=False).logits
         own = model.eval()(input_ids=ids, use_cache=False).logits
-        return distillation(own, other, ids), other
+        return distillation(own, theirs, ids), theirs
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
         """Return the loss of a batch. Raises FloatingPointError for one that is not finite."""
-        (kl, entropy), _ = self.losses(model, inputs["input_ids"])
-        loss: torch.Tensor = self.alpha * kl + (1 - self.alpha) * entropy
+        found = self.losses(model, inputs["input_ids"])[0]
+        loss = self.alpha * found[0] + (1 - self.alpha) * found[1]
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}: --resume with a smaller --learning_rate")
         return loss
@@ -85,11 +85,11 @@ class Distill(Trainer):
         for window in self.held:
             ids = window[None].to(self.args.device)
             own, logits = self.losses(self.model, ids)
-            theirs = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
-            sums += (len(window) - 1) * torch.stack([*own, theirs]).double().cpu()
+            entropy = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+            sums += (len(window) - 1) * torch.stack([*own, entropy]).double().cpu()
             count += len(window) - 1
         kl, *entropies = (sums / count).tolist()
-        ppl, theirs = (math.exp(min(entropy, 700)) for entropy in entropies)
+        ppl, theirs = (math.exp(min(each, 700)) for each in entropies)
         found = {"kl": kl, "perplexity": ppl, "teacher_perplexity": theirs, "scored": count}
         self.log(dict(found))
         return found

@@ -146,7 +146,11 @@ def convert_to_gqa(
 def make_report(source: Source, structure: Structure, method: str) -> ConversionReport:
     """Return the report of a conversion that was not run yet; its tensors are made on the meta device."""
     meta = source.tensors
-    numbers = {n: structure.make(n, meta.__getitem__).numel() for n in structure.made}
+    new_parameters = nbytes = 0
+    for name, (names, _) in structure.made.items():
+        count = structure.make(name, meta.__getitem__).numel()
+        new_parameters += count
+        nbytes += count * meta[names[0]].itemsize
     old, new = structure.num_kv_heads, structure.new_kv_heads
     return ConversionReport(
         method=method,
@@ -154,10 +158,10 @@ def make_report(source: Source, structure: Structure, method: str) -> Conversion
         new_kv_heads=new,
         changed=structure.changed(),
         parameters=sum(tensor.numel() for tensor in meta.values()),
-        new_parameters=sum(numbers.values()),
+        new_parameters=new_parameters,
         kv_bytes_per_token=2 * structure.kv_numbers,
         new_kv_bytes_per_token=2 * structure.kv_numbers * new // old,
-        nbytes=sum(meta[structure.made[n][0][0]].itemsize * count for n, count in numbers.items()),
+        nbytes=nbytes,
         notes=tuple(filter(None, (structure.note, WHAT[method]))),
     )
 
@@ -189,7 +193,8 @@ def write_weights(source: Source, structure: Structure, folder: Path, nbytes: in
                     tensors[name] = _cast(name, structure.make(name, source.read), dtype)
             # else it held masks of an old checkpoint alone, which the new class does not have
             if tensors:
-                save_file(tensors, folder / file, {**(reader.metadata() or {}), "format": "pt"})
+                metadata = dict(reader.metadata() or {}, format="pt")
+                save_file(tensors, folder / file, metadata)
             bar.update(sum(tensor.nbytes for tensor in tensors.values()))
 
 
@@ -206,7 +211,9 @@ def write_rest(
 ) -> None:
     """Write everything but the weights: index, config, tokenizer, model card."""
     if SINGLE not in source.files:
-        places = {name: source.places[names[0]] for name, (names, _) in structure.made.items()}
+        places = {}
+        for name, (names, _) in structure.made.items():
+            places[name] = source.places[names[0]]
         index = {"metadata": {"total_size": report.nbytes}, "weight_map": places}
         create_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
     made = record(source, structure, report.method)
@@ -254,8 +261,9 @@ def model_card(own: str, base: str, report: ConversionReport) -> str:
     except (ValueError, TypeError, yaml.YAMLError):
         fields = {}
     tags = fields.get("tags")
-    more = ["kv_hf", "gqa"]
-    fields["tags"] = list(dict.fromkeys([*tags, *more])) if isinstance(tags, list) else more
+    if not isinstance(tags, list):
+        tags = []
+    fields["tags"] = list(dict.fromkeys([*tags, "kv_hf", "gqa"]))
     fields |= {"base_model": base, "library_name": "transformers"}
     head = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     own = own[block.end() :].strip() if block else own.strip()

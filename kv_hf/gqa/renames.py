@@ -57,7 +57,8 @@ def folded_bias(weight: Tensor, norm: Tensor, *biases: Tensor, rows: Rows) -> Te
 
 def head_rows(rows: Tensor, *, place: int, heads: int, groups: int) -> Tensor:
     """Return the queries, keys or values (`place` 0, 1, 2) of [heads * 3 * head_dim, ..], pooled to `groups` heads."""
-    return pool_heads(rows.reshape(heads, 3, -1, *rows.shape[1:])[:, place], groups).flatten(0, 1)
+    parts = rows.reshape(heads, 3, -1, *rows.shape[1:])
+    return pool_heads(parts[:, place], groups).flatten(0, 1)
 
 
 def bigcode_rows(rows: Tensor, *, heads: int, groups: int) -> Tensor:
@@ -65,7 +66,9 @@ def bigcode_rows(rows: Tensor, *, heads: int, groups: int) -> Tensor:
     parts = rows.reshape(3, heads, -1, *rows.shape[1:])  # [3, heads, head_dim, ..]
     if groups == heads:
         return parts.transpose(0, 1).flatten(0, 2)
-    return torch.cat([parts[0], pool_heads(parts[1], 1), pool_heads(parts[2], 1)]).flatten(0, 1)
+    query, key, value = parts
+    pooled = [query, pool_heads(key, 1), pool_heads(value, 1)]
+    return torch.cat(pooled).flatten(0, 1)
 
 
 # fields of a config that are not its model's
@@ -94,10 +97,10 @@ def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
         layer["self_attn.dense.bias"] = ("attention.dense.weight",), zeros
 
     def fold(new: str, old: str, norm: str, rows: Rows = copied, bias: bool = True) -> None:
-        sources = f"{old}.weight", f"{norm}.weight"
-        layer[f"{new}.weight"] = sources, partial(folded, rows=rows)
-        sources = f"{old}.weight", f"{norm}.bias", *[f"{old}.bias"] * bias
-        layer[f"{new}.bias"] = sources, partial(folded_bias, rows=rows)
+        weight = f"{old}.weight"
+        biases = [f"{norm}.bias", f"{old}.bias"] if bias else [f"{norm}.bias"]
+        layer[f"{new}.weight"] = (weight, f"{norm}.weight"), partial(folded, rows=rows)
+        layer[f"{new}.bias"] = (weight, *biases), partial(folded_bias, rows=rows)
 
     for place, letter in enumerate("qkv"):
         rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
@@ -117,9 +120,18 @@ def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
 def bigcode_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in GPTBigCode -> (names in GPT-2, what makes it of them): the same names, most linear layers turned."""
     rows = partial(bigcode_rows, heads=config.n_head, groups=groups)
-    turns = dict.fromkeys(("attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"), torch.t)
-    how = {**turns, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
-    return {name: ((name,), how.get(name.split(".", 3)[-1])) for name in names}
+    how = {
+        "attn.c_attn.weight": lambda weight: rows(weight.t()),
+        "attn.c_attn.bias": rows,
+        "attn.c_proj.weight": torch.t,
+        "mlp.c_fc.weight": torch.t,
+        "mlp.c_proj.weight": torch.t,
+    }
+    made: Made = {}
+    for name in names:
+        own = name.split(".", 3)[-1]
+        made[name] = (name,), how.get(own)
+    return made
 
 
 @dataclass(frozen=True)
@@ -148,9 +160,10 @@ class Route:
                 raise ConversionError(
                     f"{old.model_type} with {name}={value}: {self.target} would compute something else"
                 )
-        if (named := (old.architectures or [self.source])[0]) != self.source:
+        named = old.architectures or [self.source]
+        if named[0] != self.source:
             raise ConversionError(
-                f"{named} has no grouped kv heads; of {old.model_type} models only {self.source} can be converted"
+                f"{named[0]} has no grouped kv heads; of {old.model_type} models only {self.source} can be converted"
             )
         heads = old.num_attention_heads
         able = [1, heads] if self.one else divisors(heads)

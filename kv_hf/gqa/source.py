@@ -147,7 +147,9 @@ def _folder(source: str | Path, weights: list[str]) -> Path:
 
 def _check_config(config: dict[str, Any], folder: Path) -> None:
     """Raise ConversionError for quantized weights, remote code, and numbers that no model has."""
-    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+    for part in (config, *config.values()):
+        if not isinstance(part, dict):
+            continue
         if method := part.get("quantization_config") or part.get("compression_config"):
             kind = method.get("quant_method") if isinstance(method, dict) else method
             raise ConversionError(

@@ -4,7 +4,7 @@ The checkpoint is loaded in the dtype of its files, which the operating system m
 its layers run on tensors that are given.
 """
 
-import copy
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -69,8 +69,10 @@ def observed(module: nn.Module, paths: Iterable[str]) -> Iterator[Seen]:
     def note(path: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen.calls[path], seen.results[path] = (args, kwargs), output
 
-    parts = [(path, module.get_submodule(path)) for path in paths]
-    hooks = [p.register_forward_hook(partial(note, path), with_kwargs=True) for path, p in parts]
+    hooks = []
+    for path in paths:
+        part = module.get_submodule(path)
+        hooks.append(part.register_forward_hook(partial(note, path), with_kwargs=True))
     try:
         yield seen
     finally:
@@ -85,8 +87,8 @@ def run(module: nn.Module, tensors: Tensors, call: Call) -> Tensor:
 
 def first_row(out: Any) -> Tensor:
     """Return the hidden states [tokens, hidden] of what a module gave for one window."""
-    found: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
-    return found
+    states: Tensor = out[0] if isinstance(out, tuple) else out
+    return states[0]
 
 
 def calibration_windows(source: Source, structure: Structure, text: str | Path | Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class LayerStream:
     """
 
     def __init__(self, source: Source, structure: Structure) -> None:
-        config = copy.deepcopy(structure.config)
+        config = structure.config
         floats = {t.dtype for t in source.tensors.values() if t.dtype.is_floating_point}
         dtype = reduce(torch.promote_types, floats)
         # the config may name a kernel of the hub, which would be fetched and run
@@ -150,7 +152,10 @@ class LayerStream:
                 module.config._attn_implementation_internal = NAME
         on_disk = structure.names.on_disk
         self.names = {own for own, name in on_disk.items() if name in structure.parts}
-        self.path = _layers_path(loaded, self.names)
+        paths = {re.split(r"\.\d+\.", name, maxsplit=1)[0] for name in self.names}
+        if len(paths) > 1:
+            raise ConversionError(f"{type(loaded).__name__} has several lists of layers: {paths}")
+        self.path = paths.pop()
         self.calls: list[list[Call]] = []
 
     def layers(self, index: int) -> tuple[nn.Module, nn.Module]:
@@ -162,7 +167,11 @@ class LayerStream:
         """Return what a layer of the model is made of, by name within it: copies in float32, or the tensors if they are."""
         layer, _ = self.layers(index)
         named = (*layer.named_parameters(), *layer.named_buffers())
-        return {n: t.float() if t.is_floating_point() else t for n, t in named}
+        found = dict(named)
+        for name, tensor in found.items():
+            if tensor.is_floating_point():
+                found[name] = tensor.float()
+        return found
 
     def call(self, index: int, window: int, hidden: Tensor) -> Call:
         """Return what a layer is called with for a window's hidden states [tokens, hidden]."""
@@ -206,7 +215,7 @@ class _Stub(nn.Module):
         super().__init__()
         self.__dict__["layer"] = layer  # no submodule: it must not be found twice
         self.hidden = torch.empty(0)
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.call: Call | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.call = args, kwargs
@@ -216,12 +225,3 @@ class _Stub(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)  # the model may ask a layer for its type
-
-
-def _layers_path(model: nn.Module, names: Iterable[str]) -> str:
-    """Return the path of the list of layers that tensors of these names lie in."""
-    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = {min((p for p in lists if n.startswith(f"{p}.")), key=len, default="") for n in names}
-    if len(found) != 1:
-        raise ConversionError(f"{type(model).__name__} has several lists of layers: {found}")
-    return found.pop()

@@ -106,7 +106,8 @@ class Structure:
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of the tensors that are not copied."""
-        return tuple(name for name, (_, how) in self.made.items() if how is not None)
+        made = self.made.items()
+        return tuple(name for name, (_, how) in made if how is not None)
 
     def make(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return one tensor of the result [any shape], of what `read` returns for names on disk, in its own dtype or float64."""

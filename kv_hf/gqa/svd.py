@@ -23,7 +23,7 @@ from .structure import Made, Part, Structure, join, split
 
 STEPS = 40  # of a fit
 MEMORY = 10  # steps that L-BFGS remembers
-RIDGE = 0.01  # of the mean square of inputs: what is added to each direction of theirs
+RIDGE = 1.0  # of the mean square of inputs: what is added to each direction of theirs
 MOVED = 1e-3  # that attention may change by turns of heads that it should not see: rounding, and no more
 READERS = {"key": "query", "value": "output"}  # kind of merged head -> what reads it
 Heads = dict[str, Tensor]  # kind -> [heads, rows, inputs + 1], biases in the last column
@@ -40,7 +40,7 @@ class Attention:
         places: kind of head -> path of its projection.
         linears: paths of the linear layers, in the order in which they run.
         last: name of the weight of the last one, which reads the values.
-        partner: kind of merged head -> for each channel the one that positions mix it with; None for other mixtures.
+        partner: kind of merged head -> for each channel the one that positions mix it with; no keys, where they mix more.
         kv_of: [heads], the old kv head of each query head.
     """
 
@@ -57,7 +57,7 @@ class Attention:
         self.groups, self.kv_heads = structure.new_kv_heads, structure.num_kv_heads
         heads = torch.arange(structure.num_heads)
         self.kv_of = heads * self.kv_heads // structure.num_heads
-        self.places = {}
+        self.places: dict[str, str] = {}
         for name, own in parts.items():
             path, _, _ = name.rpartition(".")
             self.places |= {part.kind: path for part in own}
@@ -65,14 +65,19 @@ class Attention:
         linears = [path for path, part in modules_of if isinstance(part, nn.Linear)]
         place = self.places["key"]
         name = f"{place}.weight"
-        first = sum(part.heads * part.rows for part in parts[name] if part.kind == "query")
+        queries = [part for part in parts[name] if part.kind == "query"]
+        first = sum(part.heads * part.rows for part in queries)
         weight = tensors[name].clone().requires_grad_()
-        self.partner: dict[str, Tensor | None] = {"value": torch.arange(structure.head_dim)}
+        values = torch.arange(structure.head_dim)
+        self.partner = {"value": values}
         with torch.enable_grad(), observed(self.old, linears) as seen:
-            self.before = run(self.old, {**tensors, name: weight}, calls[0]).detach()
+            before = run(self.old, {**tensors, name: weight}, calls[0])
+            self.before = before.detach()
             if seen.keys:
                 rows = seen.results[place]
-                self.partner["key"] = find_partners(seen.keys[0][0], rows, first)
+                partner = find_partners(seen.keys[0][0], rows, first)
+                if partner is not None:
+                    self.partner["key"] = partner
         self.linears = list(seen.results)
         self.last = f"{self.linears[-1]}.weight"
 
@@ -104,7 +109,8 @@ class Attention:
 
     def is_same(self, heads: Heads) -> bool:
         """Say whether attention with these heads, as many as before, gives what it gave before."""
-        moved = run(self.old, self.written(heads), self.calls[0]) - self.before
+        now = run(self.old, self.written(heads), self.calls[0])
+        moved = now - self.before
         return bool(moved.norm() <= MOVED * self.before.norm())
 
     def may_turn(self, heads: Heads, kind: str) -> bool:
@@ -161,7 +167,7 @@ class Attention:
 
     def merge_kind(self, kind: str, heads: Heads, grams: Tensors) -> None:
         """Put principal components in place of the heads of a kind, and let what reads them read those."""
-        reader = READERS[kind]
+        reader, partner = READERS[kind], self.partner[kind]
         grouped = heads[kind].unflatten(0, (self.groups, -1))  # [groups, m, dim, inputs + 1]
         reads = self.readers(heads[reader], grams[reader])
         reads = reads.unflatten(0, (self.groups, -1))
@@ -169,7 +175,7 @@ class Attention:
         for rows, read in zip(grouped, reads, strict=True):
             flat = rows.flatten(0, 1)
             square = flat @ grams[kind] @ flat.T
-            down, up = merge_heads(square, read, self.partner[kind])
+            down, up = merge_heads(square, read, partner)
             merged.append((down @ rows).sum(0))
             ups.append(up)
         heads[kind] = torch.stack(merged)

@@ -166,10 +166,9 @@ def filled(form: str, row: Row) -> str:
 
 
 def flat(row: Row) -> Row:
-    """Return a row with the fields that cells need: `config_*` of its config, `*_mib` of its bytes, `name` of its model,
-    `transformers` for its version."""
-    found = {**row, **{f"config_{name}": value for name, value in row.get("config", {}).items()}}
-    for name, value in list(found.items()):
+    """Return a row with the fields that cells need: `*_mib` of its bytes, `name` of its model, `transformers` for its version."""
+    found = dict(row)
+    for name, value in row.items():
         if "bytes" in name and isinstance(value, int | float):
             found[name.replace("bytes", "mib")] = value / 2**20
     found["name"] = MODELS.get(str(row.get("model")), row.get("model"))
@@ -375,15 +374,11 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "part": part,
     "up_to_a_mass": lambda row: row["read_top_p"] is not None,
     "most_read": lambda row: row["read_tokens"] or math.inf,
-    "kernel_alone": lambda row: row["path"] == "kernel",
     "is_equal": lambda row: row["verdict"] == "equal",
     "room": room,
     "how_read": offload,
     "batch_cache": batches,
-    "store": lambda row: "yes" if row["config_prefix_store"] else "no",
-    "pages_mib": lambda row: row["pages"] * row["page_mib"],
-    "budget_mib": lambda row: row["budget"] / 2**20,
-    "stepping_mib": lambda row: row["resident_peak_stepping"] / 2**20,
+    "store": lambda row: "yes" if row["prefix_store"] else "no",
     "transient": lambda row: max(0, row["transient_mib"]),
     "timed": lambda row: {"attention": "attention of 30 layers"}.get(row["kind"], "whole step"),
     "how": how,

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, QuantizedCache
 from transformers.cache_utils import QuantoQuantizedLayer
 
@@ -43,14 +44,14 @@ KIVI = {"keys": per_channel(GROUP), "values": per_token(GROUP)}
 
 
 @functools.cache
-def rotation(dim: int) -> torch.Tensor:
+def rotation(dim: int) -> Tensor:
     """Return a random orthogonal matrix [dim, dim], fp64, the same at every call and shared by all heads."""
     numbers = torch.Generator().manual_seed(SEED)
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=numbers, dtype=torch.float64))
     return q * torch.sign(torch.diagonal(r))
 
 
-def levels(dim: int, bits: int) -> torch.Tensor:
+def levels(dim: int, bits: int) -> Tensor:
     """Return the 2^bits levels of a coordinate of a random unit vector, ascending, fp64: nearly normal from 64 channels on."""
     above = torch.tensor(LEVELS[bits], dtype=torch.float64)
     return torch.cat([-above.flip(0), above]) / dim**0.5
@@ -66,7 +67,7 @@ class TurboQuant(Format):
         """Return a norm per token and head."""
         return self.made((1, WHOLE_HEAD))
 
-    def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+    def encode(self, numbers: Tensor, scheme: Scheme) -> Encoded:
         """Return the numbers of the nearest levels, and norms [pages, heads, tokens, 1]; those beyond the range are cut."""
         norm = numbers.norm(dim=-1, keepdim=True)
         # fp64: its rounding does not depend on how many rows there are
@@ -78,7 +79,7 @@ class TurboQuant(Format):
         most = torch.finfo(scheme.scale_dtype).max
         return codes, norm.clamp(max=most).to(scheme.scale_dtype), None
 
-    def decode(self, codes: torch.Tensor, scale: Any, offset: Any, scheme: Scheme) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Any, offset: Any, scheme: Scheme) -> Tensor:
         """Look the levels up, rotate them back, and give them the norm."""
         dim = codes.shape[-1]
         found = levels(dim, self.bits).to(codes.device, torch.float32)[codes.int()]
@@ -107,8 +108,8 @@ class ChannelKeys(QuantoQuantizedLayer):
     """
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append new tokens and return all: what a flush has encoded as it is read, the others exactly."""
         self.cumulative_length += key_states.shape[-2]
         first = not self.is_initialized

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kv_hf.backends import registry
 from kv_hf.backends.base import AttentionCall
@@ -27,7 +28,7 @@ from kv_hf.spec import LANES
 from kv_hf.texts import load_text, text_names
 from measure.models.packaged import packaged_model, resolve_model
 from measure.peers import known_peers
-from measure.runner import Fields, workload
+from measure.runner import Device, Fields, workload
 
 PEERS = ["quantized_fp8", "quanto_int4", "hqq_int4"]  # of transformers
 MODEL: dict[str, list[Any]] = {"model": ["smollm2-135m"], "dtype": ["float32"]}
@@ -38,7 +39,7 @@ _held: dict[tuple[Any, ...], LoadedModel] = {}
 
 
 def held(
-    make: Callable[..., LoadedModel], name: str, dtype: str, device: torch.device, **how: Any
+    make: Callable[..., LoadedModel], name: str, dtype: str, device: Device, **how: Any
 ) -> LoadedModel:
     """Return a model that `make` makes; the one before is let go first."""
     key = (make, name, dtype, device, *how.items())
@@ -82,7 +83,7 @@ quality = functools.partial(workload, state=state_of, timed=False)
     columns=DISTANCES,
 )
 @known_peers()
-def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
+def accuracy(device: Device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances from the exact cache, and bytes: a row per cache and text, or set of texts."""
     loaded = held(packaged_model, model, dtype, device)
     return [loaded.accuracy(cache, TextSettings(**text))]
@@ -101,7 +102,7 @@ def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: A
 )
 @known_peers()
 def needle(
-    device: torch.device,
+    device: Device,
     model: str,
     dtype: str,
     caches: list[str],
@@ -128,7 +129,7 @@ PARTS += [f"read_top_p={part}" for part in (0.8, 0.9, 0.95, 0.99)]
     ],
     columns="kl_mean kl_low kl_high top1 tokens_read_mean",
 )
-def reading(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
+def reading(device: Device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances where a decode step reads a part of a long text; tokens are counted where a share of the mass decides."""
     loaded = held(packaged_model, model, dtype, device)
     base, given = parse_cache_name(cache)
@@ -157,7 +158,7 @@ def counted_pages(found: list[int]) -> Iterator[None]:
     assert own.choose_pages is not None
     choose = own.choose_pages
 
-    def counted(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(call: AttentionCall) -> tuple[Tensor, Tensor]:
         table, counts = choose(call)
         found.extend(counts.tolist())
         return table, counts

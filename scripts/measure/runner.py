@@ -2,8 +2,8 @@
 
 A workload is a function that takes a device and one configuration, and yields the fields of its rows:
 
-    @workload("prefix", grid=[{"model": ["smollm2-135m"], "batch": [1, 64]}], gate=same_tokens)
-    def prefix(device: torch.device, model: str, batch: int) -> Iterator[Fields]:
+    @workload("prefix", grid=[{"model": "smollm2-135m", "batch": [1, 64]}], gate=same_tokens)
+    def prefix(device: Device, model: str, batch: int) -> Iterator[Fields]:
         ...
 
 The runner does the rest. Each configuration is measured in a child process, which may take a limited time and may die: the
@@ -36,8 +36,11 @@ from kv_hf.evaluation.memory import in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
 from kv_hf.text_table import table_lines
 
+Device = torch.device
+Call = Callable[[], object]
 Fields = dict[str, Any]
-Grid = Sequence[Mapping[str, Sequence[Any]]]  # products of the fields' values, one behind the other
+# products of the fields' values, one behind the other; what is no list is the only value of its field
+Grid = Sequence[Fields]
 Answer = list[Fields] | str  # the rows, or why there are none
 Task = tuple["Workload", Fields, str, str]  # workload, configuration, device, cell
 Measure = Callable[..., Iterable[Fields]]
@@ -54,7 +57,7 @@ WORKLOADS: dict[str, "Workload"] = {}
 # -- right, and how fast
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
+def timed(run: Call, device: Device) -> float:
     """Return the milliseconds of one call: wall time on a CPU, CUDA events on a GPU.
 
     The events lie in the stream before and behind the call, so that the time holds the launches that the GPU
@@ -124,8 +127,8 @@ class Contender:
     """
 
     name: str
-    run: Callable[[], object]
-    before: Callable[[], object] = lambda: None
+    run: Call
+    before: Call = lambda: None
     verdict: Callable[[], Verdict] | None = None
     fields: Fields = field(default_factory=dict)
 
@@ -144,7 +147,7 @@ def judge(contenders: Iterable[Contender]) -> None:
 def in_turns(
     contenders: Sequence[Contender],
     rounds: int,
-    device: torch.device,
+    device: Device,
     *,
     label: str = "contender",
     ms: str = "ms",
@@ -189,6 +192,11 @@ def in_turns(
 # -- workloads
 
 
+def listed(values: Any) -> list[Any]:
+    """Return the values of a field of a grid."""
+    return values if isinstance(values, list) else [values]
+
+
 def of_this_state(config: Fields) -> object:
     """Return what decides a time beside the configuration: the code, the machine and the threads."""
     return commit(), machine(), torch.get_num_threads()
@@ -228,9 +236,10 @@ class Workload:
     def values(self) -> dict[str, list[Any]]:
         """Return the values of each field, of all parts of the grid."""
         found: dict[str, list[Any]] = {}
-        for name, own in itertools.chain.from_iterable(part.items() for part in self.grid):
-            known = found.setdefault(name, [])
-            known += [value for value in own if value not in known]
+        for part in self.grid:
+            for name, own in part.items():
+                known = found.setdefault(name, [])
+                known += [value for value in listed(own) if value not in known]
         return found
 
     def configurations(self, only: Mapping[str, Sequence[Any]]) -> list[Fields]:
@@ -249,10 +258,11 @@ class Workload:
         found: list[Fields] = []
         for part in self.grid:
             if set(only) <= set(part):
-                values = [
-                    [v for v in only.get(name, own) if v in own or v not in known[name]]
-                    for name, own in part.items()
-                ]
+                values = []
+                for name, given in part.items():
+                    own = listed(given)
+                    asked = only.get(name, own)
+                    values.append([v for v in asked if v in own or v not in known[name]])
                 found += [dict(zip(part, one, strict=True)) for one in itertools.product(*values)]
         return [config for place, config in enumerate(found) if config not in found[:place]]
 

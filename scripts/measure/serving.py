@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -18,11 +19,10 @@ from kv_hf.evaluation.caches import layer_shapes
 from kv_hf.evaluation.memory import random_prompt
 from kv_hf.texts import load_text
 from measure import shapes
-from measure.runner import Fields, Verdict, workload
+from measure.runner import Device, Fields, Verdict, workload
 from measure.shapes import RANDOM_MODELS, folder_of
 
 BATCH = 512  # most tokens of a forward
-MIB = 1 << 20
 BLOCK = 256  # tokens of a block of transformers' own pages
 OWN = "transformers"
 SYSTEM, QUESTION = 2000, 24  # tokens that all prompts of `prefix` share, and of each one's own
@@ -53,7 +53,7 @@ def run_requests(
     batch: int,
     shared: bool,
     new_tokens: int = 1,
-) -> tuple[Fields, torch.Tensor]:
+) -> tuple[Fields, Tensor]:
     """Generate for all prompts of one length, `batch` at a time, keeping every cache; return figures and tokens.
 
     Args:
@@ -81,12 +81,13 @@ def run_requests(
     seconds, tokens = time.perf_counter() - start, sum(map(len, prompts))
     computed = store.stats().tokens_computed if shared else tokens
     pools = {id(cache.group.pool): cache.group.pool for cache in caches}.values()
+    pages = sum(pool.num_held for pool in pools)
+    page_bytes = sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec)
     figures = {
         "value": seconds,
         "tokens_computed": computed,
         "skipped": 1 - computed / tokens,
-        "pages": sum(pool.num_held for pool in pools),
-        "page_bytes": sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec),
+        "pages_bytes": pages * page_bytes,
     }
     return figures, torch.cat(outs)
 
@@ -95,32 +96,31 @@ def run_requests(
     "prefix",
     # without sharing a larger batch computes the same tokens: one way stands for all
     grid=[
-        {"model": ["smollm2-135m"], "requests": [64], "batch": batches, "prefix_store": [shared]}
-        for shared, batches in ((False, [1]), (True, [1, 64]))
+        {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": False},
+        {"model": "smollm2-135m", "requests": 64, "batch": [1, 64], "prefix_store": True},
     ],
     gate=lambda device, model, **others: same_tokens(device, model),
-    columns="value tokens_computed skipped pages",
+    columns="value tokens_computed skipped pages_bytes",
 )
 def prefix(
-    device: torch.device, model: str, requests: int, batch: int, prefix_store: bool
+    device: Device, model: str, requests: int, batch: int, prefix_store: bool
 ) -> Iterator[Fields]:
     """The prefill of many requests over one system prompt, with and without a prefix store."""
     loaded = shapes.load(model, device, "bfloat16")
     prompts = over_one_prefix(text_ids(model), requests, SYSTEM, QUESTION)
     run_requests(loaded, [prompt[:64] for prompt in prompts[:2]], "paged_int4", 1, True)  # warm-up
     figures, _ = run_requests(loaded, prompts, "paged_int4", batch, prefix_store)
-    config = {
-        "implementation": "paged_int4",
-        "requests": requests,
+    yield {
+        "metric": "prefill",
+        "cache": "paged_int4",
         "system_tokens": SYSTEM,
         "question_tokens": QUESTION,
-        "batch": batch,
-        "prefix_store": prefix_store,
+        "dtype": "bfloat16",
+        **figures,
     }
-    yield {"config": config, "metric": "prefill", "dtype": "bfloat16", **figures}
 
 
-def same_tokens(device: torch.device, model: str) -> Iterator[Verdict]:
+def same_tokens(device: Device, model: str) -> Iterator[Verdict]:
     """Compare 16 tokens of three requests with and without sharing, in fp32."""
     loaded = shapes.load(model, device, "float32")
     prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
@@ -185,28 +185,34 @@ def run_load(
     }
 
 
-LOAD = {"requests": [32], "least": [128], "most": [2048], "answer": [128]}
+LOAD: Fields = {
+    "model": "smollm2-135m",
+    "requests": 32,
+    "least": 128,
+    "most": 2048,
+    "answer": 128,
+}
 
 
 @workload(
     "serving/batches",
     grid=[
-        {"model": ["smollm2-135m"], "load": loads, "budget": [budget], **LOAD}
-        for loads, budget in ((["mixed", "shared"], 2048 * MIB), (["tight"], 192 * MIB))
+        LOAD | {"load": ["mixed", "shared"], "budget_bytes": 2048 << 20},
+        LOAD | {"load": "tight", "budget_bytes": 192 << 20},
     ],
     kind="batches",
     file="serving",
     columns="cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s",
 )
 def batches(
-    device: torch.device,
+    device: Device,
     model: str,
     load: str,
     requests: int,
     least: int,
     most: int,
     answer: int,
-    budget: int,
+    budget_bytes: int,
 ) -> Iterator[Fields]:
     """Continuous batching on paged caches beside transformers' own pages in the same bytes."""
     loaded, ids = shapes.load(model, device, "bfloat16"), text_ids(model)
@@ -217,7 +223,7 @@ def batches(
     facts = {"prompt_tokens": sum(map(len, prompts)), "batch_tokens": BATCH, "dtype": "bfloat16"}
     own: Fields = {}
     for cache in (OWN, "paged_int4"):
-        found = run_load(loaded, prompts, answer, cache, budget)
+        found = run_load(loaded, prompts, answer, cache, budget_bytes)
         own = own or found
         yield {
             "cache": cache,

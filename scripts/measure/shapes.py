@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from measure.runner import Contender, in_turns
+from measure.runner import Call, Contender, Device, in_turns
 
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 LATENT_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
@@ -89,7 +89,7 @@ RANDOM_MODELS = {
 }
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype, **changes: Any) -> Any:
+def random_model(name: str, device: Device, dtype: torch.dtype, **changes: Any) -> Any:
     """Build a model of random weights right on `device`, in eval mode; the same weights for the same arguments.
 
     Args:
@@ -103,7 +103,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, **changes:
 
 
 @functools.lru_cache(maxsize=1)
-def load(name: str, device: torch.device, dtype: str) -> Any:
+def load(name: str, device: Device, dtype: str) -> Any:
     """Return a model, kept until another one is asked for: of RANDOM_MODELS, packaged, a hub id or a folder."""
     if name in RANDOM_MODELS:
         return random_model(name, device, getattr(torch, dtype))
@@ -118,7 +118,7 @@ def folder_of(name: str) -> str:
     return str(resolve_model(name))
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
+def captured(run: Call) -> Call:
     """Return a replay of `run` as a CUDA graph: the time of the kernels without that of launching them.
 
     Raises: RuntimeError when the call cannot be captured (it reads from the device, say).
@@ -136,7 +136,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 @functools.lru_cache(maxsize=1)
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth(device: Device) -> float:
     """Return the GB/s (read plus written) of torch copying a large buffer: what memory gives to a plain program."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

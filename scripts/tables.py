@@ -30,6 +30,8 @@ MODELS = {
     "tinyllama-1.1b": "TinyLlama-1.1B",
 }
 
+# pages, their blocks and tables; and the forms of "words"
+LISTED = tomllib.loads(Path(__file__).with_name("tables.toml").read_text("utf-8"))
 # what the rows of one run have in common
 RUN = ("date", "commit", "machine", "threads", "dtype")
 
@@ -300,30 +302,9 @@ def lever(row: Row) -> bool:
     return ours and bool(row.get("kv_heads")) and row["text"] != "held_out"
 
 
-def made(row: Row) -> str:
-    """Return in words how a model came to have its kv heads."""
-    tokens = row.get("uptrained_tokens")
-    trained = f", trained on {tokens:,} tokens" if tokens else ""
-    return (row.get("conversion") or "original") + trained
-
-
-def part(row: Row) -> str:
-    """Return what a step reads, in words."""
-    return f"{row['read_tokens']:,} tokens read" if row["read_tokens"] else "all"
-
-
-def room(row: Row) -> str:
-    """Return the budget of an offload, in words."""
-    if row["device_bytes"]:
-        return f"{row['device_mib']:.1f}"
-    return "least" if row["offload"] else "no offload"
-
-
-def offload(row: Row) -> str:
-    """Return how a step of a cache reads what is outside, in words."""
-    if row["read_tokens"]:
-        return f"offload, `read_tokens={row['read_tokens']}`"
-    return "offload" if row["offload"] else "no offload"
+def in_words(row: Row, forms: Sequence[Sequence[str]]) -> str:
+    """Return the text of the first form whose field a row has, neither empty nor 0; a form without a field is for all."""
+    return next(filled(form, row) for name, form in forms if not name or value_of(row, name))
 
 
 def batches(row: Row) -> str:
@@ -361,24 +342,19 @@ def why(row: Row) -> str:
     return str(text.replace("|", "\\|").replace("<", "&lt;"))
 
 
+# what rows do not have themselves; tables.toml has more of them, in words
 FIELDS: dict[str, Callable[[Row], Any]] = {
     "title": title,
     "base": lambda row: row["cache"].partition(":")[0],
     "worst": worst,
-    "worst_said": lambda row: f" ({digits(kl)}, {row['worst_text']})" if (kl := worst(row)) else "",
     "scored": scored,
     "protocol": protocol,
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
     "lever": lever,
-    "made": made,
-    "part": part,
     "up_to_a_mass": lambda row: row["read_top_p"] is not None,
     "most_read": lambda row: row["read_tokens"] or math.inf,
     "is_equal": lambda row: row["verdict"] == "equal",
-    "room": room,
-    "how_read": offload,
     "batch_cache": batches,
-    "store": lambda row: "yes" if row["prefix_store"] else "no",
     "transient": lambda row: max(0, row["transient_mib"]),
     "timed": lambda row: {"attention": "attention of 30 layers"}.get(row["kind"], "whole step"),
     "how": how,
@@ -386,9 +362,7 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "tests": lambda row: (
         row["suite"].removeprefix("tests/").removeprefix("models/").split("/test_modeling")[0]
     ),
-    "prompts_said": lambda row: (
-        f"prompts of {row['seq_length']} tokens" if row["seq_length"] else "their own prompts"
-    ),
+    **{name: partial(in_words, forms=forms) for name, forms in LISTED.pop("words").items()},
 }
 
 # -- rows that are made of several -----------------------------------------------------------------------------
@@ -430,10 +404,9 @@ PREPARE = {"pooled": pooled, "suites": suites, "families": families}
 
 def tables() -> list[Table]:
     """Return the tables of tables.toml."""
-    blocks = tomllib.loads((ROOT / "scripts" / "tables.toml").read_text("utf-8"))
     return [
         Table(page, block, **fields)
-        for page, own in blocks.items()
+        for page, own in LISTED.items()
         for block, found in own.items()
         for fields in found
     ]

@@ -137,8 +137,8 @@ def kernels(
     layers = cold_layers(shape, batch, context, device)
     work = Step(shape, batch, context, layers, "bfloat16", device)
     reading = {"read_tokens": read_tokens} if read_tokens else {}
-    contenders = stock(work)[1:] if format == "torch" else paged(work, format, **reading)[1:]
-    yield from speeds(contenders, work)
+    bare = stock(work)[1:] if format == "torch" else [paged(work, format, **reading)[1]]
+    yield from speeds(bare, work)
 
 
 COMPILED = [llama | {"cache": ["static", "paged_int4"], "mode": "compiled"} for llama in LLAMAS]

@@ -25,23 +25,45 @@ ROOT = Path(__file__).parent.parent
 TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not checked by torch
 NOWHERE = "/proc/nowhere"  # a folder that nobody can make
 # compared with fp64, with the codec's bytes, or with another kernel
-COMPILED = """
-    backends/test_attention_variants backends/test_choose_pages backends/test_cpu_kernels
-    backends/test_cpu_latent backends/test_cpu_write backends/test_error_bound
-    backends/test_latent_fallbacks backends/test_reference_attention cache/test_latent
-    cache/test_reading cache/test_reading_offload cache/test_sliding doctor
-    formats/test_codec formats/test_mixed_and_rotated hf/test_chunks hf/test_families
-    hf/test_generate_features hf/test_latent_families
-""".split()
+COMPILED = [
+    "backends/test_attention_variants",
+    "backends/test_choose_pages",
+    "backends/test_cpu_kernels",
+    "backends/test_cpu_latent",
+    "backends/test_cpu_write",
+    "backends/test_error_bound",
+    "backends/test_latent_fallbacks",
+    "backends/test_reference_attention",
+    "cache/test_latent",
+    "cache/test_reading",
+    "cache/test_reading_offload",
+    "cache/test_sliding",
+    "doctor",
+    "formats/test_codec",
+    "formats/test_mixed_and_rotated",
+    "hf/test_chunks",
+    "hf/test_families",
+    "hf/test_generate_features",
+    "hf/test_latent_families",
+]
 # in numpy; torch computes what is expected
 INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_latent"]
 # start children, look for files, ask for models, or print
-OUTWARD = """
-    backends/test_threads backends/test_triton_launch cache/test_cache_options doctor
-    hf/test_devices hf/test_install pages/test_host_heap planner/test_source
-    project/test_cli project/test_hub project/test_messages project/test_packaging
-    serving/test_serve_command
-""".split()
+OUTWARD = [
+    "backends/test_threads",
+    "backends/test_triton_launch",
+    "cache/test_cache_options",
+    "doctor",
+    "hf/test_devices",
+    "hf/test_install",
+    "pages/test_host_heap",
+    "planner/test_source",
+    "project/test_cli",
+    "project/test_hub",
+    "project/test_messages",
+    "project/test_packaging",
+    "serving/test_serve_command",
+]
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "KV_HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 SHELLS: dict[str, Variables] = {
     "offline": {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},

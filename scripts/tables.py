@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kv_hf.evaluation.needles import wilson
-from kv_hf.evaluation.rows import read_rows
+from kv_hf.evaluation.rows import Row, read_rows
 from kv_hf.formats import cache_names
 
 ROOT = Path(__file__).parent.parent
-Row = dict[str, Any]
 Rows = list[Row]
 
 # what rows call a model -> what people do
@@ -43,11 +42,16 @@ def latest_run(rows: Rows, **wanted: Any) -> Rows:
 
     Figures of different machines or versions never meet in one table.
     """
-    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    found = [row for row in rows if has(row, wanted)]
     if not found:
         return []
-    run = [found[-1].get(name) for name in RUN]
-    return [row for row in found if [row.get(name) for name in RUN] == run]
+    run = {name: found[-1].get(name) for name in RUN}
+    return [row for row in found if has(row, run)]
+
+
+def has(row: Row, wanted: Mapping[str, Any]) -> bool:
+    """Say whether a row has these values in these fields."""
+    return all(value_of(row, name) == value for name, value in wanted.items())
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,12 @@ class Table:
         Raises: ValueError where no row is chosen: a table without rows has no place on a page.
         """
         measured = [flat(row) for row in rows if row.get("kind") != "failed"]
-        chosen = [row for row in measured if self._wants(row)]
+        chosen = [row for row in measured if has(row, self.where)]
         if not chosen:
             raise ValueError(f"{self.files} must hold rows of table {self.block!r}, got none")
         groups = grouped(chosen, self.split).values()
         newest_first = sorted(groups, key=lambda group: group[-1]["date"], reverse=True)
         return "\n\n".join(map(self._one, newest_first))
-
-    def _wants(self, row: Row) -> bool:
-        return all(value_of(row, name) == wanted for name, wanted in self.where.items())
 
     def _one(self, rows: Rows) -> str:
         title, *lines = self.form.strip().splitlines()
@@ -293,7 +294,7 @@ PROTOCOL = {
 def protocol(row: Row) -> bool:
     """Say whether a row belongs to the README's protocol: KL of decoding, 512 of 1,600 tokens as the prompt."""
     text = "held_out" if row.get("model") == "smollm2-135m" else "lincoln_1862"
-    return all(row.get(name) == value for name, value in {**PROTOCOL, "text": text}.items())
+    return has(row, {**PROTOCOL, "text": text})
 
 
 def lever(row: Row) -> bool:
@@ -394,7 +395,7 @@ def families(rows: Rows) -> Rows:
     """Return a row for each verdict, with its families; the most frequent first."""
     found = []
     for own in grouped(rows, "how").values():
-        names = list(dict.fromkeys(row["family"] for row in own))
+        names = dict.fromkeys(row["family"] for row in own)
         found.append({**own[0], "number": len(own), "names": ", ".join(names)})
     return sorted(found, key=lambda row: -row["number"])
 

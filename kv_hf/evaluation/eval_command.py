@@ -20,7 +20,7 @@ from .caches import cache_kind
 from .memory import DTYPES, check_device, in_words
 from .models import LoadedModel, TextSettings
 from .recommend import best, check_bits, interval, pareto, shown
-from .rows import append_rows, check_writable, make_row
+from .rows import Row, append_rows, check_writable, make_row
 
 ROWS = Path("kv_hf_eval.jsonl")
 # field, column, format
@@ -98,7 +98,7 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
         load: makes the model, as `LoadedModel` does.
     """
     transformers_logging.disable_progress_bar()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     try:
         _check(args)
         code = _measure(args, load, rows)
@@ -128,7 +128,7 @@ def _check(args: argparse.Namespace) -> None:
         check_writable(args.plot)
 
 
-def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict[str, Any]]) -> int:
+def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[Row]) -> int:
     """Append a row of each cache to `rows`, and to the file of rows; return the exit code."""
     settings, code = TextSettings(args.text, args.windows, args.window, args.prompt), 0
     try:
@@ -154,7 +154,7 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict
     return code
 
 
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+def show(title: str, rows: Sequence[Row]) -> None:
     """Print measured rows as tables: all texts together, and the KL on each where there are several."""
     width, names, first = text_width(), [row["cache"] for row in rows], rows[0]
     tokens, exact = first["tokens"], first["perplexity_exact"]

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..cache.paged_cache import PagedCache
@@ -195,8 +196,8 @@ class KVCacheLM(HFLM):
         return list(zip(totals.tolist(), greedy.tolist(), strict=True))
 
     def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
-    ) -> torch.Tensor:
+        self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> Tensor:
         """Generate as HFLM does, with an empty cache of the chosen kind."""
         cache = self.kind.make(self.model.config, max_length)
         generation_kwargs["past_key_values"] = cache
@@ -243,11 +244,16 @@ class KVCacheLM(HFLM):
                 "most): all scores are those of the exact cache. More examples in the prompt (--num_fewshot) or longer "
                 "tasks measure something",
             )
-        facts = {"cache": self.kind.name, "encoded_share": encoded, "longest": longest}
-        facts["bytes_per_token"] = sum(size for size, _ in self.held) / tokens if tokens else None
-        facts["bytes_dtype"] = str(self.model.dtype).removeprefix("torch.")
-        facts["versions"] = {"kv_hf": __version__, **versions()}
-        facts["protocol"] = PROTOCOL
+        held = sum(size for size, _ in self.held)
+        facts = {
+            "cache": self.kind.name,
+            "encoded_share": encoded,
+            "longest": longest,
+            "bytes_per_token": held / tokens if tokens else None,
+            "bytes_dtype": str(self.model.dtype).removeprefix("torch."),
+            "versions": {"kv_hf": __version__, **versions()},
+            "protocol": PROTOCOL,
+        }
         return {**super().get_model_info(), "kv_cache": facts}
 
 

@@ -25,6 +25,7 @@ from ..texts import load_text, longest_context, text_names
 from .accuracy import Prefill, decoded, measure_held
 from .caches import CacheKind, cache_kind, check_runs, layer_shapes
 from .models import name_of
+from .rows import Row
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
 # task -> needles: "single" hides the code of one thing, "multi_key" those of others beside it, "copy" a list of words
@@ -289,7 +290,7 @@ def needle_grid(
     *,
     haystack: str | Path = "lincoln",
     first_sample: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Hide a needle at each depth of texts of each length and ask for it: one row per length, depth and cache.
 
     Prompts are put into the tokenizer's chat template where it has one.

@@ -15,6 +15,7 @@ from ..files import replace_text
 from ..formats import cache_names
 from .caches import check_runs
 from .models import Measured, TextSettings
+from .rows import Row
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Recommendation:
     kl: float
     kl_low: float
     kl_high: float
-    rows: list[dict[str, Any]]
+    rows: list[Row]
 
 
 def shown(value: float, form: str) -> str:
@@ -59,7 +60,7 @@ def check_bits(bits: float) -> None:
         )
 
 
-def best(rows: Sequence[dict[str, Any]], bits: float) -> dict[str, Any]:
+def best(rows: Sequence[Row], bits: float) -> Row:
     """Return the row of the cache that loses least among those that hold at most `bits` bits per number.
 
     Raises: ValueError where none is so small.
@@ -114,16 +115,16 @@ def recommend(
     return Recommendation(row["cache"], name, options, held, mean, low, high, rows)
 
 
-def front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def front(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of which no other holds as little and loses less, by rising bits."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for row in sorted(rows, key=lambda row: (row["stored_bits"], row["kl_mean"])):
         if not found or row["kl_mean"] < found[-1]["kl_mean"]:
             found.append(row)
     return found
 
 
-def pareto(rows: Sequence[dict[str, Any]], path: str | Path) -> list[Path]:
+def pareto(rows: Sequence[Row], path: str | Path) -> list[Path]:
     """Draw what caches lose against what they hold, with the Pareto front, and write the same as a Markdown table beside it.
 
     Args:

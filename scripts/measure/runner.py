@@ -79,10 +79,14 @@ def timed(run: Call, device: Device) -> float:
 def spread(samples: Sequence[float], name: str) -> Fields:
     """Return median and spread of samples, in their unit, as fields `name`_p50 and so on."""
     known = torch.tensor(samples, dtype=torch.float64)
-    parts = {f"p{part}": known.quantile(part / 100) for part in (50, 20, 80)}
-    parts |= {"mean": known.mean(), "max": known.max(), "min": known.min()}
-    return {f"{name}_{part}": value.item() for part, value in parts.items()} | {
-        f"{name}_n": len(samples)
+    return {
+        f"{name}_p50": known.quantile(0.5).item(),
+        f"{name}_p20": known.quantile(0.2).item(),
+        f"{name}_p80": known.quantile(0.8).item(),
+        f"{name}_mean": known.mean().item(),
+        f"{name}_max": known.max().item(),
+        f"{name}_min": known.min().item(),
+        f"{name}_n": len(samples),
     }
 
 
@@ -99,6 +103,14 @@ class Verdict:
         """Whether the result is right."""
         return self.error <= self.allowed
 
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3g}, allowed {self.allowed:.3g}"
+
+
+def equal(name: str, found: torch.Tensor, right: torch.Tensor) -> Verdict:
+    """Judge a result that has to be the right one to the last bit."""
+    return Verdict(name, float(not torch.equal(found, right)), 0.0)
+
 
 class WrongResultError(ValueError):
     """A result is wrong, so nothing of its configuration is timed."""
@@ -106,11 +118,7 @@ class WrongResultError(ValueError):
 
 def check(verdicts: Iterable[Verdict]) -> None:
     """Raise WrongResultError naming every result that is wrong."""
-    wrong = [
-        f"{one.name}: error {one.error:.3g}, allowed {one.allowed:.3g}"
-        for one in verdicts
-        if not one.ok
-    ]
+    wrong = [str(one) for one in verdicts if not one.ok]
     if wrong:
         raise WrongResultError(f"wrong results: {'; '.join(wrong)}")
 

@@ -5,7 +5,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from kv_hf.evaluation.caches import layer_shapes
 from kv_hf.evaluation.memory import random_prompt
 from kv_hf.texts import load_text
 from measure import shapes
-from measure.runner import Device, Fields, Verdict, workload
+from measure.runner import Device, Fields, Verdict, equal, workload
 from measure.shapes import RANDOM_MODELS, folder_of
 
+Prompts = list[list[int]]
 BATCH = 512  # most tokens of a forward
 BLOCK = 256  # tokens of a block of transformers' own pages
 OWN = "transformers"
@@ -38,7 +39,7 @@ def text_ids(model: str) -> list[int]:
     return list(AutoTokenizer.from_pretrained(folder_of(model))(text)["input_ids"])
 
 
-def over_one_prefix(ids: list[int], requests: int, shared: int, own: int) -> list[list[int]]:
+def over_one_prefix(ids: list[int], requests: int, shared: int, own: int) -> Prompts:
     """Return prompts of one prefix of `shared` tokens, each with `own` tokens behind it."""
     return [ids[:shared] + ids[shared + i * own :][:own] for i in range(requests)]
 
@@ -48,7 +49,7 @@ def over_one_prefix(ids: list[int], requests: int, shared: int, own: int) -> lis
 
 def run_requests(
     model: Any,
-    prompts: Sequence[list[int]],
+    prompts: Prompts,
     cache: str,
     batch: int,
     shared: bool,
@@ -124,27 +125,27 @@ def same_tokens(device: Device, model: str) -> Iterator[Verdict]:
     """Compare 16 tokens of three requests with and without sharing, in fp32."""
     loaded = shapes.load(model, device, "float32")
     prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
-    alone, shared = (
-        run_requests(loaded, prompts, "paged_exact", 1, share, 16)[1] for share in (False, True)
-    )
-    yield Verdict("tokens with a prefix store", float(not torch.equal(alone, shared)), 0.0)
+    _, alone = run_requests(loaded, prompts, "paged_exact", 1, False, 16)
+    _, shared = run_requests(loaded, prompts, "paged_exact", 1, True, 16)
+    yield equal("tokens with a prefix store", alone, shared)
 
 
 # -- continuous batching
 
 
-def mixed_prompts(ids: list[int], requests: int, least: int, most: int) -> list[list[int]]:
+def mixed_prompts(ids: list[int], requests: int, least: int, most: int) -> Prompts:
     """Return prompts of `least` to `most` tokens, their logarithms evenly spread, that are cut out of a text."""
     draw = random.Random(0)
-    sizes = [least * (most / least) ** (i / max(1, requests - 1)) for i in range(requests)]
-    draw.shuffle(sizes)
-    starts = [draw.randrange(len(ids) - most) for _ in sizes]
-    return [ids[start : start + round(size)] for start, size in zip(starts, sizes, strict=True)]
+    prompts = []
+    for i in range(requests):
+        size = round(least * (most / least) ** (i / max(1, requests - 1)))
+        start = draw.randrange(len(ids) - most)
+        prompts.append(ids[start : start + size])
+    draw.shuffle(prompts)
+    return prompts
 
 
-def run_load(
-    model: Any, prompts: Sequence[list[int]], answer: int, cache: str, budget: int
-) -> Fields:
+def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int) -> Fields:
     """Run requests that all come at once through continuous batching, on a paged cache or OWN, of `budget` bytes.
 
     Returns: seconds, tokens_per_s (new tokens), first_token_s (median), and capacity_tokens.
@@ -167,7 +168,7 @@ def run_load(
         page = BLOCK if cache == OWN else held.options.page_size
         pages = held.num_blocks if cache == OWN else held.num_pages
         begin = time.perf_counter()
-        manager.add_requests(list(prompts), max_new_tokens=answer, record_timestamps=True)
+        manager.add_requests(prompts, max_new_tokens=answer, record_timestamps=True)
         while len(results) < len(prompts):
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():
@@ -220,15 +221,16 @@ def batches(
         prompts = over_one_prefix(ids, requests, most // 2, 32)
     else:
         prompts = mixed_prompts(ids, requests, least, most)
-    facts = {"prompt_tokens": sum(map(len, prompts)), "batch_tokens": BATCH, "dtype": "bfloat16"}
     own: Fields = {}
     for cache in (OWN, "paged_int4"):
         found = run_load(loaded, prompts, answer, cache, budget_bytes)
         own = own or found
         yield {
-            "cache": cache,
-            **facts,
             **found,
+            "cache": cache,
+            "prompt_tokens": sum(map(len, prompts)),
+            "batch_tokens": BATCH,
+            "dtype": "bfloat16",
             "ratio_to_transformers": found["tokens_per_s"] / own["tokens_per_s"],
             "first_token_ratio": found["first_token_s"] / own["first_token_s"],
         }

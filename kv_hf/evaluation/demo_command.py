@@ -26,10 +26,8 @@ from .models import LoadedModel
 from .rows import Row, append_rows, make_row
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DYNAMIC = "dynamic"
 # what the README offers, the most bytes first
 CACHES = ("paged_exact", "paged_int8", "paged_int4", "paged_int3", "paged_int2")
-EXACT = "paged_exact"
 ROWS = Path("kv_hf_demo.jsonl")
 
 
@@ -70,7 +68,7 @@ def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, Tensor]:
 
 def with_every_cache(model: Any, inputs: Any, new_tokens: int) -> tuple[list[Row], list[list[int]]]:
     """Return the fields of a row of each cache, DynamicCache first, and what each generated, with a bar over all of them."""
-    rows, said, names = [], [], (DYNAMIC, *CACHES)
+    rows, said, names = [], [], ("dynamic", *CACHES)
     prompt = inputs["input_ids"].shape[1]
     greedy = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False}
     with tqdm(total=1 + len(names) * new_tokens, unit="token", file=sys.stderr) as bar:
@@ -79,7 +77,7 @@ def with_every_cache(model: Any, inputs: Any, new_tokens: int) -> tuple[list[Row
         bar.update()
         for name in names:
             bar.set_description(name)
-            chosen = {} if name == DYNAMIC else {"cache_implementation": name}
+            chosen = {} if name == "dynamic" else {"cache_implementation": name}
             clock = Clock(bar.update)
             out = model.generate(
                 **inputs, **greedy, **chosen, streamer=clock, return_dict_in_generate=True
@@ -92,7 +90,7 @@ def with_every_cache(model: Any, inputs: Any, new_tokens: int) -> tuple[list[Row
             rows.append(row)
             said.append(out.sequences[0, prompt:].tolist())
         bar.set_description("generated")
-    exact = said[names.index(EXACT)]
+    exact = said[names.index("paged_exact")]
     for row, tokens in zip(rows, said, strict=True):
         row["kv_ratio"] = row["kv_bytes"] / rows[0]["kv_bytes"]
         same = (a == b for a, b in zip(exact, tokens, strict=True))

@@ -19,23 +19,23 @@ from ..texts import BUNDLED, SETS
 from .caches import cache_kind
 from .memory import DTYPES, check_device, in_words
 from .models import LoadedModel, TextSettings
-from .recommend import best, check_bits, interval, pareto, shown
+from .recommend import best, check_bits, interval, pareto
 from .rows import Row, append_rows, check_writable, make_row
 
 ROWS = Path("kv_hf_eval.jsonl")
-# field, column, format
+# field, column, format; z: what rounds to nothing has no minus
 COLUMNS = (
-    ("stored_bits", "bits", ".2f"),
-    ("bytes_per_token", "B/token", ".0f"),
-    ("kl_mean", "KL", ".5f"),
-    ("kl_low", "KL from", ".5f"),
-    ("kl_high", "KL to", ".5f"),
-    ("kl_median", "median", ".5f"),
-    ("kl_p99", "p99", ".4f"),
-    ("top1", "top-1", ".1%"),
-    ("perplexity_delta", "ppl +%", "+.2f"),
-    ("perplexity_delta_low", "ppl from", "+.2f"),
-    ("perplexity_delta_high", "ppl to", "+.2f"),
+    ("stored_bits", "bits", "z.2f"),
+    ("bytes_per_token", "B/token", "z.0f"),
+    ("kl_mean", "KL", "z.5f"),
+    ("kl_low", "KL from", "z.5f"),
+    ("kl_high", "KL to", "z.5f"),
+    ("kl_median", "median", "z.5f"),
+    ("kl_p99", "p99", "z.4f"),
+    ("top1", "top-1", "z.1%"),
+    ("perplexity_delta", "ppl +%", "+z.2f"),
+    ("perplexity_delta_low", "ppl from", "+z.2f"),
+    ("perplexity_delta_high", "ppl to", "+z.2f"),
 )
 
 
@@ -134,8 +134,7 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[Row]
     try:
         loaded = load(args.model, getattr(torch, args.dtype), args.device)
         loaded.reference(settings)  # a bad text ends the command, whatever the cache
-        device = torch.device(args.device).type
-        common = {"kind": "accuracy", "dtype": args.dtype, "device": device}
+        common = {"dtype": args.dtype, "device": torch.device(args.device).type}
         for cache in args.caches:
             try:
                 found = loaded.accuracy(cache, settings)
@@ -144,7 +143,7 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[Row]
                 tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
                 code = 1
                 continue
-            rows.append(make_row(**common, **found))
+            rows.append(make_row(kind="accuracy", **common, **found))
             if args.record:
                 append_rows(args.out, rows[-1:])
     except KeyboardInterrupt:
@@ -160,7 +159,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
     tokens, exact = first["tokens"], first["perplexity_exact"]
     tell(f"{title}: {tokens:,} scored tokens, exact perplexity {exact:.3f}\n")
     columns = [
-        (heading, [shown(row[field], form) for row in rows]) for field, heading, form in COLUMNS
+        (heading, [format(row[field], form) for row in rows]) for field, heading, form in COLUMNS
     ]
     tell("\n".join(table_lines([("cache", names), *columns], width)))
     tell("\nKL in nats from the exact cache, from and to: its 95 % interval")

@@ -138,8 +138,9 @@ class KVCacheLM(HFLM):
         # others encode padding with the tokens, and share scales or groups among rows
         step = int(size) if base.startswith("paged_") or base in ("dynamic", "static") else 1
         found: list[Any] = [None] * len(requests)
-        silent = disable_tqdm or self.rank != 0
-        with tqdm(total=len(requests), disable=silent, desc=f"Through {self.kind.name}") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or self.rank != 0, desc=self.kind.name
+        ) as bar:
             for prefilled, group in groupby(order, key=lambda one: one[0]):
                 rows = list(group)
                 for batch in (rows[i : i + step] for i in range(0, len(rows), step)):
@@ -266,9 +267,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf lm-eval") -> int:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        sys.argv = ["lm_eval", *given]
+        sys.argv = ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
         cli_evaluate()
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)

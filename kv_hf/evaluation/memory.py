@@ -142,14 +142,8 @@ def measure_footprint(
         raise ValueError(
             f"context={context} and {steps} decoded tokens are {tokens}, but the model supports {most} tokens"
         )
-    asked = {
-        "cache": cache,
-        "context": context,
-        "batch": batch,
-        "steps": steps,
-        "dtype": dtype,
-        "device": device,
-    }
+    asked: Row = {"cache": cache, "context": context, "batch": batch, "steps": steps}
+    asked |= {"dtype": dtype, "device": device}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as child:
         try:
@@ -211,7 +205,8 @@ def memory(model: Any, kind: CacheKind, prompt: Tensor, steps: int) -> Row:
 
     Raises: ValueError when some logits are not finite.
     """
-    meter, fed, tokens = Meter(prompt.device), prompt, prompt.shape[1] + steps
+    meter, fed = Meter(prompt.device), prompt
+    tokens = prompt.shape[1] + steps
     cache = kind.make(model.config, tokens)
     found: Row = {}
     for part, forwards in (("prefill", 1), ("steps", steps)):
@@ -232,5 +227,4 @@ def memory(model: Any, kind: CacheKind, prompt: Tensor, steps: int) -> Row:
         "measured_by": meter.name,
         **found,
         "peak_bytes": None if None in peaks else max(peaks),
-        "rss_bytes": found["steps_grown_bytes"] if meter.name == "resident" else None,
     }

@@ -126,14 +126,11 @@ class Measured:
 
         Raises: ValueError for a text that is empty, or too short for one window, and as `ExactReference` does.
         """
-        found = {
-            name: text_windows(self.tokenizer, name, settings.window, settings.windows)
-            for name in text_names(settings.text)
-        }
-        texts = [
-            torch.tensor(ids, device=self.model.device) for ids in itertools.chain(*found.values())
-        ]
-        windows = {name: len(cut) for name, cut in found.items()}
+        windows, texts = {}, []
+        for name in text_names(settings.text):
+            cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
+            windows[name] = len(cut)
+            texts += [torch.tensor(ids, device=self.model.device) for ids in cut]
         return windows, ExactReference(self.model, texts, settings.prompt)
 
     def accuracy(self, cache: str, settings: TextSettings) -> Row:
@@ -149,10 +146,7 @@ class Measured:
         kind, config = cache_kind(cache), self.model.config
         windows, reference = self.reference(settings)
         scored_tokens = sum(len(ids) - settings.prompt for ids in reference.texts)
-
-        def make() -> Any:
-            return kind.make(config, settings.window)
-
+        make = functools.partial(kind.make, config, settings.window)
         with tqdm(total=scored_tokens, desc=cache, unit="token", disable=None) as bar:
             scored = score(reference, make, cache, bar.update)
         texts, left = {}, iter(scored)

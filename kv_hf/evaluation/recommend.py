@@ -1,7 +1,6 @@
 """Which of several caches to take: what they lose against what they hold, within a budget, and as a picture."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,21 +39,14 @@ class Recommendation:
     rows: list[Row]
 
 
-def shown(value: float, form: str) -> str:
-    """Return a figure as text in a format of Python's; what rounds to nothing has no minus."""
-    return re.sub(r"^-(?=[0.]+%?$)", "+" * form.startswith("+"), format(value, form))
-
-
 def interval(row: Mapping[str, Any]) -> str:
     """Return the KL of a row, or of a text in it, with its 95 % interval."""
-    mean, low, high = (shown(row[f"kl_{end}"], ".5f") for end in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+    return "{kl_mean:z.5f} ({kl_low:z.5f} to {kl_high:z.5f})".format_map(row)
 
 
 def check_bits(bits: float) -> None:
     """Raise ValueError for a budget that is no number of bits above 0."""
-    good = isinstance(bits, (int, float)) and not isinstance(bits, bool)
-    if not good or not 0 < bits < math.inf:
+    if not isinstance(bits, int | float) or not 0 < bits < math.inf:
         raise ValueError(
             f"bits must be a number above 0 of bits per stored number, such as 5, got {bits!r}"
         )

@@ -5,6 +5,7 @@ cache, and walk through all of them as a model does. A contender's field "path" 
 attends, "dense" attends to keys that lie there, "kernel" attends to pages.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu.library import ISA_NAMES, isa
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.backends.error_bound import Rounding, attend_exactly, tokens_of
+from kv_hf.backends.error_bound import Rounding, attend_pages, tokens_of
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.registry import chooser
 from kv_hf.cache.paged_cache import PagedCache
@@ -44,7 +45,8 @@ class Step:
     def __init__(
         self, shape: str, batch: int, context: int, layers: int, dtype: str, device: Device
     ) -> None:
-        self.shape, self.layers, self.device, self.dtype = SHAPES[shape], layers, device, dtype
+        self.shape = SHAPES[shape]
+        self.layers, self.device, self.dtype = layers, device, dtype
         numbers = torch.Generator(device).manual_seed(0)
         like: Any = {"generator": numbers, "device": device, "dtype": getattr(torch, dtype)}
 
@@ -70,8 +72,8 @@ class Step:
 
 def cold_layers(shape: str, batch: int, context: int, device: Device) -> int:
     """Return how many layers keep the smallest format (2 bits, 3 with scales) out of the processor's cache."""
-    smallest = max(1, 3 * SHAPES[shape].elements(context) * batch // 8)
-    return max(1, min(32, -(-COLD_BYTES[device.type] // smallest)))
+    smallest = 3 / 8 * batch * SHAPES[shape].elements(context)
+    return min(32, math.ceil(COLD_BYTES[device.type] / smallest))
 
 
 def stock(work: Step) -> list[Contender]:
@@ -172,14 +174,10 @@ def verdict_of(name: str, out: Tensor, query: Tensor, kv: PagedKV, kernel: str) 
     """
     integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
     rounding = Rounding.of(kernel, query.dtype, integers)
-    found = []
-    for row in range(kv.rows):
-        keys, values = tokens_of(kv, 0, row), tokens_of(kv, 1, row)
-        found.append(attend_exactly(query[row], keys, values, kv.spec.query_dim**-0.5, rounding))
-    right, bounds = (torch.stack(parts)[:, :, 0] for parts in zip(*found, strict=True))
-    errors = (out.double() - right).abs().flatten()
-    worst = int((errors / bounds.flatten()).nan_to_num(nan=float("inf")).argmax())
-    return Verdict(name, float(errors[worst]), float(bounds.flatten()[worst]))
+    right, bounds = attend_pages(query, kv, rounding)
+    errors, allowed = (out.double() - right[:, :, 0]).abs().flatten(), bounds.flatten()
+    worst = int((errors / allowed).nan_to_num(nan=float("inf")).argmax())
+    return Verdict(name, float(errors[worst]), float(allowed[worst]))
 
 
 def speeds(contenders: list[Contender], work: Step) -> Iterator[Fields]:
@@ -238,7 +236,8 @@ def decode(device: Device, shape: str, context: int, batch: int, dtype: str) -> 
 def reading(device: Device, context: int, format: str, read_tokens: int) -> Iterator[Fields]:
     """Attention of a step in all layers of SmolLM2-135M: everything read, and a part of the tokens."""
     work = Step("smollm2", 1, context, SHAPES["smollm2"].layers, "bfloat16", device)
-    everything, part = (paged(work, format, **of)[1] for of in ({}, {"read_tokens": read_tokens}))
+    _, everything = paged(work, format)
+    _, part = paged(work, format, read_tokens=read_tokens)
     everything.name, part.name = "everything", "part"
     facts = {"model": "smollm2-135m", "cache": f"paged_{format}", "dtype": "bfloat16"}
     for row in in_turns([everything, part], 12, device):

@@ -42,7 +42,8 @@ def model_families(device: Device, role: str, family: str) -> Iterator[Fields]:
 
     Raises: WrongResultError for a family that differs, or ends with an error where DynamicCache does not.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))
     transformers.logging.set_verbosity_error()
     row = examine(family, role)
     if row["verdict"] in BAD[:2]:
@@ -62,8 +63,8 @@ def examine(family: str, role: str = "causal") -> Fields:
     calls = {name: made for name, one in found.items() if (made := one.pop("calls", None))}
     pages = max(one.pop("pages", 0) for one in found.values())
     moved = sensitivity(subject)
-    row |= judged(found, moved, pages)
     row |= {
+        **judged(found, moved, pages),
         "reads": reads(calls.get("greedy", {})),
         "pages": pages,
         "sensitivity": moved,
@@ -198,16 +199,14 @@ def sensitivity(subject: Subject) -> float | None:
 
     Returns: None where forward() raises.
     """
-    ids = text(1)
-    other = torch.cat([ids[:, :-30], ids[:, -30:-10].flip(1), ids[:, -10:]], 1)
+    ids, other = text(1), text(1)
+    other[:, -30:-10] = ids[:, -30:-10].flip(1)
     try:
         with torch.no_grad():
-            one, two = (
-                {"logits": subject.unswitched(**subject.inputs(read)).logits[:, -1:].float()}
-                for read in (ids, other)
-            )
+            read = [subject.unswitched(**subject.inputs(each)).logits for each in (ids, other)]
     except Exception:
         return None
+    one, two = ({"logits": logits[:, -1:].float()} for logits in read)
     return distance(one, two)
 
 

@@ -94,10 +94,8 @@ def package_page(name: str) -> str:
     """Return the page of one package: its docstring and its modules."""
     lines = [f"# kv_hf.{name}", ""]
     for source in sorted((ROOT / "kv_hf" / name).rglob("*.py")):
-        parts = source.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] != "__main__":
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            lines += [f"::: {module}", ""]
+        module = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+        lines += [f"::: {module.removesuffix('.__init__')}", ""]
     return "\n".join(lines)
 
 

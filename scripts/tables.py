@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kv_hf.evaluation.needles import wilson
@@ -282,24 +283,15 @@ def scored(row: Row) -> str:
     return f"{len(texts)} texts" if len(texts) > 1 else f"one text ({texts[0]})"
 
 
-PROTOCOL = {
-    "kind": "accuracy",
-    "window": 1600,
-    "prompt": 512,
-    "dtype": "float32",
-    "conversion": None,
-}
-
-
 def protocol(row: Row) -> bool:
-    """Say whether a row belongs to the README's protocol: KL of decoding, 512 of 1,600 tokens as the prompt."""
-    text = "held_out" if row.get("model") == "smollm2-135m" else "lincoln_1862"
-    return has(row, {**PROTOCOL, "text": text})
+    """Say whether a row has the text that the README's protocol takes for its model, whose kv heads are its own."""
+    text = "held_out" if row["model"] == "smollm2-135m" else "lincoln_1862"
+    return row["text"] == text and not row.get("conversion")
 
 
 def lever(row: Row) -> bool:
     """Say whether a row compares fewer heads with fewer bits."""
-    ours = row["kind"] == "accuracy" and row["cache"] in ("paged_exact", "paged_int4")
+    ours = row["cache"] in ("paged_exact", "paged_int4")
     return ours and bool(row.get("kv_heads")) and row["text"] != "held_out"
 
 
@@ -352,7 +344,6 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "protocol": protocol,
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
     "lever": lever,
-    "up_to_a_mass": lambda row: row["read_top_p"] is not None,
     "most_read": lambda row: row["read_tokens"] or math.inf,
     "is_equal": lambda row: row["verdict"] == "equal",
     "batch_cache": batches,
@@ -378,7 +369,7 @@ def pooled(rows: Rows) -> Rows:
         nlls = [nll for row in own for nll in row["nlls"]]
         low, high = wilson(right, asked)
         said = f"{100 * right / asked:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
-        found.append({**own[0], "rate": said, "nats": sum(nlls) / len(nlls), "prompts": len(nlls)})
+        found.append({**own[0], "rate": said, "nats": fmean(nlls), "prompts": len(nlls)})
     counts = {row["prompts"] for row in found}
     prompts = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return [{**row, "prompts": prompts, "asked": (row["length"], row["task"])} for row in found]

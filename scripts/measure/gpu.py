@@ -160,7 +160,7 @@ def decoding_of(model: Any, context: int, batch: int, cache: str, mode: str) -> 
         cache += f":max_length={context + room}"
     prompt = random_prompt(model.config.vocab_size, batch, context, model.device)
     decoding = Decoding(model, cache_kind(cache), prompt, room=room)
-    if any(isinstance(layer, LatentLayer) for layer in getattr(decoding.cache, "layers", ())):
+    if any(isinstance(layer, LatentLayer) for layer in decoding.cache.layers):
         prepare_latents(model, decoding.cache.options)  # as generate() does: no prompt went through
     ids = decoding.token.clone()
     if mode == "graph":

@@ -185,10 +185,7 @@ def counted_pages(found: list[int]) -> Iterator[None]:
         return table, counts
 
     backend = replace(own, name=COUNTED, choose_pages=counted)
-    why_not = functools.partial(registry.why_not, "c")
-    registry.register_backend(
-        COUNTED, lambda: backend, why_not=why_not, runs_on="cpu", layout=LANES
-    )
+    registry.register_backend(COUNTED, lambda: backend, runs_on="cpu", layout=LANES)
     try:
         yield
     finally:

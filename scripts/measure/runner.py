@@ -324,7 +324,7 @@ def measured(task: Task) -> Answer:
             if work.gate is not None:
                 check(work.gate(place, **config))
             found = list(work.measure(place, **config))
-        rows = [make_row(**{**made, **fields, "cell": cell}) for fields in found]
+        rows = [make_row(**made | fields | {"cell": cell}) for fields in found]
         if not rows:
             raise ValueError("nothing was measured")
         json.dumps(rows, allow_nan=False)
@@ -480,7 +480,7 @@ def run(
                 outcome.failed.append(f"{work.title(config)}: {found}")
                 say(f"no rows for {outcome.failed[-1]}")
                 facts = {"device": torch.device(device).type, "workload": work.name, **config}
-                found = [make_row(**{**facts, "kind": FAILED, "failed": found})]
+                found = [make_row(**facts | {"kind": FAILED, "failed": found})]
             else:
                 outcome.rows += found
             if out is not None:

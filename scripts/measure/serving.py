@@ -16,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache.prefix_store import PrefixStore
 from kv_hf.evaluation.caches import layer_shapes
-from kv_hf.evaluation.memory import random_prompt
 from kv_hf.texts import load_text
 from measure import shapes
 from measure.runner import Device, Fields, Verdict, equal, workload
@@ -34,7 +33,7 @@ def text_ids(model: str) -> list[int]:
     """Return a long text as a model's token ids; of a random model, which has no tokenizer, random ones."""
     if model in RANDOM_MODELS:
         vocab = RANDOM_MODELS[model].vocab_size
-        return random_prompt(vocab, 1, 3000, torch.device("cpu"))[0].tolist()
+        return random.Random(0).choices(range(3, vocab), k=3000)
     text = "\n\n".join(load_text(name) for name in ("novel", "lincoln_1862"))
     return list(AutoTokenizer.from_pretrained(folder_of(model))(text)["input_ids"])
 
@@ -81,7 +80,7 @@ def run_requests(
         outs.append(out.sequences[:, ids.shape[1] :])
     seconds, tokens = time.perf_counter() - start, sum(map(len, prompts))
     computed = store.stats().tokens_computed if shared else tokens
-    pools = {id(cache.group.pool): cache.group.pool for cache in caches}.values()
+    pools = {cache.group.pool for cache in caches}
     pages = sum(pool.num_held for pool in pools)
     page_bytes = sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec)
     figures = {
@@ -93,6 +92,15 @@ def run_requests(
     return figures, torch.cat(outs)
 
 
+def same_tokens(device: Device, model: str, **others: Any) -> Iterator[Verdict]:
+    """Compare 16 tokens of three requests with and without sharing, in fp32."""
+    loaded = shapes.load(model, device, "float32")
+    prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
+    _, alone = run_requests(loaded, prompts, "paged_exact", 1, False, 16)
+    _, shared = run_requests(loaded, prompts, "paged_exact", 1, True, 16)
+    yield equal("tokens with a prefix store", alone, shared)
+
+
 @workload(
     "prefix",
     # without sharing a larger batch computes the same tokens: one way stands for all
@@ -100,7 +108,7 @@ def run_requests(
         {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": False},
         {"model": "smollm2-135m", "requests": 64, "batch": [1, 64], "prefix_store": True},
     ],
-    gate=lambda device, model, **others: same_tokens(device, model),
+    gate=same_tokens,
     columns="value tokens_computed skipped pages_bytes",
 )
 def prefix(
@@ -119,15 +127,6 @@ def prefix(
         "dtype": "bfloat16",
         **figures,
     }
-
-
-def same_tokens(device: Device, model: str) -> Iterator[Verdict]:
-    """Compare 16 tokens of three requests with and without sharing, in fp32."""
-    loaded = shapes.load(model, device, "float32")
-    prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
-    _, alone = run_requests(loaded, prompts, "paged_exact", 1, False, 16)
-    _, shared = run_requests(loaded, prompts, "paged_exact", 1, True, 16)
-    yield equal("tokens with a prefix store", alone, shared)
 
 
 # -- continuous batching

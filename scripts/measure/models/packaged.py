@@ -96,13 +96,10 @@ PACKAGED = {
 }
 
 
-def facts(asked: Packaged) -> dict[str, str]:
-    """Return what rows say of a model's weights. Most were quantized to a few bits before they were decoded again."""
-    file, precision = asked.weights
-    return {"model_file": f"{asked.folder}, {file}", "weights_precision": precision}
-
-
-WEIGHTS.update({name: facts(asked) for name, asked in PACKAGED.items()})
+# most were quantized to a few bits before they were decoded again
+for _name, _model in PACKAGED.items():
+    file, precision = _model.weights
+    WEIGHTS[_name] = {"model_file": f"{_model.folder}, {file}", "weights_precision": precision}
 
 
 def resolve_model(name: str) -> str:

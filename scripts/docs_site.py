@@ -86,8 +86,11 @@ def names_page() -> str:
     """Return the page of kv_hf.__all__, read from the source: one entry per name."""
     import kv_hf
 
-    names = [name for name in kv_hf.__all__ if name not in ("__version__", "CacheConfig")]
-    return "\n".join(["# kv_hf", "", *(f"::: kv_hf.{name}\n" for name in names)])
+    lines = ["# kv_hf", ""]
+    for name in kv_hf.__all__:
+        if name not in ("__version__", "CacheConfig"):
+            lines.append(f"::: kv_hf.{name}\n")
+    return "\n".join(lines)
 
 
 def package_page(name: str) -> str:

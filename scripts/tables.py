@@ -175,8 +175,10 @@ def flat(row: Row) -> Row:
     for name, value in row.items():
         if "bytes" in name and isinstance(value, int | float):
             found[name.replace("bytes", "mib")] = value / 2**20
-    found["name"] = MODELS.get(str(row.get("model")), row.get("model"))
-    return {**found, "transformers": row.get("versions", {}).get("transformers")}
+    name = str(row.get("model"))
+    found["name"] = MODELS.get(name, name)
+    found["transformers"] = row.get("versions", {}).get("transformers")
+    return found
 
 
 def value_of(row: Row, name: str) -> Any:

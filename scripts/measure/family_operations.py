@@ -148,7 +148,7 @@ def kernel_calls() -> Iterator[Counter[str]]:
     Yields: "decode" and "several", the calls of attention over pages with one query and with more (up to 16), and "dense", the
         layers that were written out for another attention, once per forward. The same backends as ever do the work.
     """
-    calls: Counter[str] = Counter()
+    calls = Counter[str]()
 
     def counted(name: str) -> Backend:
         kernel, last = load(name), [None]

@@ -98,8 +98,8 @@ def paged_alone(part: Fields) -> Fields:
 )
 def warm(device: Device, model: str, **config: Any) -> Iterator[Fields]:
     """A step through a single layer of the models that are timed later: whatever it launches is compiled then."""
-    few = {"num_hidden_layers": 1, "vocab_size": 1024}
-    decoding = decoding_of(random_model(model, device, torch.bfloat16, **few), **config)
+    small = random_model(model, device, torch.bfloat16, num_hidden_layers=1, vocab_size=1024)
+    decoding = decoding_of(small, **config)
     decoding.run()
     judge([Contender(model, decoding.run, verdict=decoding.finite)])
     yield {"kernel": kernel_of(decoding.cache), "weights": "random", "dtype": "bfloat16"}

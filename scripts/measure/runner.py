@@ -184,7 +184,8 @@ def in_turns(
             if number >= 0:
                 wall[place].append(scale * took)
                 thread[place].append(1e3 * scale * (time.thread_time() - start))
-    ratios = torch.tensor(wall[:1], dtype=torch.float64) / torch.tensor(wall, dtype=torch.float64)
+    times = torch.tensor(wall, dtype=torch.float64)
+    ratios = times[:1] / times
     return [
         {
             label: one.name,

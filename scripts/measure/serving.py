@@ -164,8 +164,10 @@ def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int)
         generation_config=generation, continuous_batching_config=batching
     ) as manager:
         held = manager.batch_processor.cache
-        page = BLOCK if cache == OWN else held.options.page_size
-        pages = held.num_blocks if cache == OWN else held.num_pages
+        if cache == OWN:
+            capacity = BLOCK * held.num_blocks
+        else:
+            capacity = held.options.page_size * held.num_pages
         begin = time.perf_counter()
         manager.add_requests(prompts, max_new_tokens=answer, record_timestamps=True)
         while len(results) < len(prompts):
@@ -181,7 +183,7 @@ def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int)
         "seconds": seconds,
         "tokens_per_s": sum(len(one.generated_tokens) for one in results) / seconds,
         "first_token_s": statistics.median(one.timestamps[0] - begin for one in results),
-        "capacity_tokens": page * pages,
+        "capacity_tokens": capacity,
     }
 
 

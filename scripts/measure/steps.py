@@ -143,8 +143,7 @@ def logit_verdicts(model: Any) -> Iterator[Verdict]:
 def judged(model: str, device: Device) -> list[Verdict]:
     """Judge a model once in fp32, a random one with two layers, and once as it is timed."""
     if model in RANDOM_MODELS:
-        few = {"num_hidden_layers": 2, "vocab_size": 1024}
-        exact = random_model(model, device, torch.float32, **few)
+        exact = random_model(model, device, torch.float32, num_hidden_layers=2, vocab_size=1024)
     else:
         exact = load(model, device, "float32")
     return [*logit_verdicts(exact), *logit_verdicts(load(model, device, "bfloat16"))]

@@ -82,7 +82,7 @@ def tested(suite: str, settings: Fields) -> Tests:
             "HF_HUB_OFFLINE": "1",  # models of the hub are used where they are there already
             **os.environ,
             "KV_HF_SUITE": json.dumps({**settings, "report": str(report)}),
-            "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)]),
+            "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SCRIPTS.parent}",
         }
         command = [sys.executable, "-m", "pytest", "-p", "measure.suites_plugin", "-q", suite]
         command += ["-p", "no:cacheprovider", "-k", SELECTION, "--continue-on-collection-errors"]

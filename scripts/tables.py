@@ -92,19 +92,26 @@ class Table:
 
         Raises: ValueError where no row is chosen: a table without rows has no place on a page.
         """
-        measured = [flat(row) for row in rows if row.get("kind") != "failed"]
-        chosen = [row for row in measured if has(row, self.where)]
+        chosen = self.chosen(rows)
         if not chosen:
             raise ValueError(f"{self.files} must hold rows of table {self.block!r}, got none")
-        groups = grouped(chosen, self.split).values()
-        newest_first = sorted(groups, key=lambda group: group[-1]["date"], reverse=True)
+        newest_first = sorted(chosen, key=lambda group: group[-1]["date"], reverse=True)
         return "\n\n".join(map(self._one, newest_first))
+
+    def chosen(self, rows: Iterable[Row]) -> list[Rows]:
+        """Return the rows of each table, with the fields that `flat` adds."""
+        found = []
+        measured = [flat(row) for row in rows if row.get("kind") != "failed"]
+        wanted = [row for row in measured if has(row, self.where)]
+        for group in grouped(wanted, self.split).values():
+            run = latest_run(group) if self.one_run else group
+            if self.key:
+                run = [own[-1] for own in grouped(run, self.key).values()]
+            found.append(run)
+        return found
 
     def _one(self, rows: Rows) -> str:
         title, *lines = self.form.strip().splitlines()
-        rows = latest_run(rows) if self.one_run else rows
-        if self.key:
-            rows = [own[-1] for own in grouped(rows, self.key).values()]
         for name in reversed(self.sort.split()):
             values = partial(value_of, name=name.lstrip("-"))
             rows = sorted(rows, key=values, reverse=name.startswith("-"))

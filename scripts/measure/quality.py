@@ -35,7 +35,7 @@ PEERS = ["quantized_fp8", "quanto_int4", "hqq_int4"]  # of transformers
 MODEL: Fields = {"model": "smollm2-135m", "dtype": "float32"}
 DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 top1 perplexity_delta"
 COUNTED = "c_counted"
-_held: dict[tuple[str, str, Device], LoadedModel] = {}
+_held: dict[Any, LoadedModel] = {}
 
 
 def held(name: str, dtype: str, device: Device) -> LoadedModel:

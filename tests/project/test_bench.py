@@ -167,13 +167,8 @@ def test_bench_refuses_bad_arguments(capsys, tmp_path):
 
 STEP = "step_ms_p50 step_ms_p20 step_ms_p80 kv_bytes ratio_to_dynamic cache model context batch dtype fill"
 LEAST = "contender context dtype ms_min thread_ms_min"
-GPU_STEP = {
-    "model": "tiny",
-    "context": 64,
-    "batch": 1,
-    "cache": ["dynamic", "paged_int4"],
-    "mode": "eager",
-}
+BOTH, FORMS = ["dynamic", "paged_int4"], ["torch", "int4"]
+GPU_STEP = {"model": "tiny", "context": 64, "batch": 1, "cache": BOTH, "mode": "eager"}
 READ = {"context": 4300, "read_tokens": 512}
 REQUESTS = {"requests": 2, "least": 20, "most": 60, "answer": 3, "budget_bytes": 4 << 20}
 # sizes that take a second
@@ -193,13 +188,7 @@ TINY = {
     "gpu/steps": GPU_STEP,
     "gpu/compiled": GPU_STEP,
     "gpu/latents": GPU_STEP | {"model": "tiny-latent"},
-    "gpu/kernels": {
-        "shape": "tiny",
-        "context": 70,
-        "batch": 1,
-        "format": ["torch", "int4"],
-        "read_tokens": None,
-    },
+    "gpu/kernels": gpu.KERNELS | {"shape": "tiny", "context": 70, "batch": 1, "format": FORMS},
 }
 MODULES = {f"measure.{name}" for name in ("attention", "gpu", "serving", "steps")}
 

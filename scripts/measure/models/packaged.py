@@ -157,8 +157,6 @@ def part_of(package: str, asked: Packaged) -> bytes:
     return found.read_bytes()
 
 
-def packaged_model(
-    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> LoadedModel:
+def packaged_model(name: str, dtype: torch.dtype, device: Any) -> LoadedModel:
     """Return a model that is ready to be measured; `name` may be that of a packaged one."""
     return LoadedModel(name, dtype, device, resolve_model(name))

@@ -66,8 +66,8 @@ class Batch:
     def of(cls, rows: Sequence[Row]) -> "Batch":
         """Return the batch of `rows`."""
         numbers = [(row.padding, row.exact, row.dropped, row.ahead) for row in rows]
-        columns = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
-        return cls(*columns, tuple(row.pages for row in rows))
+        padding, exact, dropped, ahead = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
+        return cls(padding, exact, dropped, ahead, tuple(row.pages for row in rows))
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -287,7 +287,7 @@ class Rows:
     def _clear(self) -> None:
         self.batch = NO_ROWS
         self.seen = self.confirmed = 0
-        self.step: Step | None = None
+        self.step: Any = None  # a Step, once there was one
         self.stores: dict[int, Store] = {}
         self.touched = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them

@@ -313,7 +313,8 @@ class FixedStep:
             table = torch.zeros((rows, pages), dtype=TABLE_DTYPE, device=device)
             self._jobs = SealJobs(torch.full((rows, 3), -1, dtype=torch.int32, device=device))
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        self._lengths, self._shown, self._sealed = lengths, None, False
+        self._lengths, self._sealed = lengths, False
+        self._shown: torch.Tensor | None = None
         self.view = TableView._unpacked({device: table}, device, lengths, rows, 0)
 
     @staticmethod

@@ -13,6 +13,12 @@ from ..cache.identity import model_mark, virtual_owner
 from ..cache.origin import first_difference
 from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError
+from ..notices import warn_once
+
+NOT_COMPARED = (
+    "The text that a cache holds is not known, or the new one is not (direct calls of the model, beams, embeddings): they are "
+    "not compared, and a cache of another text gives wrong answers. Say the text of direct calls with cache.note(ids)"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class Text:
         is_pair: whether the cache is half of an encoder-decoder cache.
         assists: whether the model drafts for another one, which calls it every few tokens and crops what it refuses.
         embedded: whether embeddings are given in place of ids.
-        told: whether keys and values come from these ids alone, one column each.
+        comparable: whether keys and values come from these ids alone, one column each.
+        told: whether those of the tokens that come will, too, and the call ends with them.
     """
 
     model: Any
@@ -38,6 +45,7 @@ class Text:
     is_pair: bool
     assists: bool
     embedded: bool
+    comparable: bool
     told: bool
 
     @classmethod
@@ -60,18 +68,19 @@ class Text:
         mask = inputs.get("attention_mask") if own is cache else None  # a pair's is the encoder's
         width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         embedded = inputs.get("inputs_embeds") is not None
-        told = (
+        comparable = (
             own is cache
             and not embedded
             and input_ids.ndim == 2
             and (mask is None or mask.ndim == 2)
-            and max(generation_config.num_beams or 1, 1) == 1
-            and type(model)._sample is GenerationMixin._sample
             and virtual_owner(model) is None
             and not (_chooses_its_inputs(model) and isinstance(own, StaticPagedCache))
         )
+        usual = type(model)._sample is GenerationMixin._sample
+        told = comparable and usual and max(generation_config.num_beams or 1, 1) == 1
         assists = bool(getattr(generation_config, "is_assistant", False))
-        return cls(model, own, input_ids, width, mask, own is not cache, assists, embedded, told)
+        kinds = (own is not cache, assists, embedded, comparable, told)
+        return cls(model, own, input_ids, width, mask, *kinds)
 
     @property
     def is_whole(self) -> bool:
@@ -79,11 +88,16 @@ class Text:
         return self.width in (-1, self.ids.shape[1])
 
     def check(self) -> None:
-        """Raise CacheMismatchError where the cache holds another text, or more of this one than is given."""
+        """Raise CacheMismatchError where the cache holds another text, or more of this one than is given.
+
+        A text that cannot be compared with what the cache holds is said once.
+        """
         known = self.cache.token_ids
-        comparable = known is not None and known.shape[0] == len(self.ids)
-        if comparable and self.told and self.is_whole and not self.assists:
-            self._check_same(known)
+        if not self.assists and (self.is_whole or self.embedded):
+            if self.comparable and known is not None:
+                self._check_same(known)
+            elif not self.is_pair and self._seen():
+                warn_once("text not compared", NOT_COMPARED)
         if not self.is_pair and not _chooses_its_inputs(self.model):
             self._check_longer()
 
@@ -110,11 +124,8 @@ class Text:
             self.cache.note_prompt(None)
 
     def _seen(self) -> int:
-        """Return the columns that the cache holds; a preallocated cache is asked on its device, where ids are known."""
-        seen = self.cache.get_seq_length()
-        if isinstance(seen, int):
-            return seen
-        return int(seen) if self.cache.token_ids is not None else 1
+        """Return the columns that the cache holds; a preallocated cache is asked on its device."""
+        return int(self.cache.get_seq_length())
 
     def _check_longer(self) -> None:
         """Raise CacheMismatchError when the whole text is no longer than what the cache has seen of it."""
@@ -130,6 +141,8 @@ class Text:
 
     def _check_same(self, known: torch.Tensor) -> None:
         """Raise CacheMismatchError where the text begins otherwise than the text that the cache holds."""
+        if known.shape[0] != len(self.ids):
+            return  # the first forward refuses another number of rows
         seen = self._seen()
         held = min(seen, self.cache.known_columns)
         found = first_difference(known[:, :held], self.ids, self.mask)

@@ -40,9 +40,10 @@ from .static_generation import check_static_generation, is_assisted
 from .step_graph import call_graphs, want_graphs
 from .whole_call import around_generate
 
-# options about one model's layers, latents and long texts, which its assistant does not take over
+# options about one model's layers, latents, pages and long texts, which its assistant does not take over
 OF_A_MODEL = (
     "layers",
+    "prefix_store",
     "latent",
     "latent_group_size",
     "k_rope",

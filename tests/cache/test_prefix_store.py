@@ -612,11 +612,16 @@ def test_storage_is_not_replaced_under_a_cache_that_has_no_page_yet():
     other.update(*torch.randn(2, 1, 2, 9, 16).bfloat16(), 0)
 
 
+@pytest.mark.parametrize("drafts", ["lookup", "model"])
 @pytest.mark.parametrize("made_by", ["generate", "user"])
-def test_assisted_decoding_says_that_it_does_not_share(made_by):
+def test_assisted_decoding_says_that_it_does_not_share(made_by, drafts):
+    """The options of the target reach the model that drafts, whose pages no store of the target can hold."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
+    drafted = {"prompt_lookup_num_tokens": 2}
+    if drafts == "model":
+        drafted = {"assistant_model": make_model("llama", num_hidden_layers=1)}
     options = {"cache_implementation": "paged_exact", "cache_config": {"prefix_store": store}}
     if made_by == "user":
         options = {"past_key_values": kv_hf.PagedCache(model.config, prefix_store=store)}
     with pytest.warns(kv_hf.KVCacheWarning, match="assisted decoding has no prefill"):
-        model.generate(**batch([SYSTEM]), **GREEDY, prompt_lookup_num_tokens=2, **options)
+        model.generate(**batch([SYSTEM]), **GREEDY, **drafted, **options)

@@ -12,7 +12,9 @@ from ..cache.paged_cache import PagedCache, paged_halves
 from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
 from ..notices import warn_once
+from .asked import check_made
 from .history import Text
+from .models import why_other_tokens
 from .virtual_tokens import virtual_tokens_in_pages
 from .whole_call import Answer, expect_answer
 
@@ -46,7 +48,7 @@ def read_prompt(
     if input_ids.ndim != 2 or not input_ids.numel():
         return f"input_ids have shape {tuple(input_ids.shape)}"
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and name not in _KNOWN_INPUTS:
+        if isinstance(value, torch.Tensor | list | tuple | dict) and name not in _KNOWN_INPUTS:
             return f"the prompt holds {name} beside its tokens"
     columns = input_ids.shape[1]
     if attention_mask is None:
@@ -74,43 +76,36 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        def run(ids: torch.Tensor) -> Any:
+            return original(self, ids, generation_config, model_kwargs, *args, **kwargs)
+
         cache: Any = model_kwargs.get("past_key_values")
         own, _ = paged_halves(cache)
         if own is None:
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            check_made(self, generation_config, cache)
+            return run(input_ids)
         text = Text.of(self, cache, own, input_ids, generation_config, model_kwargs)
         text.check()
         note_origin(self, own)
         text.note()
         try:
             with own.reading_everything():
-                return fill(
-                    self,
-                    cache,
-                    own,
-                    text,
-                    input_ids,
-                    generation_config,
-                    model_kwargs,
-                    *args,
-                    **kwargs,
-                )
+                return fill(self, text, cache, generation_config, model_kwargs, run)
         except BaseException:
             own.note_prompt(None)  # which columns of it the cache holds is not known
             raise
 
     def fill(
-        self: Any, cache: Any, own: Any, text: Text, input_ids: torch.Tensor, generation_config: Any,
-        model_kwargs: dict[str, Any], *args: Any, **kwargs: Any,
+        self: Any, text: Text, cache: Any, generation_config: Any, model_kwargs: dict[str, Any],
+        run: Callable[[torch.Tensor], Any],
     ) -> Any:  # fmt: skip
-        store, prompt = own.prefix_store, None
+        own, input_ids, prompt = text.cache, text.ids, None
+        store = own.prefix_store
         if store is not None and not own.get_seq_length():
             prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
         if store is None or prompt is None:
             with virtual_tokens_in_pages(self, cache):
-                outputs = original(
-                    self, input_ids, generation_config, model_kwargs, *args, **kwargs
-                )
+                outputs = run(input_ids)
             _end_prefill(cache)
             text.check_columns()
             return outputs
@@ -119,9 +114,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         chunk = getattr(generation_config, "prefill_chunk_size", None)
         skipped = attach_prefix(self, own, prompt, space, chunk)
         try:
-            outputs = original(
-                self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
-            )
+            outputs = run(input_ids[:, skipped:])
         except BaseException:
             # where no layer has run, what is known of this prompt must not stay
             if not own.group.epoch:
@@ -229,7 +222,7 @@ def more_than_tokens(model: Any) -> str | None:
         return f"virtual tokens stand in front of the prompt ({adapters.virtual})"
     if drops_numbers(model):
         return "the model is in training mode and drops numbers at random"
-    return None
+    return why_other_tokens(model)
 
 
 def _last_logit(model: Any) -> dict[str, int]:

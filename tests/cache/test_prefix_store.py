@@ -13,6 +13,7 @@ from tiny_models import make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
+from kv_hf.hf.prefix import read_prompt
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 
@@ -435,6 +436,14 @@ def test_prompts_that_tokens_do_not_describe_are_not_shared_and_say_so(change, r
         )
     check(found, expected)
     assert store.stats() == before
+
+
+def test_a_list_of_images_keeps_a_prompt_from_being_shared():
+    """Images of several sizes come as a list of tensors; settings of a call hide nothing."""
+    ids = torch.tensor([SYSTEM])
+    images = {"pixel_values": [torch.zeros(3, 8, 8), torch.zeros(3, 8, 4)], "use_cache": True}
+    assert read_prompt(ids, None, images) == "the prompt holds pixel_values beside its tokens"
+    assert read_prompt(ids, None, {"use_cache": True, "logits_to_keep": 1}).rows == [SYSTEM]
 
 
 def test_threads_share_one_store():

@@ -16,10 +16,11 @@ from transformers.cli.serving.utils import (
 )
 
 from ..errors import CacheOptionError
+from ..texts import longest_context
 from .batch_counts import BatchCounts
 from .batch_manager import check_here
 from .batch_options import check_model, options_of
-from .server_model import ServedModel, check_room
+from .server_model import ServedModel, check_room, end_with_context
 from .server_options import ServerOptions
 from .server_tenants import tenant
 
@@ -125,7 +126,7 @@ class PagedBatchManager(BaseGenerateManager):
         response_parser: Any = None,
     ) -> Any:
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
-        own = self._admit(inputs, request_id)
+        own = self._admit(model, inputs, gen_config, request_id)
         return self._batches.generate_streaming(
             model, processor, inputs, gen_config, own, response_parser=response_parser
         )
@@ -134,7 +135,7 @@ class PagedBatchManager(BaseGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
-        own = self._admit(inputs, request_id)
+        own = self._admit(model, inputs, gen_config, request_id)
         return await self._batches.generate_non_streaming(model, processor, inputs, gen_config, own)
 
     def stop(self) -> None:
@@ -153,14 +154,16 @@ class PagedBatchManager(BaseGenerateManager):
         except RuntimeError:
             return None
 
-    def _admit(self, inputs: Any, request_id: str) -> str:
+    def _admit(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
         """Check that a prompt has room, and note the salt of its prefixes for when the batches take it.
 
         Returns: an id that no other request has, whatever its client calls it: answers are handed out by it.
         """
         own, cache = f"{request_id}/{next(_numbers)}", self._cache()
+        prompt_tokens = len(inputs["input_ids"])
+        end_with_context(gen_config, prompt_tokens, longest_context(model.config))
         if cache is not None:
-            check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+            check_room(prompt_tokens + 1, cache.most_tokens)
             if tenant.get():
                 cache.salt(own, tenant.get())
         return own
@@ -214,8 +217,7 @@ class PagedManagers:
             asked = SimpleNamespace(
                 cache_implementation=self.options.name, cache_config=self.options.cache_config
             )
-            options = options_of(asked)
-            assert options is not None
+            options_of(asked)
             check_model(model)
         else:
             self.served(model, model_id)

@@ -49,9 +49,7 @@ class ServedModel:
         """
         asked_name, asked = self._asked(generation_config)
         name = asked_name or self.options.name
-        limit = max(1, self._context - prompt_tokens)
-        if generation_config.max_new_tokens is not None:
-            generation_config.max_new_tokens = min(generation_config.max_new_tokens, limit)
+        limit = end_with_context(generation_config, prompt_tokens, self._context)
         of_server = self.options.options_of(None)
         other = name != self.options.name
         if other and not is_cache_name(name):
@@ -142,6 +140,16 @@ def _keep_within(config: CacheConfig, generation_config: Any, prompt_tokens: int
     room = most - prompt_tokens + 1  # the last token of an answer is never stored
     if generation_config.max_new_tokens is not None:
         generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
+
+
+def end_with_context(generation_config: Any, prompt_tokens: int, context: int) -> int:
+    """Let an answer end where the model's context of `context` tokens does; return the most new tokens that has room for."""
+    new, length = generation_config.max_new_tokens, generation_config.max_length
+    if new is None and length is not None:
+        new = max(1, length - prompt_tokens)
+    limit = max(1, context - prompt_tokens)
+    generation_config.max_new_tokens = None if new is None else min(new, limit)
+    return limit
 
 
 def check_room(tokens: int, most: int) -> None:

@@ -395,8 +395,9 @@ class PrefixStore:
             sinks: called without arguments for the exact first tokens where they are new.
         """
         with self.tree.pool.lock:
-            nodes = self.tree.add(space, tokens, pages, sinks)
+            added = self.tree.add(space, tokens, pages, sinks)
             self._shrink()
+            nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
         return tuple(node.page for node in nodes[1:] if node.page is not None)
 
     def _bytes_each(self) -> tuple[int, int]:

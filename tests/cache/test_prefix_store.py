@@ -354,6 +354,18 @@ def test_pages_that_a_cache_reads_are_not_given_up():
     assert store.stats().pages <= 6
 
 
+def test_pages_beyond_the_bound_are_not_shared_with_the_row_that_has_them_too():
+    """The store gave up its pages of the same tokens, and then told the row to hold them."""
+    model, store = make_model("llama"), kv_hf.PrefixStore(max_bytes=1)
+    run(model, [SYSTEM], store)
+    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
+    with torch.no_grad():
+        model(torch.tensor([SYSTEM]), past_key_values=cache)
+    assert store.stats().pages > 0
+    store.add(cache, [SYSTEM])
+    cache.check_integrity()
+
+
 def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)

@@ -351,8 +351,7 @@ class PrefixStore:
             raise CacheMismatchError(
                 f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
             )
-        if space is None:
-            space = self._space_of(cache)
+        space = self._space_of(cache) if space is None else space
         tree, held_rows = self.tree, cache.held_rows()
         held = [row.tokens for row in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]

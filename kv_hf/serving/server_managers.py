@@ -41,27 +41,19 @@ class PagedGenerateManager(GenerateManager):
         self._current: ServedModel | None = None
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **named: Any
     ) -> Any:
         """Start a stream. Raises what `ServedModel.prepare` raises before anything is sent."""
         self._prepare(model, inputs, gen_config)
-        return super().generate_streaming(
-            model, processor, inputs, gen_config, request_id, response_parser=response_parser
-        )
+        return super().generate_streaming(model, processor, inputs, gen_config, *rest, **named)
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **named: Any
     ) -> Any:
         """Run a request to its end. Raises what `ServedModel.prepare` raises before it is queued."""
         self._prepare(model, inputs, gen_config)
         return await super().generate_non_streaming(
-            model, processor, inputs, gen_config, request_id
+            model, processor, inputs, gen_config, *rest, **named
         )
 
     def _prepare(self, model: Any, inputs: Any, gen_config: Any) -> None:
@@ -101,35 +93,30 @@ class PagedBatchManager(BaseGenerateManager):
             or options of its own, as all requests of a batch share one cache.
         """
         own, default = self._options, model.generation_config
-        for name, of_server in (
-            ("cache_implementation", own.name),
-            ("cache_config", own.cache_config),
-        ):
+        served = {"cache_implementation": own.name, "cache_config": dict(own.cache_config)}
+        for name, of_server in served.items():
             if getattr(gen_config, name) not in (None, getattr(default, name, None), of_server):
                 raise CacheOptionError(
                     f"{name} of a request must be left out: continuous batches share the cache of the server"
                 )
-        gen_config.cache_implementation = self._options.name
-        gen_config.cache_config = dict(self._options.cache_config)
+        vars(gen_config).update(served)
         self._batches.init_cb(model, gen_config)
         pause = threading.Event()
         while self._cache() is None and self._batches.is_alive():
             pause.wait(POLL_S)
 
-    def generate_streaming(
+    def generate_streaming(  # type: ignore[override]
         self,
         model: Any,
         processor: Any,
         inputs: Any,
         gen_config: Any,
         request_id: str,
-        response_parser: Any = None,
+        **named: Any,
     ) -> Any:
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
         own = self._admit(model, inputs, gen_config, request_id)
-        return self._batches.generate_streaming(
-            model, processor, inputs, gen_config, own, response_parser=response_parser
-        )
+        return self._batches.generate_streaming(model, processor, inputs, gen_config, own, **named)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str

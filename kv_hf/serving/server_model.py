@@ -47,8 +47,11 @@ class ServedModel:
         Raises: CacheOptionError for options that are wrong or the server's; PagePoolExhaustedError for a prompt that does
             not fit into max_pages.
         """
-        asked_name, asked = self._asked(generation_config)
-        name = asked_name or self.options.name
+        name, asked = generation_config.cache_implementation, generation_config.cache_config
+        if name in (None, self._default):  # of the model's own file
+            name = self.options.name
+        if asked == self._default_config:
+            asked = None
         limit = end_with_context(generation_config, prompt_tokens, self._context)
         of_server = self.options.options_of(None)
         other = name != self.options.name
@@ -73,15 +76,6 @@ class ServedModel:
             _keep_within(config, generation_config, prompt_tokens)
         generation_config.cache_implementation = name
         generation_config.cache_config = options
-
-    def _asked(self, generation_config: Any) -> tuple[str | None, Mapping[str, Any] | None]:
-        """Return the cache and the options that the request itself names, not its model's default ones."""
-        name, config = generation_config.cache_implementation, generation_config.cache_config
-        if name == self._default:
-            name = None
-        if config == self._default_config:
-            config = None
-        return name, config
 
     def stats(self) -> PrefixStats | None:
         """Return the counts of the store, None without one."""

@@ -31,13 +31,15 @@ class Tenants:
         """Pass one request on."""
         headers = Headers(raw=list(scope.get("headers", ())))
         salts, path = headers.getlist(HEADER), scope.get("path")
+        refused = None
         if len(salts) > 1:  # a proxy that adds its own must not lose to one that the client sent
-            words = f"{HEADER} must be given once, got {len(salts)} of it"
-            await _refusal(400, words)(scope, receive, send)
-            return
-        if path in OF_THE_OPERATOR and _is_foreign(headers, scope.get("server") or ("",)):
-            words = f"{path} is not for web pages of others: Host or Origin names another machine than this server"
-            await _refusal(403, words)(scope, receive, send)
+            refused = 400, f"{HEADER} must be given once, got {len(salts)} of it"
+        elif path in OF_THE_OPERATOR and _is_foreign(headers, scope.get("server") or ("",)):
+            refused = 403, f"{path} is not for web pages: Host or Origin names another machine"
+        if refused is not None:
+            status, words = refused
+            answer = JSONResponse({"error": {"message": words}}, status_code=status)
+            await answer(scope, receive, send)
             return
         before = tenant.set("".join(salts))
         try:
@@ -46,16 +48,11 @@ class Tenants:
             tenant.reset(before)
 
 
-def _refusal(status: int, words: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": words}}, status_code=status)
-
-
 def _is_foreign(headers: Headers, server: Any) -> bool:
     """Say whether Origin is another site's, or Host a name that somebody made lead to this machine's loopback address."""
     host, origin = headers.get("host", ""), headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != host:
-        return True
-    return _is_loopback(server[0]) and not _is_loopback(host)
+    foreign = origin is not None and origin.partition("://")[2] != host
+    return foreign or (_is_loopback(server[0]) and not _is_loopback(host))
 
 
 def _is_loopback(host: str) -> bool:

@@ -208,6 +208,33 @@ def test_an_assistant_model_drafts_with_paged_caches():
     refused(cache, edited(next_turn(given)))
 
 
+def test_embeddings_leave_the_text_unknown():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    embeds = model.get_input_embeddings()(tokens(1, 30))
+    model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+    assert cache.token_ids is None
+    with pytest.warns(kv_hf.KVCacheWarning, match="They are not compared"):
+        go_on(cache, tokens(1, 60, seed=3))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 80}], ids=str)
+def test_direct_calls_of_the_model_leave_their_text_unknown(options):
+    """Another text was answered wrongly without a word."""
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES, **options)
+    model(tokens(1, 30), past_key_values=cache)
+    with pytest.warns(kv_hf.KVCacheWarning, match=r"They are not compared.* cache\.note\(ids\)"):
+        go_on(cache, tokens(1, 40, seed=3))
+    assert cache.token_ids is None
+
+
+def test_beams_behind_a_known_text_refuse_an_edit():
+    cache = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
+    text = go_on(cache, tokens(1, 40), do_sample=True, num_return_sequences=3)
+    refused(cache, edited(next_turn(text[:1])), num_beams=3)
+
+
 def test_direct_calls_behind_generate_leave_what_was_known():
     cache, text = first_turn()
     following = next_turn(text)

@@ -305,6 +305,8 @@ class PagedCache(Origin, DynamicCache):
             return compiled.columns(self)
         if self.fixed is not None:
             return next(iter(self.fixed.values())).seen
+        if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
+            return seen
         return super().get_seq_length(answering_layer(self.layers, layer_idx, any_kind=True))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -317,8 +319,12 @@ class PagedCache(Origin, DynamicCache):
             return (most if self.started else query_length), 0
         if self.fixed is not None:
             return MaskLength(self.options.max_length or 0, self), 0
-        answering = answering_layer(self.layers, layer_idx)
-        length, offset = super().get_mask_sizes(query_length, answering)
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if getattr(layer, "seen", 0):
+            length, offset = layer.get_mask_sizes(query_length)
+        else:
+            answering = answering_layer(self.layers, layer_idx)
+            length, offset = super().get_mask_sizes(query_length, answering)
         if takes_length(self._attention_config._attn_implementation):
             return MaskLength(length, self), offset
         return length, offset

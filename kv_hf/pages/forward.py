@@ -94,17 +94,17 @@ class Forward:
         with ExitStack() as stack:
             for group in self.groups:  # from ids that are handed out until rows hold them
                 stack.enter_context(group.pool.lock)
-            plans = [group.plan(count, q_len) for group in self.groups]
-            taken: list[list[int]] = []
             try:
-                for group, plan in zip(self.groups, plans, strict=True):
-                    taken.append(group.pool.allocate(plan.num_pages))
+                plans = [group.plan(count, q_len) for group in self.groups]
+                taken = [
+                    group.pool.allocate(plan.num_pages)
+                    for group, plan in zip(self.groups, plans, strict=True)
+                ]
                 for group, plan in zip(self.groups, plans, strict=True):
                     group.make_room(plan)
-            except BaseException:
-                for group, ids in zip(self.groups, taken, strict=False):
-                    group.pool.release(ids)
+            except BaseException:  # stopped anywhere: what no row holds was not handed out
                 for group in self.groups:
+                    group.pool.recount()
                     group.forget_padding()  # of a forward that never was
                 raise
             self.changing = True

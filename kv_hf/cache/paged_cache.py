@@ -397,6 +397,7 @@ class PagedCache(Origin, DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
+        self.forward.check()  # or a mask might not fit the rows that a change has left
         if rows := len(self.group):
             self._select_rows(torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist())
 
@@ -734,9 +735,10 @@ class PagedCache(Origin, DynamicCache):
 
         Handles of before become stale first, as they know the pages that the row lets go of.
         """
-        for layer in self.paged_layers:
-            layer.outdate()
-        self.group.replace_pages(row, pages)
+        with self.forward.change():
+            for layer in self.paged_layers:
+                layer.outdate()
+            self.group.replace_pages(row, pages)
 
     # -- models and files ----
 

@@ -91,17 +91,17 @@ class Forward:
         with ExitStack() as stack:
             for group in groups:  # from ids that are handed out until rows hold them
                 stack.enter_context(group.pool.lock)
-            plans = [group.plan(count, q_len) for group in groups]
-            taken: list[list[int]] = []
             try:
-                for group, plan in zip(groups, plans, strict=True):
-                    taken.append([] if plan.plain else group.pool.allocate(plan.num_pages))
+                plans = [group.plan(count, q_len) for group in groups]
+                taken = [
+                    [] if p.plain else g.pool.allocate(p.num_pages)
+                    for g, p in zip(groups, plans, strict=True)
+                ]
                 for group, plan, ids in zip(groups, plans, taken, strict=True):
                     group.make_room(plan, ids)
-            except BaseException:
-                for group, ids in zip(groups, taken, strict=False):
-                    group.pool.release(ids)
+            except BaseException:  # stopped anywhere: what no row holds was not handed out
                 for group in groups:
+                    group.pool.recount()
                     group.forget_padding()  # of a forward that never was
                 raise
             self.changing = True

@@ -1,0 +1,837 @@
+"""Planning of forwards, against lists of token numbers per row and layers that only follow what steps say."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
+from kv_hf.pages.forward import Forward
+from kv_hf.pages.pool import PagePool
+from kv_hf.pages.rows import Batch, Rows, RowSizes
+from kv_hf.pages.step import CPU, FixedStep, Tables, block_table
+from kv_hf.spec import sealed_pages
+
+PAGE, WINDOW = 16, 40
+PADDING = None  # what a column of left padding holds
+
+
+class Layer:
+    """Stores one number per token instead of tensors: `pages` by page id, and the exact window of each row."""
+
+    def __init__(self, group, forward, index):
+        self.group, self.forward, self.layer_idx = group, forward, index
+        self.forget()
+
+    def forget(self):
+        self.seen, self.pages, self.windows = 0, {}, []
+
+    def append(self, columns):
+        """Take columns [rows][q_len] of numbers (PADDING where padded); return the step, and what the forward reads."""
+        step = self.forward.join(self, len(columns), len(columns[0]))
+        view, nothing = step.view, [0] * len(columns)
+        windows = self.windows or [[] for _ in columns]
+        if step.first is not None:
+            windows = self.seal(step.first, step.first_leaving, windows)
+        assert list(map(len, windows)) == step.exact_before.tolist() == view.starts.tolist()
+        assert view.skips.tolist() == step.skip.tolist()
+        runs = []
+        for window, new, skip, added in zip(windows, columns, step.skip, step.new, strict=True):
+            assert new[:skip] == [PADDING] * skip and len(new) == skip + added
+            runs.append(window + new[skip:])
+        assert view.exact_lens.tolist() == list(map(len, runs))
+        pages = zip(view.block_table.tolist(), view.num_pages.tolist(), strict=True)
+        reads = [
+            self.in_order(row[:count], run) for (row, count), run in zip(pages, runs, strict=True)
+        ]
+        leaving = nothing if step.leaving is None else step.leaving
+        self.windows = self.seal(step.seal, leaving, runs)
+        assert step.capacity > max(self.pages, default=-1)
+        # what stays is written in place: all must fit, and nothing may move
+        assert step.fits == (max(map(len, runs)) <= self.group.slots)
+        stays = all(run[: len(w)] == w for run, w in zip(runs, self.windows, strict=True))
+        assert step.moves_rest or stays
+        self.take_part(step)
+        return step, reads
+
+    def take_part(self, step):
+        self.seen = step.seen_after
+        self.forward.arrive()
+
+    def seal(self, jobs, leaving, runs):
+        """Copy runs of tokens into pages; return what stays exact of `runs`."""
+        for row, slot, page in [] if jobs is None else jobs.jobs.tolist():
+            self.pages[page] = runs[row][slot : slot + PAGE]
+            assert len(self.pages[page]) == PAGE
+        sinks = self.group.sink_tokens
+        return [run[:sinks] + run[sinks + gone :] for run, gone in zip(runs, leaving, strict=True)]
+
+    def follow(self):
+        """Do what another order of rows, or a crop, has done to the rows."""
+        step = self.group.step
+        assert all(0 <= source < len(self.windows) for source in step.sources)
+        self.windows = [list(self.windows[source]) for source in step.sources]
+        for row, page, tokens in step.reopened:
+            sinks = self.group.sink_tokens
+            self.windows[row] = self.windows[row][:sinks] + self.pages[page][:tokens]
+        self.windows = [
+            w[: row.exact] for w, row in zip(self.windows, self.group.rows, strict=True)
+        ]
+        self.seen = step.seen_after
+
+    def in_order(self, pages, window):
+        sinks = self.group.sink_tokens
+        return window[:sinks] + [n for page in pages for n in self.pages[page]] + window[sinks:]
+
+    def tokens(self):
+        """What each row holds now; pages that were given back are left out."""
+        rows = zip(self.group.rows, self.windows, strict=True)
+        return [self.in_order(row.pages, window) for row, window in rows]
+
+
+def make(layers=1, *, windows=(None,), sinks=4, recent=0, max_pages=None, recording=False):
+    """Return a forward, and `layers` layers of each sliding window."""
+    groups = [Rows(RowSizes(PAGE, sinks, recent, one), PagePool(max_pages)) for one in windows]
+    forward = Forward(groups)
+    for group in groups if recording else ():
+        group.record_past()
+    return forward, [
+        Layer(group, forward, place * layers + index)
+        for place, group in enumerate(groups)
+        for index in range(layers)
+    ]
+
+
+def one(**options):
+    """Return the rows of one layer, and the layer."""
+    forward, (layer,) = make(**options)
+    return forward.groups[0], layer
+
+
+def select(layers, sources):
+    forward = layers[0].forward
+    for group in forward.groups:
+        group.check_rows(sources)
+    with forward.change():
+        for group in forward.groups:
+            group.select(sources)
+        for layer in layers:
+            layer.follow()
+
+
+def crop(layers, count):
+    forward = layers[0].forward
+    for group in forward.groups:
+        group.check_crop(count)
+    with forward.change():
+        for group in forward.groups:
+            group.crop(count)
+        for layer in layers:
+            layer.follow()
+
+
+def reset(layers):
+    for group in layers[0].forward.groups:
+        group.reset()
+    for layer in layers:
+        layer.forget()
+    layers[0].forward.clear()
+
+
+def columns_of(paddings, q_len, start=0):
+    """Columns start .. start + q_len of rows of these paddings: number 1000 * row + column."""
+    places = range(start, start + q_len)
+    return [
+        [PADDING if column < padding else 1000 * row + column for column in places]
+        for row, padding in enumerate(paddings)
+    ]
+
+
+def real(columns):
+    return [[token for token in row if token is not PADDING] for row in columns]
+
+
+def mask_of(paddings, columns):
+    return (torch.arange(columns) >= torch.tensor(paddings)[:, None]).long()
+
+
+def state_of(forward):
+    """Everything that a refused forward must leave alone."""
+    groups = [
+        (group.rows, group.seen, group.step, list(group.pool._counts), sorted(group.pool._free))
+        for group in forward.groups
+    ]
+    return groups, forward.members, forward.arrived, forward.changing
+
+
+# -- single forwards -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (4, 0), (4, 7), (20, 40)])
+def test_append_seals_by_the_documented_rule_at_every_length(sinks, recent, recording):
+    group, layer = one(sinks=sinks, recent=recent, recording=recording)
+
+    def full_pages(tokens):
+        return sealed_pages(tokens, page_size=PAGE, sink_tokens=sinks, recent_tokens=recent)
+
+    for tokens in range(1, 150):
+        step, _ = layer.append([[tokens]])
+        before = full_pages(tokens - 1)
+        # a forward reads as sealed what was full when it began
+        assert step.view.num_pages.tolist() == [before]
+        # while recording, the token may be taken back: the page that it fills is not sealed yet
+        sealed = before if recording else full_pages(tokens)
+        assert len(group.rows[0].pages) == group.pool.num_held == sealed
+        assert step.is_plain == (sealed == before and step.first is None)
+        group.confirm()  # a crop of 0: all drafted tokens were accepted
+    assert sealed > 3
+    assert layer.tokens() == [list(range(1, 150))]
+
+
+@pytest.mark.parametrize(
+    "split", [[150], [1] * 150, [64, 1, 85], [5, 16, 16, 113], [149, 1]], ids=str
+)
+def test_append_seals_the_same_pages_however_the_tokens_are_split(split):
+    """A tail that ages per call instead of per token is a known fault of other caches."""
+    group, layer = one()
+    at = 0
+    for q_len in split:
+        layer.append(columns_of([0, 0], q_len, at))
+        at += q_len
+    assert [[layer.pages[page] for page in row.pages] for row in group.rows] == [
+        [list(range(1000 * row + 4 + 16 * n, 1000 * row + 20 + 16 * n)) for n in range(9)]
+        for row in range(2)
+    ]
+    assert [row.exact for row in group.rows] == [6, 6]
+
+
+def test_tables_show_the_pages_of_every_row():
+    group, layer = one()
+    group.observe_padding(mask_of([0, 90], 100))
+    layer.append(columns_of([0, 90], 100))
+    view = layer.append(columns_of([0, 90], 1, 100))[0].view
+    assert view.num_pages.tolist() == [6, 0]
+    assert view.block_table.dtype == view.exact_lens.dtype == torch.int32
+    # short rows are filled up with an id that there is
+    assert view.block_table.tolist() == [[0, 1, 2, 3, 4, 5], [0] * 6]
+    assert view.padding.tolist() == [0, 90]
+    assert view.on(CPU) is view
+    moved = view.on(torch.device("meta"))
+    assert moved is view.on(torch.device("meta"))
+    tensors = (moved.block_table, moved.num_pages, moved.exact_lens, moved.padding)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_tables_of_an_earlier_step_keep_their_pages():
+    """Kernels of an earlier step may still run when the next ones are made: they read their rows' pages."""
+    tables, shown = Tables(), []
+    for pages in (
+        ((0, 1), (2,)),
+        ((0, 1), (2, 3)),  # appended in place: behind what the earlier step reads
+        ((0, 1, 4), (2, 3)),  # wider
+        ((0, 1, 4), (2, 5)),  # another page in the place of one: a new table
+        ((2, 5), (0, 1, 4)),
+        ((2,), (0, 1, 4)),
+        ((2, 6), (0, 1, 4)),
+    ):
+        shown.append((pages, tables.show(pages)[CPU]))
+        for rows, table in shown:
+            assert [table[n, : len(row)].tolist() for n, row in enumerate(rows)] == [
+                *map(list, rows)
+            ]
+        assert table.tolist()[0][: len(pages[0])] == block_table(pages).tolist()[0][: len(pages[0])]
+
+
+def test_fixed_step_holds_the_numbers_of_the_last_step_alone():
+    """Jobs of an earlier step would seal its page again, over what the page holds by now."""
+    group, layer = one()
+    layer.append(columns_of([0, 0], 18))
+    fixed = FixedStep(2, 8, 100, CPU)
+    for column in range(18, 40):
+        step, _ = layer.append(columns_of([0, 0], 1, column))
+        assert fixed.takes(step)
+        fixed.write(step)
+        standing = fixed.standing_for(step)
+        for name in ("num_pages", "exact_lens", "padding", "starts", "skips"):
+            assert torch.equal(getattr(standing.view, name), getattr(step.view, name))
+        table = step.view.block_table
+        assert torch.equal(standing.view.block_table[:, : table.shape[1]], table)
+        jobs = [job for job in standing.seal.jobs.tolist() if job != [-1] * 3]
+        assert jobs == ([] if step.seal is None else step.seal.jobs.tolist())
+        assert fixed.seen == column
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_append_of_another_batch_size_raises_and_changes_nothing(rows):
+    _, layer = one()
+    layer.append(columns_of([0, 0], 40))
+    before = state_of(layer.forward)
+    with pytest.raises(
+        CacheMismatchError, match=f"batch of 2 rows, got keys for {rows}|batch of 0"
+    ):
+        layer.forward.join(layer, rows, 40)
+    assert state_of(layer.forward) == before
+    layer.append(columns_of([0, 0], 10, 40))
+    assert layer.tokens() == columns_of([0, 0], 50)
+
+
+class Full:
+    """A store that has no memory."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def make_room(self, capacity, ahead):
+        raise self.error
+
+
+@pytest.mark.parametrize("windows", [(None, WINDOW), (WINDOW, None)], ids=["first", "second"])
+@pytest.mark.parametrize("error", [PagePoolExhaustedError, MemoryError, KeyboardInterrupt])
+def test_a_forward_that_a_window_has_no_room_for_changes_none(windows, error):
+    limit = 8 if error is PagePoolExhaustedError else None
+    forward, layers = make(windows=windows, max_pages=limit)
+    for layer in layers:
+        layer.append(columns_of([0, 0], 56))
+    full = next(group for group in forward.groups if group.window is None)
+    if limit is None:
+        full.stores[0] = Full(error)
+    before = state_of(forward)
+    with pytest.raises(error):
+        layers[0].append(columns_of([0, 0], 100, 56))
+    held = [[row.pages for row in group.rows] for group in forward.groups]
+    for group in forward.groups:
+        group.check_integrity()
+        assert group.pool.num_held == sum(map(len, held[forward.groups.index(group)]))
+    assert [state[:3] for state in state_of(forward)[0]] == [state[:3] for state in before[0]]
+    assert state_of(forward)[1:] == before[1:]
+    full.stores.clear()
+    for layer in layers:  # what still fits works
+        layer.append(columns_of([0, 0], 11, 56))
+    assert next(one for one in layers if one.group is full).tokens() == columns_of([0, 0], 67)
+
+
+@pytest.mark.parametrize("source", [2, -3, 7])
+def test_select_out_of_range_raises_and_changes_nothing(source):
+    group, layer = one()
+    layer.append(columns_of([0, 0], 40))
+    before = state_of(layer.forward)
+    with pytest.raises(CacheMismatchError, match=f"row index {source} is out of range .* 2 rows"):
+        select([layer], [0, source])
+    with pytest.raises(CacheMismatchError, match="at least one row"):
+        select([layer], [])
+    assert state_of(layer.forward) == before
+
+
+def test_select_shares_sealed_pages_and_frees_those_of_dropped_rows():
+    group, layer = one()
+    layer.append(columns_of([0, 0, 0], 40))
+    kept, dropped = group.rows[1].pages, (*group.rows[0].pages, *group.rows[2].pages)
+    select([layer], [1, 1, -2])
+    assert [row.pages for row in group.rows] == [kept] * 3
+    assert [group.pool.count(page) for page in kept] == [3, 3]
+    assert [group.pool.count(page) for page in dropped] == [0] * 4
+    # the rows go apart again: new pages are their own
+    layer.append([[row * 1000 + n for n in range(20)] for row in range(3)])
+    assert len({row.pages[-1] for row in group.rows}) == 3
+    old = columns_of([0, 0, 0], 40)[1]
+    assert layer.tokens() == [old + [row * 1000 + n for n in range(20)] for row in range(3)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 19, 20, 21, 35, 36, 38, 40, 41, 1000])
+def test_crop_reopens_a_page_only_when_it_must(count):
+    """40 tokens: 4 sinks, two pages, 4 in the tail."""
+    group, layer = one()
+    layer.append(columns_of([0], 40))
+    pages = group.rows[0].pages
+    crop([layer], count)
+    left = max(0, 40 - count)
+    whole, rest = divmod(max(0, left - 4), PAGE)
+    assert group.rows[0].pages == pages[: min(2, whole)]
+    assert group.step.reopened == ([(0, pages[whole], rest)] if whole < 2 and rest else [])
+    assert layer.tokens() == [list(range(left))]
+    group.check_integrity()
+    layer.append([[-1] * 30])
+    assert layer.tokens() == [list(range(left)) + [-1] * 30]
+
+
+@pytest.mark.parametrize("count", [1, 5, 15, 16])
+def test_crop_of_a_forwards_own_tokens_never_reopens_while_recording(count):
+    """Even behind a prefill, whose pages have to be sealed: a page of it stays in the window."""
+    group, layer = one(recording=True)
+    at = 0
+    for q_len in (200, 17, 16, 33, 100, 20):
+        layer.append(columns_of([0], q_len, at))
+        crop([layer], count)
+        at += q_len - count
+        assert not group.step.reopened
+        assert layer.tokens() == [list(range(at))]
+    assert group.pool.num_held > 10
+
+
+@pytest.mark.parametrize("recent", [0, 7])
+@pytest.mark.parametrize("rejected", [1, 5, PAGE - 1])
+def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rejected):
+    """Assisted decoding must give the tokens of plain decoding: a rejected draft may not change a byte."""
+    (plain, layer), (drafting, other) = (one(recent=recent, recording=True) for _ in range(2))
+    for at in range(100):
+        step, _ = layer.append([[at]])
+        drafted, _ = other.append([[at] + [-1] * rejected])
+        assert drafted.view.num_pages.tolist() == step.view.num_pages.tolist()
+        crop([other], rejected)
+        assert not drafting.step.reopened
+        assert (drafting.rows, other.windows, other.pages) == (
+            plain.rows,
+            layer.windows,
+            layer.pages,
+        )
+        plain.confirm()
+    assert len(layer.pages) > 4
+
+
+def test_crop_that_needs_pages_behind_the_window_is_refused():
+    group, layer = one(windows=(WINDOW,))
+    layer.append(columns_of([0], 100))
+    assert (
+        group.rows[0].dropped == 3
+    )  # token 60 sees from 61 - 40 on: 4 sinks and one page lie before
+    before = state_of(layer.forward)
+    with pytest.raises(CacheMismatchError, match="crop of 10 tokens needs .* window of 40"):
+        crop([layer], 10)
+    assert state_of(layer.forward) == before
+    crop([layer], 9)
+    group.check_integrity()
+
+
+def test_reset_gives_all_pages_back_and_takes_another_batch():
+    forward, layers = make(2)
+    for layer in layers:
+        layer.append(columns_of([0, 0], 40))
+    select(layers, [1, 1, 0])
+    (group,) = forward.groups
+    reset(layers)
+    assert (group.pool.num_held, group.rows, group.seen) == (0, (), 0)
+    group.check_integrity()
+    for layer in layers:
+        layer.append(columns_of([0], 40))
+        assert layer.tokens() == columns_of([0], 40)
+    assert group.pool.num_ids == 4  # freed ids are used again
+
+
+# -- left padding --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("upfront", [False, True], ids=["mask-per-chunk", "mask-up-front"])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50, 101])
+def test_observe_padding_keeps_padding_out_of_the_pages(upfront, chunk):
+    """Chunked prefill: a row may be padding only for several forwards before its first token."""
+    paddings, total = [0, 3, 33, 64, 100], 101
+    group, layer = one()
+    if upfront:
+        group.observe_padding(mask_of(paddings, total))
+    for start in range(0, total, chunk):
+        end = min(start + chunk, total)
+        if not upfront:
+            group.observe_padding(mask_of(paddings, end))
+        step, reads = layer.append(columns_of(paddings, end - start, start))
+        assert reads == real(columns_of(paddings, end))
+        assert step.view.padding.tolist() == [min(p, end) for p in paddings]
+        assert group.needs_padding() == (end <= max(paddings))
+        group.check_integrity()
+    assert [len(row.pages) for row in group.rows] == [max(0, 101 - p - 4) // PAGE for p in paddings]
+    assert group.pool.num_ids == sum(len(row.pages) for row in group.rows)
+
+
+def test_observe_padding_cannot_change_stored_tokens():
+    group, layer = one()
+    group.observe_padding(torch.zeros(2, 1, 4, 10))  # no mask of columns
+    group.observe_padding(mask_of([5, 5, 5], 10))  # another batch
+    layer.append(columns_of([0, 0], 40))
+    group.observe_padding(mask_of([30, 30], 40))
+    layer.append(columns_of([0, 0], 20, 40))
+    assert layer.tokens() == columns_of([0, 0], 60)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
+def test_observe_padding_counts_leading_zeros_only(dtype):
+    group, layer = one()
+    group.observe_padding(torch.tensor([[0, 0, 1, 0, 1], [1, 0, 1, 1, 0]]).to(dtype))
+    assert layer.append(columns_of([2, 0], 5))[0].skip.tolist() == [2, 0]
+
+
+def test_select_of_padding_only_rows_treats_copies_alike():
+    """A mask is about the rows of its time: row 1's padding may not fall to whoever is row 1 later."""
+    group, layer = one()
+    group.observe_padding(mask_of([0, 50], 100))
+    layer.append(columns_of([0, 50], 20))
+    select([layer], [1, 1])
+    layer.append([[7] * 10, [7] * 10])
+    assert [row.padding for row in group.rows] == [20, 20]
+    assert layer.tokens() == [[7] * 10] * 2
+    group.check_integrity()
+
+
+def test_crop_into_the_padding_keeps_what_is_left_of_it():
+    group, layer = one()
+    group.observe_padding(mask_of([0, 30], 40))
+    layer.append(columns_of([0, 30], 40))
+    crop([layer], 20)
+    assert [row.padding for row in group.rows] == [0, 20]
+    assert layer.tokens() == [list(range(20)), []]
+    group.check_integrity()
+    group.observe_padding(mask_of([0, 30], 45))
+    layer.append(columns_of([0, 30], 25, 20))
+    assert layer.tokens() == real(columns_of([0, 30], 45))
+    crop([layer], 45)
+    assert group.needs_padding()
+    layer.append(columns_of([0, 0], 10))
+    assert layer.tokens() == columns_of([0, 0], 10)
+
+
+# -- interrupted forwards ------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Thrown in the middle of a change."""
+
+
+def stop_in_a_layer(layers):
+    layers[0].forward.join(layers[0], 2, 3)
+
+
+def stop_behind_a_layer(layers):
+    layers[0].append(columns_of([0, 0], 3, 40))
+
+
+def stop_behind_two_layers(layers):
+    for layer in layers[:2]:
+        layer.append(columns_of([0, 0], 3, 40))
+
+
+def stop_in_a_change(layers):
+    with pytest.raises(Stop), layers[0].forward.change():
+        layers[0].group.crop(2)
+        raise Stop
+
+
+def stop_in_commit(layers):
+    group = layers[0].group
+    group.reading.note_forward = None
+    with pytest.raises(TypeError):
+        layers[0].append(columns_of([0, 0], 20, 40))
+    del group.reading.note_forward
+
+
+STOPS = [
+    stop_in_a_layer,
+    stop_behind_a_layer,
+    stop_behind_two_layers,
+    stop_in_a_change,
+    stop_in_commit,
+]
+NEXT = {
+    "append": lambda layers: layers[0].append(columns_of([0, 0], 3, layers[0].seen)),
+    "select": lambda layers: select(layers, [1, 0]),
+    "crop": lambda layers: crop(layers, 2),
+}
+
+
+@pytest.mark.parametrize("then", NEXT)
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("forwards", [1, 2], ids=["the second forward", "the third forward"])
+def test_the_next_use_behind_an_interrupted_one_raises_until_reset(stop, then, forwards):
+    forward, layers = make(3)
+    for _ in range(forwards):
+        for layer in layers:
+            layer.append(columns_of([0, 0], 40 // forwards, layer.seen))
+    stop(layers)
+    before = state_of(forward)
+    for _ in range(2):
+        with pytest.raises(InterruptedForwardError, match=r"stopped half-way.*reset\(\)"):
+            NEXT[then](layers)
+        assert state_of(forward) == before
+    reset(layers)
+    for layer in layers:
+        layer.append(columns_of([0], 60))
+    crop(layers, 1)
+    assert [layer.tokens() for layer in layers] == [[list(range(59))]] * 3
+    forward.groups[0].check_integrity()
+
+
+def test_a_layer_that_joins_with_another_change_raises():
+    forward, layers = make(2)
+    for layer in layers:
+        layer.append(columns_of([0, 0], 40))
+    layers[0].append(columns_of([0, 0], 3, 40))
+    before = state_of(forward)
+    for rows, q_len in ((2, 2), (2, 4), (1, 3)):
+        with pytest.raises(InterruptedForwardError, match=f"layer 1 cannot append {q_len} columns"):
+            layers[1].append(columns_of([0] * rows, q_len, 40))
+    assert state_of(forward) == before
+    layers[1].append(columns_of([0, 0], 3, 40))  # the change that was asked for still goes
+    assert layers[1].tokens() == layers[0].tokens() == columns_of([0, 0], 43)
+
+
+def test_a_first_forward_that_stops_half_way_is_found_by_the_layer_left_behind():
+    """Nobody knows yet which layers there are: the first layer goes on, the second one cannot."""
+    _, layers = make(2)
+    layers[0].append(columns_of([0], 10))
+    layers[0].append(columns_of([0], 10, 10))
+    with pytest.raises(InterruptedForwardError, match=r"layer 1 cannot .* 0 of 20 columns"):
+        layers[1].append(columns_of([0], 10, 10))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda group: group.pool.share([0]), "has count"),
+        (lambda group: group.pool.release([0]), "has count"),
+        (lambda group: setattr(group, "seen", group.seen + 1), "tokens, expected"),
+    ],
+    ids=["held-too-often", "free-but-held", "length"],
+)
+def test_check_integrity_finds_damage(damage, says):
+    group, layer = one()
+    layer.append(columns_of([0, 0], 40))
+    group.check_integrity()
+    damage(group)
+    with pytest.raises(ValueError, match=says):
+        group.check_integrity()
+
+
+def test_check_integrity_finds_a_window_that_is_too_long():
+    group, layer = one(recording=True)
+    layer.append(columns_of([0], 4 + 2 * PAGE - 1))
+    group.check_integrity()
+    group.end_recording()  # the next append seals what is too much by then: nothing is wrong
+    group.check_integrity()
+    (row,) = group.rows
+    group.batch, group.seen = Batch.of([replace(row, exact=5 + 2 * PAGE)]), 5 + 2 * PAGE
+    with pytest.raises(ValueError, match=f"{5 + 2 * PAGE} exact tokens in {4 + 2 * PAGE} slots"):
+        group.check_integrity()
+
+
+# -- any order of changes ------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlainRow:
+    """A row of the model: its tokens, serial numbers of its sealed pages, and how many of them its window passed."""
+
+    padding: int
+    tokens: list = field(default_factory=list)
+    sealed: list = field(default_factory=list)
+    dropped: int = 0
+
+    def copy(self):
+        return PlainRow(self.padding, list(self.tokens), list(self.sealed), self.dropped)
+
+
+def hidden(tokens, sinks):
+    """Return the pages that a query at token `tokens` of a sliding window cannot see, nor any later one."""
+    return max(0, tokens + 1 - WINDOW - sinks) // PAGE
+
+
+class RowsMachine(RuleBasedStateMachine):
+    """Two layers of each window against lists of token numbers; pages are counted in the model by serial number."""
+
+    @initialize(
+        sinks=st.sampled_from([0, 4, 20]),
+        recent=st.sampled_from([0, 5, 32]),
+        recording=st.booleans(),
+        max_pages=st.sampled_from([None, None, 12, 40]),
+        paddings=st.lists(st.sampled_from([0, 0, 3, 16, 40, 90]), min_size=1, max_size=4),
+        windows=st.permutations([None, WINDOW]),
+    )
+    def start(self, sinks, recent, recording, max_pages, paddings, windows):
+        self.forward, self.layers = make(
+            2, windows=windows, sinks=sinks, recent=recent, max_pages=max_pages, recording=recording
+        )
+        self.recording, self.max_pages, self.sinks = recording, max_pages, sinks
+        self.held = sinks + recent  # tokens of a row that no page takes
+        self.serial = 0
+        self.begin(paddings)
+
+    def begin(self, paddings):
+        self.rows = [PlainRow(padding) for padding in paddings]
+        self.seen = self.confirmed = self.changes = 0
+
+    def next_serial(self):
+        self.serial += 1
+        return self.serial
+
+    def held_pages(self, window):
+        """Serial numbers of the pages that rows of a window hold, row by row."""
+        return [row.sealed[row.dropped if window else 0 :] for row in self.rows]
+
+    def pages_after(self, row, new):
+        """Pages that the forward of `new` tokens reads as sealed, and those that are sealed behind it."""
+        tokens = len(row.tokens)
+        if not self.recording:
+            found = max(len(row.sealed), (tokens - self.held) // PAGE)
+            return found, max(found, (tokens + new - self.held) // PAGE)
+        # only tokens that a crop has left standing are sealed ahead
+        certain = min(tokens, max(0, self.confirmed - row.padding))
+        found = max(len(row.sealed), (certain - self.held) // PAGE)
+        after = found  # the new tokens may be taken back: only what the window has no room for is sealed
+        while tokens + new - after * PAGE > self.held + 2 * PAGE:
+            after += 1
+        return found, after
+
+    def dropped_after(self, row, sealed, new):
+        horizon = min(self.confirmed, self.seen + new) if self.recording else self.seen + new
+        return max(row.dropped, min(hidden(horizon - row.padding, self.sinks), sealed))
+
+    @precondition(lambda self: self.seen < 1000)
+    @rule(q_len=st.one_of(st.integers(1, 20), st.integers(1, 200)), order=st.permutations(range(4)))
+    def append(self, q_len, order):
+        places = range(self.seen, self.seen + q_len)
+        columns = [
+            [PADDING if column < row.padding else self.next_serial() for column in places]
+            for row in self.rows
+        ]
+        mask = mask_of([row.padding for row in self.rows], self.seen + q_len)
+        for group in self.forward.groups:
+            group.observe_padding(mask)
+        added = real(columns)
+        pages = [self.pages_after(row, len(new)) for row, new in zip(self.rows, added, strict=True)]
+        dropped = [
+            self.dropped_after(row, after, q_len)
+            for row, (_, after) in zip(self.rows, pages, strict=True)
+        ]
+        if self.max_pages is not None:
+            taken = [
+                sum(
+                    found - len(row.sealed) + after - (max(found, gone) if window else found)
+                    for row, (found, after), gone in zip(self.rows, pages, dropped, strict=True)
+                )
+                for window in (None, WINDOW)
+            ]
+            held = [len({n for row in self.held_pages(w) for n in row}) for w in (None, WINDOW)]
+            if any(a + b > self.max_pages for a, b in zip(taken, held, strict=True)):
+                before = state_of(self.forward)
+                for layer in self.layers:
+                    with pytest.raises(PagePoolExhaustedError):
+                        layer.append(columns)
+                    after = state_of(self.forward)
+                    assert [state[:3] for state in after[0]] == [state[:3] for state in before[0]]
+                    assert after[1:] == before[1:]
+                return
+        for row, new, (_, after) in zip(self.rows, added, pages, strict=True):
+            row.tokens += new
+            row.sealed += [self.next_serial() for _ in range(after - len(row.sealed))]
+        self.seen += q_len
+        self.changes += 1
+        for index in order:  # whichever layer comes first plans the forward
+            step, reads = self.layers[index].append(columns)
+            gone = [row.dropped if self.layers[index].group.window else 0 for row in self.rows]
+            for row, read, lost in zip(self.rows, reads, gone, strict=True):
+                assert read == self.left_of(row, lost)
+            # read as sealed: exactly the pages that were full when the forward began
+            found = [count - lost for (count, _), lost in zip(pages, gone, strict=True)]
+            assert step.view.num_pages.tolist() == found
+            in_front = [
+                min(row.padding, self.seen) + lost * PAGE
+                for row, lost in zip(self.rows, gone, strict=True)
+            ]
+            offset = step.view.offset
+            assert offset == (min(in_front) if any(gone) else 0)
+            assert step.view.padding.tolist() == [column - offset for column in in_front]
+            assert step.columns == self.seen - offset
+        for row, now in zip(self.rows, dropped, strict=True):
+            row.dropped = now
+
+    def left_of(self, row, dropped):
+        return row.tokens[: self.sinks] + row.tokens[self.sinks + dropped * PAGE :]
+
+    @rule()
+    def confirm(self):
+        for group in self.forward.groups:
+            group.confirm()
+        self.confirmed = self.seen
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data())
+    def select(self, data):
+        batch = len(self.rows)
+        sources = data.draw(st.lists(st.integers(-batch, batch - 1), min_size=1, max_size=5))
+        select(self.layers, sources)
+        self.rows = [self.rows[source].copy() for source in sources]
+        self.changes += 1
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data())
+    def crop(self, data):
+        count = data.draw(st.one_of(st.integers(1, 40), st.integers(1, self.seen + 5)))
+        seen = max(0, self.seen - count)
+        if any(row.dropped > hidden(seen - row.padding, self.sinks) for row in self.rows):
+            before = state_of(self.forward)
+            with pytest.raises(CacheMismatchError, match="left the sliding window"):
+                crop(self.layers, count)
+            assert state_of(self.forward) == before
+            return
+        crop(self.layers, count)
+        self.seen = self.confirmed = seen
+        self.changes += 1
+        for row in self.rows:
+            del row.tokens[max(0, seen - row.padding) :]
+            # the pages that still lie wholly behind the sinks; a page that is cut is open again
+            del row.sealed[max(0, len(row.tokens) - self.sinks) // PAGE :]
+
+    @precondition(lambda self: self.changes > 6)  # early ones would keep the others from going far
+    @rule(
+        paddings=st.lists(st.sampled_from([0, 5, 16, 50]), min_size=1, max_size=4),
+        stopped=st.booleans(),
+    )
+    def reset(self, paddings, stopped):
+        if stopped:
+            with pytest.raises(Stop), self.forward.change():
+                self.forward.groups[0].crop(20)
+                raise Stop
+            before = state_of(self.forward)
+            for use in (lambda: select(self.layers, [0]), lambda: self.forward.check()):
+                with pytest.raises(InterruptedForwardError):
+                    use()
+            assert state_of(self.forward) == before
+        reset(self.layers)
+        for group in self.forward.groups if self.recording else ():
+            group.record_past()
+        self.begin(paddings)
+
+    @invariant()
+    def rows_agree_with_the_model(self):
+        for group in self.forward.groups:
+            group.check_integrity()
+            assert group.seen == self.seen
+            assert group.pool.max_pages is None or group.pool.num_ids <= group.pool.max_pages
+            ours = self.held_pages(group.window)
+            assert group.pool.num_held == len({page for row in ours for page in row})
+            if self.changes:
+                assert [row.padding for row in group.rows] == [
+                    min(row.padding, self.seen) for row in self.rows
+                ]
+                # pages are shared exactly as the model shares them
+                names = {}
+                for row, serials in zip(group.rows, ours, strict=True):
+                    for page, serial in zip(row.pages, serials, strict=True):
+                        assert names.setdefault(page, serial) == serial
+                assert len(set(names.values())) == len(names)
+        for layer in self.layers if self.changes else ():
+            for row, found in zip(self.rows, layer.tokens(), strict=True):
+                assert found == self.left_of(row, row.dropped if layer.group.window else 0)
+
+
+def test_rows_agree_with_plain_lists_of_tokens():
+    run_state_machine_as_test(
+        RowsMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )

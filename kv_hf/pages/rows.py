@@ -519,6 +519,8 @@ class Rows:
             step.first = SealJobs.build(first, self.page_size, self.sink_tokens)
             step.first_leaving = plan.first * self.page_size
         step.seal = SealJobs.build(last, self.page_size, self.sink_tokens, plan.passed)
+        stays = step.fits and not step.moves_rest
+        step.plain, self._shown = stays and not (step.seal or step.first), ()
         pages = tuple(kept) if first else before.pages
         after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages)
         step.ahead = self._ahead(plan, after)

@@ -519,10 +519,15 @@ def stop_behind_two_layers(layers):
         layer.append(columns_of([0, 0], 3, 40))
 
 
-def stop_in_a_change(layers):
-    with pytest.raises(Stop), layers[0].forward.change():
-        layers[0].group.crop(2)
+def crop_and_stop(forward, count):
+    with forward.change():
+        forward.groups[0].crop(count)
         raise Stop
+
+
+def stop_in_a_change(layers):
+    with pytest.raises(Stop):
+        crop_and_stop(layers[0].forward, 2)
 
 
 def stop_in_commit(layers):
@@ -796,9 +801,8 @@ class RowsMachine(RuleBasedStateMachine):
     )
     def reset(self, paddings, stopped):
         if stopped:
-            with pytest.raises(Stop), self.forward.change():
-                self.forward.groups[0].crop(20)
-                raise Stop
+            with pytest.raises(Stop):
+                crop_and_stop(self.forward, 20)
             before = state_of(self.forward)
             for use in (lambda: select(self.layers, [0]), lambda: self.forward.check()):
                 with pytest.raises(InterruptedForwardError):

@@ -352,6 +352,18 @@ def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rej
     assert len(layer.pages) > 4
 
 
+def test_pages_that_leave_a_window_are_held_as_long_as_their_forward_reads_them():
+    """Another cache of the same pool may seal pages between two layers of a forward."""
+    group, layer = one(windows=(WINDOW,))
+    other = Rows(group.sizes, group.pool)
+    layer.append(columns_of([0], 56))
+    layer.append(columns_of([0], 10, 56))
+    assert (len(group.rows[0].pages), group.pool.num_held, len(other)) == (2, 3, 0)
+    group.check_integrity()
+    layer.append(columns_of([0], 1, 66))
+    assert (len(group.rows[0].pages), group.pool.num_held) == (2, 2)
+
+
 def test_crop_that_needs_pages_behind_the_window_is_refused():
     group, layer = one(windows=(WINDOW,))
     layer.append(columns_of([0], 100))

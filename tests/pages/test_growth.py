@@ -46,9 +46,9 @@ class Text:
             for layer in self.cache.layers:
                 if layer.store is None:
                     self._begin(layer)
-                step = layer.group.append(layer.layer_idx, layer._epoch, self.rows, columns)
-                layer.store.grow(step)
-                layer._joined(step)
+                step = layer.forward.join(layer, self.rows, columns)
+                layer.store.make_room(step.capacity, step.ahead)
+                layer.take_part(step)
         self.worst = max(self.worst, self.allocator.reserved / self.allocator.allocated)
 
     def _begin(self, layer):
@@ -240,7 +240,7 @@ def test_generation_that_runs_to_its_end_holds_what_is_predicted(
         cache = out.past_key_values
         cache.check_integrity()
         columns = inputs["input_ids"].shape[1]
-        assert cache.groups[0].ahead.expected == Expected(columns, columns + 49)
+        assert cache.groups[0].expected == Expected(columns, columns + 49)
         for group in cache.groups:
             layers = [layer for layer in cache.layers if layer.group is group]
             told = kv_hf.predict_memory(
@@ -255,18 +255,18 @@ def test_turns_and_prompts_behind_a_cache_are_expected_as_a_whole(on_a_gpu):
     cache = kv_hf.PagedCache(model.config, page_size=16)
     turn = tokens(1, 20)
     out = model.generate(turn, past_key_values=cache, max_new_tokens=10, min_new_tokens=10)
-    assert cache.group.ahead.expected == Expected(20, 29)
+    assert cache.group.expected == Expected(20, 29)
     longer = torch.cat([out, tokens(1, 7)], 1)
     model.generate(longer, past_key_values=cache, max_new_tokens=10, min_new_tokens=10)
-    assert cache.group.ahead.expected == Expected(37, 46)
+    assert cache.group.expected == Expected(37, 46)
     new, mask = tokens(1, 5), torch.ones(1, 46 + 5, dtype=torch.int64)
     model.generate(new, attention_mask=mask, past_key_values=cache, max_length=9)
-    assert cache.group.ahead.expected == Expected(51, 8)
+    assert cache.group.expected == Expected(51, 8)
     model.generate(
         tokens(1, 3), attention_mask=torch.ones(1, cache.get_seq_length() + 3, dtype=torch.int64),
         past_key_values=cache, max_new_tokens=4,
     )  # fmt: skip
-    assert cache.group.ahead.expected.end == cache.get_seq_length()
+    assert cache.group.expected.end == cache.get_seq_length()
 
 
 def test_beams_make_no_room_that_they_do_not_use(on_a_gpu):
@@ -307,7 +307,7 @@ def test_cpu_is_told_nothing_by_generate():
         tokens(1, 3), max_new_tokens=3, cache_implementation="paged_int4",
         return_dict_in_generate=True,
     )  # fmt: skip
-    assert out.past_key_values.group.ahead.expected is None
+    assert out.past_key_values.group.expected is None
 
 
 @pytest.mark.parametrize("given", [(-1, 0), (10, -3), (2.5, 0), (True, 0)])

@@ -120,6 +120,28 @@ def test_check_integrity_finds_a_wrong_list_of_free_pages(free):
         pool.check_integrity([[0, 1]])
 
 
+class Holder:
+    """Whoever holds pages."""
+
+    def __init__(self, *pages):
+        self.pages = pages
+
+    def held_pages(self, pool):
+        return self.pages
+
+
+def test_recount_sets_counts_to_what_holders_hold():
+    pool, holder = PagePool(), Holder((0, 2), (2,))
+    pool.register(holder)
+    pool.allocate(4)
+    pool.recount()
+    assert [pool.count(page) for page in range(4)] == [1, 0, 2, 0]
+    pool.check_integrity()
+    assert sorted(pool.allocate(3)) == [1, 3, 4]
+    del holder  # what a holder held that is gone is counted no longer
+    assert pool.num_held == 0
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Holders are lists of ids, as rows are; the model is a Counter over them."""
 

@@ -149,7 +149,7 @@ class PagedLayer(DynamicLayer):
         raise _of_the_cache("crop")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        """Raise CacheOptionError for any `beam_idx` [rows]: the cache changes the rows of all layers at once."""
         raise _of_the_cache("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -157,7 +157,7 @@ class PagedLayer(DynamicLayer):
         raise _of_the_cache("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        """Raise CacheOptionError for any `indices` [n]: the cache changes the rows of all layers at once."""
         raise _of_the_cache("batch_select_indices")
 
     def reset(self) -> None:

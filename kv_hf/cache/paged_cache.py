@@ -203,7 +203,7 @@ class PagedCache(Origin, DynamicCache):
         """Let operators of compiled steps find this cache, where it has a max_length."""
         if self.options.max_length is not None:
             self.number, self.views = compiled.number_of(self), {}
-            self.compared: tuple[Any, bool] = (None, False)
+            self.compared: tuple[Any, ...] = ()
             self.holds_latents = any(isinstance(one, LatentLayer) for one in self.layers)
 
     @property
@@ -666,7 +666,7 @@ class PagedCache(Origin, DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
-        return {**vars(self), "number": None, "views": {}}
+        return {**vars(self), "number": None, "views": {}, "compared": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle: pages that other caches held in it are free here."""

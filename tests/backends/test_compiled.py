@@ -302,6 +302,24 @@ def test_a_compiled_step_past_the_end_is_an_error(backend):
         model(tokens(2, 1), past_key_values=cache)
 
 
+@torch.no_grad()
+def test_a_mask_changed_in_place_is_compared_anew():
+    """A step over another mask at the same place and length (a crop before) left out what that mask hid."""
+    model, ids, token = paged_model(num_hidden_layers=1), tokens(1, 30), tokens(1, 1, seed=3)
+    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    for one in (cache, stock):
+        model(ids, past_key_values=one)
+    mask = torch.zeros(1, 1, 1, LENGTH, dtype=torch.bool)
+    for first in (0, 20):
+        mask[..., :first], mask[..., first:31] = False, True
+        found = step(token, attention_mask=mask, past_key_values=cache).logits
+        wanted = model(token, attention_mask=mask[..., :31], past_key_values=stock).logits
+        rounding.assert_close(found, wanted)
+        cache.crop(-1)
+        stock.crop(-1)
+
+
 # -- what cannot be traced says so ---------------------------------------------------------------------------------
 
 

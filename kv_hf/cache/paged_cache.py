@@ -337,6 +337,7 @@ class PagedCache(Origin, DynamicCache):
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
         self.started = False
+        self.views, self.compared = {}, ()
         self.forward.changing = True
         for group in self.groups:
             group.reset()

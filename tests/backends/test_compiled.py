@@ -3,8 +3,10 @@
 Most tests use the backends "eager" and "aot_eager", which trace as any backend does and compile nothing.
 """
 
+import gc
 import itertools
 import logging
+import weakref
 
 import pytest
 import rounding
@@ -318,6 +320,23 @@ def test_a_mask_changed_in_place_is_compared_anew():
         rounding.assert_close(found, wanted)
         cache.crop(-1)
         stock.crop(-1)
+
+
+@torch.no_grad()
+def test_reset_after_a_compiled_step_gives_all_tensors_back():
+    """What the step's operators had left for each other kept pages and windows alive."""
+    model = paged_model(num_hidden_layers=1)
+    cache = preallocated(model)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model(tokens(1, 40), past_key_values=cache)
+    step(tokens(1, 1), past_key_values=cache)
+    store = cache.layers[0].store
+    windows = [weakref.ref(one.tokens) for one in store.residuals]
+    pages = [weakref.ref(one) for fields in store.pages.fields for one in fields.values()]
+    del store
+    cache.reset()
+    gc.collect()
+    assert not any(one() is not None for one in windows + pages)
 
 
 # -- what cannot be traced says so ---------------------------------------------------------------------------------

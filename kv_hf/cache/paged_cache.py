@@ -130,7 +130,7 @@ class PagedCache(Origin, DynamicCache):
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     _straight = False  # the forward in progress is one without special cases
     tokens_on: torch.device = torch.device("cpu")  # where the first layer's keys came from
-    started = False  # tokens came since the last reset; compiled code depends on it
+    started = False  # it holds tokens; compiled code depends on it
     fixed: Mapping[Rows, FixedStep] | None = None  # while a step is recorded as a CUDA graph
 
     @shows_options
@@ -382,6 +382,7 @@ class PagedCache(Origin, DynamicCache):
                 group.crop(count)
             for layer in self.paged_layers:
                 layer.follow(layer.group.step)
+        self.started = bool(self.group.seen)
         if self.token_ids is not None:
             self.forget_tokens(self.get_seq_length())
 
@@ -653,7 +654,7 @@ class PagedCache(Origin, DynamicCache):
             num_pages = state.groups[pages[one.layer].group].num_pages
             layer.resume(one, state.tensors, num_pages)
         self.forward.resume(len(state.layers))
-        self.started, self.tokens_on = True, state.layers[0].device
+        self.started, self.tokens_on = bool(self.group.seen), state.layers[0].device
         self.check_integrity()
 
     def _group_number(self, layer: Any) -> int:

@@ -323,6 +323,22 @@ def test_a_mask_changed_in_place_is_compared_anew():
 
 
 @torch.no_grad()
+def test_a_cache_cropped_to_nothing_begins_anew():
+    """A compiled forward looked for pages of no tokens: AttributeError of NoneType."""
+    model, inputs = paged_model(num_hidden_layers=1), {"input_ids": tokens(1, 9)}
+    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model(**inputs, past_key_values=cache)
+    step(tokens(1, 1), past_key_values=cache)
+    cache.crop(-10)
+    for part in (tokens(1, 3), tokens(1, 1)):
+        found, wanted = (
+            call(part, past_key_values=one).logits for call, one in ((step, cache), (model, stock))
+        )
+        rounding.assert_close(found, wanted)
+
+
+@torch.no_grad()
 def test_reset_after_a_compiled_step_gives_all_tensors_back():
     """What the step's operators had left for each other kept pages and windows alive."""
     model = paged_model(num_hidden_layers=1)

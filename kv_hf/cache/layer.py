@@ -134,7 +134,7 @@ class PagedLayer(DynamicLayer):
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
         group = self.group
         if group.max_length is not None:
-            return (group.max_length if group.seen else query_length), 0
+            return (group.max_length if self.seen else query_length), 0
         offset, step = (0 if group.sizes.window is None else group.offset), group.step
         if step is not None and step.view is not None and self.seen != group.seen:
             offset = step.view.offset  # asked within a forward, before its own update (Inkling)

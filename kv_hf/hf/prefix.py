@@ -159,7 +159,7 @@ def attach_prefix(
         ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
         with lead.reading_everything():
             for part in ids.split(chunk or ids.shape[1], dim=1):
-                model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
+                model(input_ids=part, past_key_values=lead, use_cache=True, **last_logit(model))
         store.add(lead, [common], space)
         lead.end_prefill()
         store.count_computed(ids.shape[1])
@@ -229,6 +229,6 @@ def more_than_tokens(model: Any) -> str | None:
     return None
 
 
-def _last_logit(model: Any) -> dict[str, int]:
+def last_logit(model: Any) -> dict[str, int]:
     """Return the argument that keeps a forward from computing logits of all tokens, where the model has it."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}

@@ -732,7 +732,11 @@ def test_preallocated_cache_of_rows_that_share_pages_holds_each_its_own():
     cache, text = filled(model, left_padded([60]), keys="int8")
     cache.batch_repeat_interleave(3)
     fixed = kv_hf.PagedCache.from_state(model.config, cache.state(), max_length=128)
-    assert [len(row.pages) for row in fixed.group.rows] == [4, 4, 4] and cache.group.pool.num_held == 4
+    assert [len(row.pages) for row in fixed.group.rows] == [
+        4,
+        4,
+        4,
+    ] and cache.group.pool.num_held == 4
     assert same_tokens(fixed, cache)
     texts = torch.cat([text.repeat(3, 1), tokens(3, 1)], -1)
     options = {"max_new_tokens": 9, "do_sample": False}

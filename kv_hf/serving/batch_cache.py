@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..cache.layer import PagedLayer
@@ -15,13 +14,22 @@ from ..cache.prefix_store import PrefixStats, PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row
-from ..pages.storage import PageArena, rewritten
+from ..pages.storage import PageArena
 from ..spec import MemoryReport
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
 from .batch_store import BatchStore, HostLayer
 
 NO_LIMIT = 2**31 - 1
+NO_STATS = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 KEPT = "continuous batching allocates all pages when it starts, in formats that its first tokens have called for"
+
+
+class HostRows(NamedTuple):
+    """What a request holds on the host: its row in each window, and the tensors of it in each layer, of `nbytes` bytes."""
+
+    rows: Mapping[int | None, Row]
+    layers: Sequence[HostLayer]
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -37,8 +45,7 @@ class Request:
         unknown: tokens of a prompt of which the store knows nothing, to be counted when it begins.
         promised: pages that it takes in the next forward.
         held, coming: tokens that it holds before the next forward, and that this one adds.
-        host_rows, host_layers: what it holds on the host: the row in each window, and its tensors in each layer.
-        host_bytes: of these.
+        host: what it holds on the host.
     """
 
     name: str
@@ -50,9 +57,7 @@ class Request:
     promised: int = 0
     held: int = 0
     coming: int = 0
-    host_rows: Mapping[int | None, Row] | None = None
-    host_layers: Sequence[HostLayer] = ()
-    host_bytes: int = 0
+    host: HostRows | None = None
 
 
 class BatchCache:
@@ -66,7 +71,6 @@ class BatchCache:
         model: the model, whose layers are known from `template`.
         template: a paged cache of the same model and options that one forward has gone through.
         room: rows and pages.
-        batch_tokens: most tokens of a forward.
         store: where prefixes are kept and found, or None.
     Attributes:
         known: id -> request, from its first mention to its end.
@@ -85,16 +89,11 @@ class BatchCache:
     bytes_per_sector = 1
 
     def __init__(
-        self,
-        model: Any,
-        template: PagedCache,
-        room: BatchRoom,
-        batch_tokens: int,
-        store: PrefixStore | None,
+        self, model: Any, template: PagedCache, room: BatchRoom, store: PrefixStore | None
     ) -> None:
         self.model, self.room, self.prefix_store = model, room, store
         self.options: CacheConfig = template.options
-        self.max_batch_tokens = batch_tokens
+        self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
         self.use_prefix_sharing = self.allow_block_sharing = store is not None
         self.kinds = kinds_of(template)
@@ -118,18 +117,16 @@ class BatchCache:
 
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
-        window, group = layer.window, self.groups[layer.window]
-        assert layer.spec is not None
-        asked = layer.storage.asked if layer.storage is not None else layer.spec
+        group, asked = self.groups[layer.window], layer.spec  # what the first tokens called for
+        if layer.storage is not None and self.arena is layer.arena:
+            asked = (
+                layer.storage.asked
+            )  # the storage is there, with pages as these tokens called for
+        assert asked is not None
         pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
-        if pages.spec != layer.spec:  # what the first tokens called for, while the storage is empty
-            assert layer.storage is not None
-            wide = rewritten(pages, layer.spec, layer.storage.wider)
-            self.arena.replace(layer.layer_idx, pages, wide)
-            pages = wide
         pages.keeps = KEPT
         store = BatchStore(layer, self.arena, pages, self.room.rows, group.slots)
-        store.make_room(self.room.pages[window])
+        store.make_room(self.room.pages[layer.window])
         return store
 
     def request(self, request_id: str) -> Request:
@@ -193,18 +190,19 @@ class BatchCache:
         if dry_run:
             return bool(tokens <= self.most_tokens)
         request = self.request(state.request_id)
-        self._promise(request, 0)
+        if request.promised:
+            self._promise(request, 0)
         request.prompt = len(state.initial_tokens)
         needed = self._needed(request, tokens)
-        waits = request.row is None
-        if (waits and len(self.requests) >= self.room.rows) or (
-            needed and not self._make_free(needed)
-        ):
+        if request.row is None and len(self.requests) >= self.room.rows:
             return False
-        if waits:
+        if needed and not self._make_free(needed):
+            return False
+        if request.row is None:
             self._come(request)
             needed = self._needed(request, tokens)
-        self._promise(request, needed)
+        if needed:
+            self._promise(request, needed)
         return True
 
     def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
@@ -250,29 +248,23 @@ class BatchCache:
 
     def _come(self, request: Request) -> None:
         """Give a request a row behind the others, with what it left on the host."""
-        if request.host_rows is None:
-            if request.unknown and self.prefix_store is not None:
-                self.prefix_store.count_prompt(request.unknown, 0)
+        if request.unknown and self.prefix_store is not None:
+            self.prefix_store.count_prompt(request.unknown, 0)
+        held, request.host = request.host, None
+        if held is None:
             self._admit(request, dict.fromkeys(self.groups, Row(0, (), 0)))
             return
-        pages = {
-            window: group.admit(request.host_rows[window], copied=True).pages
-            for window, group in self.groups.items()
-        }
-        row = self._name_last(request)
+        row = self._admit(request, held.rows, copied=True)
         with self.in_order():
-            for store, held in zip(self.stores.values(), request.host_layers, strict=True):
-                store.from_host(row, pages[store.window], held)
-        request.host_rows, request.host_layers, request.host_bytes = None, (), 0
+            for store, layer in zip(self.stores.values(), held.layers, strict=True):
+                store.from_host(row, self.groups[store.window].batch.pages[row], layer)
 
-    def _admit(self, request: Request, rows: Mapping[int | None, Row]) -> int:
-        """Give a request a row behind the others that holds what `rows` do; return its number."""
+    def _admit(
+        self, request: Request, rows: Mapping[int | None, Row], *, copied: bool = False
+    ) -> int:
+        """Give a request a row behind the others, with the pages of `rows` or as many of its own; return its number."""
         for window, group in self.groups.items():
-            group.admit(rows[window])
-        return self._name_last(request)
-
-    def _name_last(self, request: Request) -> int:
-        """Note that the row which was just added belongs to a request; return its number."""
+            group.admit(rows[window], copied=copied)
         request.row, request.unknown = len(self.requests), 0
         self.requests.append(request)
         return request.row
@@ -329,14 +321,12 @@ class BatchCache:
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Let go of all requests, and with `clear_ledgers` of all prefixes."""
         for request in list(self.known.values()):
-            if request.row is not None or request.host_rows is not None:
+            if request.row is not None or request.host is not None:
                 self.free_blocks(request.name)
         if clear_ledgers and self.prefix_store is not None:
             self.prefix_store.clear()
 
-    def reset(self) -> None:
-        """Let go of all requests."""
-        self.free_all_requests()
+    reset = free_all_requests
 
     def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
@@ -359,7 +349,8 @@ class BatchCache:
 
     def bytes_away(self) -> int:
         """Bytes of requests that wait on the host."""
-        return sum(request.host_bytes for request in list(self.known.values()))
+        waiting = [request.host for request in list(self.known.values())]
+        return sum(held.nbytes for held in waiting if held is not None)
 
     def take_away(self, request_id: str, most: int) -> bool:
         """Move what a request holds to the host, its row and its pages are free then; say whether `most` bytes there had room."""
@@ -380,7 +371,7 @@ class BatchCache:
         self._drop(
             request
         )  # its pages stay those of the weights that made them: it keeps its space
-        request.host_rows, request.host_layers, request.host_bytes = rows, held, nbytes
+        request.host = HostRows(rows, held, nbytes)
         self.requests_moved += 1
         return True
 
@@ -425,11 +416,8 @@ class BatchCache:
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         """Return {"pages": n} for the pages that a forward over `request_len` tokens of a request seals."""
-        if self.prefix_store is None:
-            return {}
-        sizes, held = self.groups[None].sizes, state.current_len()
-        count = sizes.sealed(held + request_len) - sizes.sealed(held)
-        return {"pages": int(count)} if count else {}
+        promised = 0 if self.prefix_store is None else self.known[state.request_id].promised
+        return {"pages": promised} if promised else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: Mapping[str, int]) -> None:
         """Keep the sealed pages of a request for others that begin alike; a page that is there already is shared."""
@@ -459,11 +447,11 @@ class BatchCache:
         request_id: str,
         past_length: int,
         query_length: int,
-        read_index: Any,
-        write_index: Any,
+        *indices: Any,
+        **more: Any,
     ) -> None:
         """Note that the next forward has `query_length` tokens of a request, behind those of the requests before."""
-        request = self.request(request_id)
+        request = self.known[request_id]
         request.held, request.coming = past_length, query_length
         self._next.append(request)
 
@@ -522,31 +510,22 @@ class BatchCache:
             raise InterruptedForwardError(
                 f"a forward of continuous batching has {tokens} tokens, and its requests {counts}"
             )
-        expected = np.array([request.held for request in coming])
-        rows = [-1 if request.row is None else request.row for request in coming]
-        for group in self.groups.values() if coming else ():
-            lengths = np.append(group.lengths(), -1)[rows]
-            for place in np.flatnonzero(lengths != expected).tolist():
-                there = "no row" if rows[place] < 0 else f"{lengths[place]} tokens"
+        lengths = next(iter(self.groups.values())).lengths().tolist()
+        for request in coming:
+            there = 0 if request.row is None else lengths[request.row]
+            if request.row is None or there != request.held:
                 raise InterruptedForwardError(
-                    f"request {coming[place].name!r} has {there} in the cache, and transformers takes it to hold "
-                    f"{expected[place]} tokens"
+                    f"request {request.name!r} has {there} tokens in the cache, and transformers takes it to hold {request.held}"
                 )
 
     def paged_attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **kwargs: Any,
+        self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         """Append and attend in one layer (BatchStore.attend).
 
         Args:
             module: the attention module, whose layer_idx says which layer it is.
-            query: [1, num_heads, tokens, head_dim].
-            key, value: [1, num_kv_heads, tokens, head_dim], of this forward.
+            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, head_dim], of this forward.
         Returns: ([1, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError for a layer without pages.
         """
@@ -557,7 +536,7 @@ class BatchCache:
                 f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
             )
         self.layers_reached.add(layer)
-        return store.attend(self._forward, module, query, key, value, kwargs)
+        return store.attend(self._forward, module, states, kwargs)
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
@@ -566,15 +545,15 @@ class BatchCache:
 
         "other" are the exact first tokens of the prefixes that a store of the manager's own keeps, which `room` does not count.
         """
-        payload = scales = tail = other = 0
-        for store in self.stores.values():
-            pages, windows = store.pages, store.residuals
-            payload += pages.capacity * sum(side.payload_bytes for side in pages.spec.sides)
-            scales += pages.capacity * sum(side.scale_bytes for side in pages.spec.sides)
-            tail += sum(one.tokens.nbytes for one in windows)
-        if self.prefix_store is not None:
-            kept = self.prefix_store.stats()
-            other = kept.bytes - kept.pages * self.kinds[None].page_bytes
+        stores = list(self.stores.values())
+        pages = [
+            (store.pages.capacity, side) for store in stores for side in store.pages.spec.sides
+        ]
+        payload = sum(capacity * side.payload_bytes for capacity, side in pages)
+        scales = sum(capacity * side.scale_bytes for capacity, side in pages)
+        tail = sum(one.tokens.nbytes for store in stores for one in store.residuals)
+        kept = NO_STATS if self.prefix_store is None else self.prefix_store.stats()
+        other = kept.bytes - kept.pages * next(iter(self.kinds.values())).page_bytes
         first = next(iter(self.groups.values()))
         return MemoryReport(
             payload=payload, scales=scales, tail=tail, tables=0, other=other,
@@ -651,7 +630,7 @@ class BatchCounts:
             batch, held = group.batch, group.pool.num_held
         uses = Counter(page for pages in batch.pages for page in pages)
         memory, store = cache.memory(), cache.prefix_store
-        stats = PrefixStats(0, 0, 0, 0, 0, 0, 0) if store is None else store.stats()
+        stats = NO_STATS if store is None else store.stats()
         return cls(
             requests=len(batch),
             rows=cache.room.rows,

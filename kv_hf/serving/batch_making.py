@@ -1,5 +1,6 @@
 """Make the cache of a manager of continuous batching: formats from a few first tokens, room from its budget, and a trial."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,10 +45,10 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     else:
         size["budget"] = _free_bytes(batching.max_memory_percent)
     most_rows = min(batching.max_requests_per_batch, batch_tokens)
-    room = BatchRoom.of(kinds, most_rows=most_rows, batch_tokens=batch_tokens, **size)
+    room = BatchRoom.of(kinds, most_rows, batch_tokens, **size)
     if store is not None and options.prefix_store is None:
         store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
-    cache = BatchCache(model, template, room, batch_tokens, store)
+    cache = BatchCache(model, template, room, store)
     template.reset()
     with torch.no_grad():
         try_model(model, cache)
@@ -96,28 +97,12 @@ def _free_bytes(part: float) -> int:
 
 # -- the trial of a model before it serves -----------------------------------------------------------------------------
 
-# tokens of two requests, and how many of them a first forward takes
-_REQUESTS = {"trial 0": ([1, 4, 2, 5, 3], 3), "trial 1": ([3, 5, 1, 2], 2)}
+# tokens of two requests, and those of them that each of two forwards takes
+_TEXTS = ([1, 4, 2, 5, 3], [3, 5, 1, 2])
+_FIRST, _REST = ((0, 3), (0, 2)), ((3, 5), (2, 4))
 # of the logits' standard deviation, root mean square: attention that mixes two requests up is off by 0.5 and more
 _MOST = {torch.float64: 0.01, torch.float32: 0.02}
 _MOST_OTHERS = 0.2  # half precision rounds in another order
-
-
-class _Trial:
-    """A request, as far as the cache asks for one.
-
-    Args:
-        tokens: of the request.
-        first: how many of them go into the first forward.
-    """
-
-    def __init__(self, request_id: str, tokens: list[int], first: int) -> None:
-        self.request_id, self.initial_tokens, self.first = request_id, tokens, first
-        self.held = 0
-
-    def current_len(self) -> int:
-        """Return the tokens that the cache holds."""
-        return self.held
 
 
 def try_model(model: Any, cache: BatchCache) -> None:
@@ -127,15 +112,12 @@ def try_model(model: Any, cache: BatchCache) -> None:
     """
     name = type(model).__name__
     most = model.config.get_text_config(decoder=True).vocab_size - 1
-    states = [
-        _Trial(request_id, [min(token, most) for token in tokens], first)
-        for request_id, (tokens, first) in list(_REQUESTS.items())[: cache.room.rows]
-    ]
+    texts = [[min(token, most) for token in text] for text in _TEXTS[: cache.room.rows]]
     reached: set[int] = set()
     found, failed = [], None
     try:
-        for _ in range(2):
-            found.append(_forward(model, cache, states))
+        for spans in (_FIRST, _REST):
+            found.append(_forward(model, cache, texts, spans))
             reached |= cache.layers_reached
     except UnsupportedModelError:
         raise
@@ -154,8 +136,8 @@ def try_model(model: Any, cache: BatchCache) -> None:
             f"{name} cannot take the tokens of several requests in one row, as continuous batching passes them: "
             f"{type(failed).__name__}: {failed}"
         ) from failed
-    together = torch.cat([forward[state.request_id] for state in states for forward in found])
-    rows = [_row(model, state.initial_tokens) for state in states]
+    together = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
+    rows = [_row(model, text) for text in texts]
     alone = torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
     error = (together - alone).float().square().mean().sqrt()
     far = float(error / alone.float().std().clamp(min=1e-6))
@@ -166,23 +148,22 @@ def try_model(model: Any, cache: BatchCache) -> None:
         )
 
 
-def _forward(model: Any, cache: BatchCache, states: list[_Trial]) -> dict[str, torch.Tensor]:
-    """Run the next tokens of the requests in one row; return the logits [tokens, vocabulary] of each."""
+def _forward(
+    model: Any, cache: BatchCache, texts: Sequence[list[int]], spans: Sequence[tuple[int, int]]
+) -> tuple[torch.Tensor, ...]:
+    """Run the tokens first .. last - 1 of each text in one row; return the logits [tokens, vocabulary] of each."""
     ids: list[int] = []
     positions: list[int] = []
-    counts = {}
-    for state in states:
-        held = state.held
-        new = state.initial_tokens[held:] if held else state.initial_tokens[: state.first]
-        if not cache.can_store_request_tokens(state, len(new)):
+    for number, (text, (first, last)) in enumerate(zip(texts, spans, strict=False)):
+        name = f"trial {number}"
+        state = batching_requests.RequestState(name, text, position_offset=first)
+        if not cache.can_store_request_tokens(state, last - first):
             raise UnsupportedModelError(
                 "the cache has no room for two short requests; give it more"
             )
-        cache.extend_read_and_write_indices(state.request_id, held, len(new), None, [])
-        ids += new
-        positions += range(held, held + len(new))
-        state.held += len(new)
-        counts[state.request_id] = len(new)
+        cache.extend_read_and_write_indices(name, first, last - first)
+        ids += text[first:last]
+        positions += range(first, last)
     cache.begin(len(ids))
     row = _row(model, ids)
     out = model(
@@ -192,7 +173,9 @@ def _forward(model: Any, cache: BatchCache, states: list[_Trial]) -> dict[str, t
         use_cache=False,
         cache=cache,
     )
-    return dict(zip(counts, out.logits[0].split(list(counts.values())), strict=True))
+    counts = [last - first for first, last in spans[: len(texts)]]
+    logits: tuple[torch.Tensor, ...] = out.logits[0].split(counts)
+    return logits
 
 
 def _row(model: Any, numbers: list[int]) -> torch.Tensor:

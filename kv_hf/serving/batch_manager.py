@@ -151,15 +151,15 @@ class BatchManager(Manager):
     """
 
     def __init__(
-        self, model: Any, generation_config: Any, continuous_batching_config: Any, *args: Any, **kwargs: Any
-    ) -> None:  # fmt: skip
+        self, model: Any, generation_config: Any, continuous_batching_config: Any, **kwargs: Any
+    ) -> None:
         self.kv_hf_options = options_of(generation_config)
         self.kv_hf_salts: dict[str, str] = {}
         if self.kv_hf_options is not None:  # checked before the model is touched
             check_here()
             _check_batching(continuous_batching_config)
             check_model(model)
-        super().__init__(model, generation_config, continuous_batching_config, *args, **kwargs)
+        super().__init__(model, generation_config, continuous_batching_config, **kwargs)
         if self.kv_hf_options is not None:
             _managers.add(self)
 
@@ -236,14 +236,15 @@ class BatchManager(Manager):
             )
         given = inspect.signature(super().add_request).bind_partial(*args, **kwargs).arguments
         given |= given.pop("logit_processor_kwargs", {})
-        if given.get("request_id") is None:
+        name = given.get("request_id")
+        if name is None:
             with self._request_lock:
-                given["request_id"] = f"req_{self._request_counter}"
+                name = given["request_id"] = f"req_{self._request_counter}"
                 self._request_counter += 1
-        self.kv_hf_salts[given["request_id"]] = cache_salt
+        self.kv_hf_salts[name] = cache_salt  # before the request can be taken
         taken = super().add_request(**given)
         if taken is None:  # the manager is stopping
-            self.kv_hf_salts.pop(given["request_id"], None)
+            self.kv_hf_salts.pop(name, None)
         return taken
 
 
@@ -253,15 +254,13 @@ def _checked_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         kept = getattr(self, "_cached_continuous_batching_manager", None)
-        if kept is not None:
-            chosen = self.generation_config if generation_config is None else generation_config
-            asked, held = options_of(chosen), getattr(kept, "kv_hf_options", None)
-            if asked != held:
-                own = "transformers' own 16-bit pages"
-                raise CacheOptionError(
-                    f"a manager with {held or own} was kept for this model, and this call asks for {asked or own}; call "
-                    "model.destroy_cached_continuous_batching_manager() first"
-                )
+        held, own = getattr(kept, "kv_hf_options", None), "transformers' own 16-bit pages"
+        asked = options_of(generation_config or self.generation_config)
+        if kept is not None and asked != held:
+            raise CacheOptionError(
+                f"a manager with {held or own} was kept for this model, and this call asks for {asked or own}; call "
+                "model.destroy_cached_continuous_batching_manager() first"
+            )
         return original(self, generation_config, *args, **kwargs)
 
     return init
@@ -281,7 +280,7 @@ def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if cache_implementation is not None:
-            chosen = self.generation_config if generation_config is None else generation_config
+            chosen = generation_config or self.generation_config
             named = {**chosen.to_dict(), "cache_implementation": cache_implementation}
             generation_config = type(chosen).from_dict(named)
             generation_config.cache_config = cache_config
@@ -327,13 +326,13 @@ def _join(processor: Any, host_bytes: int, salts: dict[str, str]) -> None:
 
     def add(state: Any) -> None:
         """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
-        salt = salts.pop(state.request_id, None)
+        salt = salts.pop(state.request_id, "")
         if state.request_id in scheduler.active_requests | scheduler.waiting_requests:
             raise CacheOptionError(
                 f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
             )
         _check_length(cache, state)
-        if salt is not None:
+        if salt:
             cache.request(state.request_id).salt = salt
         enqueue(state)
 

@@ -69,15 +69,14 @@ class BatchRows(Rows):
     its own, whose rows are padded on the left up to the longest: kernels read it as they read any batch.
     """
 
-    def admit(self, row: Row, *, copied: bool = False) -> Row:
-        """Add `row` behind the others with its pages, or as many pages of its own; return it."""
+    def admit(self, row: Row, *, copied: bool) -> None:
+        """Add `row` behind the others with its pages, or as many pages of its own."""
         with self.pool.lock:
             if copied:
                 row = row._replace(pages=tuple(self.pool.allocate(len(row.pages))))
             else:
                 self.pool.share(row.pages)
             self.batch = Batch.of((*self.batch.rows, row))
-        return row
 
     def arrange(self, order: Sequence[int]) -> None:
         """Let row i continue the former row order[i]; rows that are not named let go of their pages."""
@@ -182,22 +181,18 @@ class BatchRoom:
         rows: requests that may hold tokens at once.
         pages: sliding window (None: full attention) -> pages of each of its layers.
         nbytes: bytes of all pages and exact windows.
+        batch_tokens: most tokens of a forward.
     """
 
     rows: int
     pages: Mapping[int | None, int]
     nbytes: int
+    batch_tokens: int
 
     @classmethod
     def of(
-        cls,
-        kinds: Kinds,
-        *,
-        most_rows: int,
-        batch_tokens: int,
-        budget: int = 0,
-        pages: int | None = None,
-    ) -> "BatchRoom":
+        cls, kinds: Kinds, most_rows: int, batch_tokens: int, budget: int = 0, pages: int | None = None
+    ) -> "BatchRoom":  # fmt: skip
         """Return the room within `budget` bytes, or for `pages` pages of the full-attention layers.
 
         Args:
@@ -227,7 +222,7 @@ class BatchRoom:
         }
         if pages is not None:
             found[None] = pages
-        return cls(rows, found, fixed + (pages or 0) * page_bytes)
+        return cls(rows, found, fixed + (pages or 0) * page_bytes, batch_tokens)
 
 
 def _fixed_bytes(kinds: Kinds, rows: int, batch_tokens: int) -> int:

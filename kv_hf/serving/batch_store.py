@@ -66,19 +66,18 @@ class BatchStore(LayerStore):
         self,
         forward: Forward,
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        states: Sequence[torch.Tensor],
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, None]:
         """Append the layer's new tokens to its pages, and attend to all tokens of each request.
 
         Args:
-            query: [1, num_heads, tokens, head_dim]; key, value: [1, num_kv_heads, tokens, ..], of this forward.
+            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, ..], of this forward.
             kwargs: all further arguments of the attention function.
         Returns: ([1, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError where the model hands over other tokens than the forward has.
         """
+        query, key, value = states
         if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == forward.tokens:
             raise UnsupportedModelError(
                 f"continuous batching passes {forward.tokens} tokens in one row, and attention of layer {self.layer_idx} got queries "

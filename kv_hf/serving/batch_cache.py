@@ -119,9 +119,7 @@ class BatchCache:
         """Make the tensors of a layer, with room for all pages and rows."""
         group, asked = self.groups[layer.window], layer.spec  # what the first tokens called for
         if layer.storage is not None and self.arena is layer.arena:
-            asked = (
-                layer.storage.asked
-            )  # the storage is there, with pages as these tokens called for
+            asked = layer.storage.asked  # it is there, and has become what they called for
         assert asked is not None
         pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
         pages.keeps = KEPT

@@ -4,7 +4,8 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -116,7 +117,6 @@ def check_model(model: Any) -> None:
     name = type(model).__name__
     reason = why_not_pages(model)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    why = None
     if is_encoder_decoder(model.config):
         why = f"is for decoders, and {name} has an encoder"
     elif reason is not None:
@@ -125,8 +125,9 @@ def check_model(model: Any) -> None:
         why = "on pages runs in one process; this model is spread by tensor parallelism"
     elif len(devices) > 1:
         why = f"runs on one device, and the weights of {name} lie on {', '.join(devices)}"
-    if why is not None:
-        raise UnsupportedModelError(f"continuous batching {why}")
+    else:
+        return
+    raise UnsupportedModelError(f"continuous batching {why}")
 
 
 def _check_attention(model: Any) -> None:
@@ -196,6 +197,20 @@ class BatchManager(Manager):
             self._original_attn_impl = None
         super().stop(*args, **kwargs)
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause the forwards; the model is looked at again afterwards, as it may have been changed in place."""
+        with super().pause():
+            try:
+                yield
+            finally:
+                if self.kv_hf_options is not None:
+                    self._look_again()
+
+    def _look_again(self) -> None:
+        processor: Any = self.batch_processor
+        processor.cache.look_again()
+
     def _create_batch_processor(self) -> Any:
         """Make the batch processor with its cache, or empty the one that is there."""
         options = self.kv_hf_options
@@ -203,8 +218,7 @@ class BatchManager(Manager):
             return super()._create_batch_processor()
         self.switch_to_cb_friendly_attn(self.model)  # stop() has switched it back
         if self.batch_processor is not None:
-            held: Any = self.batch_processor.cache
-            held.look_again()
+            self._look_again()
             return super()._create_batch_processor()
         batching = self.continuous_batching_config
         space = batching.cpu_offload_space
@@ -345,20 +359,6 @@ def _join(processor: Any, host_bytes: int, salts: dict[str, str]) -> None:
 
     processor.model_runner.compute_batch = run
     scheduler.add_waiting_request, scheduler.clear_cancelled_requests = add, clear_cancelled
-    status = processor.background_thread_status
-    wait = getattr(type(status), "pause_and_wait", None)  # not of a processor before this one
-    alive = weakref.ref(cache)  # the status outlives a manager's stop, which frees the cache
-
-    def paused() -> None:
-        """Look at the model again afterwards: it may have been changed in place."""
-        assert wait is not None
-        wait(status)
-        held = alive()
-        if held is not None:
-            held.look_again()
-
-    if wait is not None:
-        status.pause_and_wait = paused
 
 
 def _check_length(cache: BatchCache, state: Any) -> None:

@@ -202,7 +202,7 @@ class BatchRoom:
         """
         full = kinds.get(None)
         page_bytes = 0 if full is None else full.page_bytes
-        none, one = (_fixed_bytes(kinds, rows, batch_tokens) for rows in (0, 1))
+        none, one = (_fixed_bytes(kinds, count, batch_tokens) for count in (0, 1))
         part = budget if full is None else int(budget * FIXED_PART)
         rows = min(most_rows, max(0, part - none) // (one - none) if pages is None else pages)
         fixed = _fixed_bytes(kinds, rows, batch_tokens)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -115,9 +116,8 @@ class PagedBatchManager:
                 )
         vars(gen_config).update(served)
         self._batches.init_cb(model, gen_config)
-        pause = threading.Event()
         while self.cache is None and self._batches.is_alive():
-            pause.wait(POLL_S)
+            time.sleep(POLL_S)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **named: Any
@@ -152,7 +152,8 @@ class PagedBatchManager:
         end_with_context(gen_config, prompt_tokens, longest_context(model.config))
         if cache is not None:
             check_room(prompt_tokens + 1, cache.most_tokens)
-            cache.request(own).salt = tenant.get()
+            if tenant.get():
+                cache.request(own).salt = tenant.get()
         return own
 
 

@@ -157,25 +157,23 @@ class BatchCache:
         held = 0 if request.row is None else len(full.batch.pages[request.row])
         return max(0, full.sizes.sealed(tokens) - held)
 
-    def _used_pages(self) -> int:
-        """Return the pages of the full-attention layers that requests hold."""
-        return len(set().union(*self.groups[None].batch.pages))
+    def _left(self) -> int:
+        """Return the pages of the full-attention layers that requests neither hold nor were promised.
 
-    def _free_pages(self) -> int:
-        """Return the pages of the full-attention layers that nobody holds or was promised.
-
-        What generate() or another manager holds in a shared store comes on top of `room`.
+        Those that the prefix store alone holds are among them: they give way. What generate() or another manager holds in a
+        shared store comes on top of `room`.
         """
-        if None not in self.groups:
+        full = self.groups.get(None)
+        if full is None:
             return NO_LIMIT
-        spare = 0 if self.prefix_store is None else self.prefix_store.num_spare
-        return self.room.pages[None] - self._used_pages() - spare - self._promised
+        return self.room.pages[None] - len(set().union(*full.batch.pages)) - self._promised
 
     def _make_free(self, pages: int) -> bool:
         """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
-        lacking = pages - self._free_pages()
-        if lacking > 0 and self.prefix_store is not None:
-            lacking -= self.prefix_store.give_up(lacking)
+        lacking, store = pages - self._left(), self.prefix_store
+        if store is not None and lacking <= 0:
+            lacking += store.num_spare
+            lacking -= store.give_up(lacking)
         return lacking <= 0
 
     def _promise(self, request: Request, pages: int) -> None:
@@ -205,8 +203,7 @@ class BatchCache:
 
     def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
         """Return how many of (request, its tokens behind the next forward), in order, would find room one after the other."""
-        free = self._free_pages()
-        free += 0 if self.prefix_store is None else self.prefix_store.num_spare  # that gives way
+        free = self._left()
         for count, (request_id, tokens) in enumerate(needs):
             free -= self._needed(self.known[request_id], tokens)
             if free < 0:
@@ -215,11 +212,10 @@ class BatchCache:
 
     def compute_free_capacity(self, relative: bool = True) -> float:
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
-        if None in self.groups:
-            used, whole = self._used_pages(), self.room.pages[None]
-        else:
-            used, whole = len(self.requests), self.room.rows
-        return (whole - used) / (whole if relative else 1)
+        free, whole = self._left(), self.room.pages.get(None)
+        if whole is None:
+            free, whole = self.room.rows - len(self.requests), self.room.rows
+        return free / whole if relative else float(free)
 
     def evict_cached_blocks(self) -> bool:
         """Say that nothing was given up: prefixes are, one after the other, when a request needs their room."""
@@ -549,7 +545,7 @@ class BatchCache:
         ]
         payload = sum(capacity * side.payload_bytes for capacity, side in pages)
         scales = sum(capacity * side.scale_bytes for capacity, side in pages)
-        tail = sum(one.tokens.nbytes for store in stores for one in store.residuals)
+        tail = sum(one.tokens.nbytes for store in stores for one in store.windows)
         kept = NO_STATS if self.prefix_store is None else self.prefix_store.stats()
         other = kept.bytes - kept.pages * next(iter(self.kinds.values())).page_bytes
         first = next(iter(self.groups.values()))

@@ -1,7 +1,6 @@
 """The tensors of one layer in a batch that requests join and leave, and attention over them: each part as a batch of its own."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from ..cache.store import LayerStore, Residual
 from ..cache.widening import Widening
 from ..errors import UnsupportedModelError
 from ..hf.attention import kv_hf_attention
+from ..hf.dense import causal_mask
 from ..pages.cpu_memory import mapped_zeros
 from ..pages.persistent import persistent_tensors
 from ..pages.step import Step
@@ -56,9 +56,10 @@ class BatchStore(LayerStore):
         super().__init__(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, watch)
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
+        self.windows = self.residuals
         with persistent_tensors():
-            for residual in self.residuals:
-                residual.tokens = _windows(residual, rows, slots)
+            for window in self.windows:
+                window.tokens = _windows(window, rows, slots)
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
@@ -86,12 +87,12 @@ class BatchStore(LayerStore):
         given = {name: one for name, one in kwargs.items() if name not in FOR_OTHERS}
         out = None
         for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
-            new = part.cut(key), part.cut(value)
-            runs = self._append(step, part, new)
-            keys, values, mask = self._read(step, part, new, runs)
+            keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
             attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
-            if not step.fits or step.moves_rest:  # attention has read what the step seals
-                self._keep_rest(step, part, runs)
+            if (
+                not step.fits or step.moves_rest
+            ):  # windows made anew, and the old ones are read by now
+                self._keep_rest(part)
             if len(forward.parts) == 1 and isinstance(part.tokens, slice):
                 return attended.reshape(1, forward.tokens, *attended.shape[2:]), None
             if out is None:
@@ -100,101 +101,69 @@ class BatchStore(LayerStore):
         assert out is not None
         return out, None
 
-    def _append(self, step: Step, part: Part, new: Pair) -> Pair:
-        """Write new tokens of a part's rows and seal pages; return, per side, the exact tokens that they read.
+    def _append(
+        self, step: Step, part: Part, new: Pair
+    ) -> tuple[torch.Tensor, torch.Tensor, LazyMask]:
+        """Write new tokens of a part's rows and seal pages; return keys and values that it attends to, and their mask.
 
-        Args:
-            new: keys and values [rows of the part, num_kv_heads, q_len, head_dim].
-        Returns: [rows of the part, num_kv_heads, slots or more, head_dim] each.
+        The mask hides what comes later, and other rows' padding.
         """
         self.check(*new)
-        if step.capacity > self._room:
-            self.make_room(step.capacity)
-        with nullcontext() if step.seal is None else self._sealing():
-            if step.fits:
-                keys, values = self.residuals
-                chosen = slice(part.first, part.first + part.rows)
-                runs = keys.tokens[chosen], values.tokens[chosen]
-                assert step.view is not None
-                view = step.view.on(self.device)
-                self.pages.write_pair(
-                    self.kernel, runs, new, view, step.seal, self.damaged, self.launches
-                )
-            else:
-                first, second = self._rows(part)
-                runs = first.run(step, new[0]), second.run(step, new[1])
-                if step.seal is not None:
-                    self._seal(step.seal, runs)
-            if step.seal is not None:
-                self._widen(step.seal, runs, part.q_len)
-        if step.seal is not None:
-            self._look_for_damage()
-        return runs
-
-    def _read(
-        self, step: Step, part: Part, new: Pair, runs: Pair
-    ) -> tuple[torch.Tensor, torch.Tensor, LazyMask]:
-        """Return keys and values that a part attends to, and the mask that hides what comes later, and other rows' padding."""
-        keys, values = new
-        seen, padding, causal = part.q_len, None, self.window is None or part.q_len <= self.window
+        last = part.first + part.rows
+        keys, values = (window.part(part.first, last) for window in self.windows)
+        self.residuals = keys, values
+        runs = self.append(step, *new, self.slots)
+        seen, padding, window = part.q_len, None, self.window
+        causal = window is None or seen <= window
         if step.seen_before:  # else a prompt's first tokens: exact, as in generate()
             assert step.view is not None
             # the tokens of a prompt read everything, however many of them came into this forward
             kv = self.kv(step.view, *runs, step.columns, None if part.prompt else self.budget)
-            keys, values = LazyKV.pair(KVView(kv, self, self.revision, self.kernel, self.window))
-            seen, padding, causal = kv.seen, kv.padding, part.rows == 1 and self.window is None
+            new = LazyKV.pair(KVView(kv, self, self.revision, self.kernel, window))
+            seen, padding, causal = kv.seen, kv.padding, part.rows == 1 and window is None
 
         def visible() -> torch.Tensor:
             """Return [rows, 1, q_len, seen], bool: the columns that the newest queries see."""
-            columns = torch.arange(seen, device=self.device)
-            queries = torch.arange(seen - part.q_len, seen, device=self.device)[:, None]
-            found = columns <= queries
-            if self.window is not None:
-                found = found & (columns > queries - self.window)
-            found = found[None, None].expand(part.rows, 1, part.q_len, seen)
-            if padding is None:
-                return found
-            return found & (columns >= padding.to(self.device)[:, None, None, None])
+            found = causal_mask(part.q_len, seen, self.device)
+            if window is not None:
+                found = found.triu(seen - part.q_len - window + 1)
+            if padding is not None:
+                columns = torch.arange(seen, device=self.device)
+                found = found & (columns >= padding.to(self.device)[:, None, None, None])
+            return found.expand(part.rows, -1, -1, -1)
 
         shape = (part.rows, 1, part.q_len, seen)
-        return keys, values, LazyMask(shape, self.device, visible, causal=causal)
+        return *new, LazyMask(shape, self.device, visible, causal=causal)
 
-    def _keep_rest(self, step: Step, part: Part, runs: Pair) -> None:
-        """Keep the tokens of `runs` that the step did not seal."""
-        for residual, run in zip(self._rows(part), runs, strict=True):
-            window = residual.tokens
-            residual.keep_rest(step, run, self.slots, self.sink_tokens)
-            window.copy_(residual.tokens)
-
-    def _rows(self, part: Part) -> tuple[Residual, Residual]:
-        """Return the windows of a part's rows, which share memory with those of all rows."""
-        keys, values = self.residuals
-        last = part.first + part.rows
-        return keys.part(part.first, last), values.part(part.first, last)
+    def _keep_rest(self, part: Part) -> None:
+        """Take the windows of a part's rows over into those of all rows."""
+        for window, residual in zip(self.windows, self.residuals, strict=True):
+            window.tokens[part.first : part.first + part.rows] = residual.tokens
+        self.residuals = self.windows
 
     # -- rows that come, go and change places --------------------------------------------------------------------------
 
     def move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
         """Let the windows of the rows `targets` [n] become what those of `sources` [n] are, all at once; int64."""
-        for residual in self.residuals:
+        for residual in self.windows:
             tokens = residual.tokens
             tokens.index_copy_(0, targets, tokens.index_select(0, sources))
 
     def put_sinks(self, row: int, sinks: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Let a row begin with exact keys and values [num_kv_heads, sink_tokens, head_dim]."""
-        for residual, first in zip(self.residuals, sinks, strict=True):
+        for residual, first in zip(self.windows, sinks, strict=True):
             residual.tokens[row, :, : first.shape[1]] = first
 
     def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, head_dim]."""
-        keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.residuals)
+        keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.windows)
         return keys, values
 
     def to_host(self, row: int, pages: Sequence[int]) -> HostLayer:
         """Return copies on the host of a row's window, and of its sealed `pages` as they are stored."""
         sides = [side.take(pages) for side in self.pages.sides]
         fields = [{name: field.cpu() for name, field in side.items()} for side in sides]
-        return HostLayer(fields, [one.tokens[row].to("cpu", copy=True) for one in self.residuals])
+        return HostLayer(fields, [one.tokens[row].to("cpu", copy=True) for one in self.windows])
 
     def from_host(self, row: int, pages: Sequence[int], held: HostLayer) -> None:
         """Let a row, whose pages these are, hold what `to_host` has returned."""
@@ -202,7 +171,7 @@ class BatchStore(LayerStore):
         for side, fields in zip(self.pages.sides, held.pages, strict=True):
             for name, encoded in fields.items():
                 side.spread(0, name, encoded, places)
-        for residual, tokens in zip(self.residuals, held.windows, strict=True):
+        for residual, tokens in zip(self.windows, held.windows, strict=True):
             residual.tokens[row].copy_(tokens)
 
 

@@ -12,7 +12,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.backends.dispatch import paged_attention
 from kv_hf.pages.cpu_memory import HostMemory
-from kv_hf.pages.storage import PageStorage, SideStorage
+from kv_hf.pages.storage import SideStorage
 
 compiled = pytest.mark.skipif(library.missing() is not None, reason="needs the C kernel")
 ROWS = [text(1, 400)]

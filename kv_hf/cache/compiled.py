@@ -18,12 +18,15 @@ from ..formats import ATTENTION_NAME
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 # the number counts as written, so that steps stay in order and none is left out
-_LIBRARY.define("append(Tensor(a!) number, Tensor keys, Tensor values, int layer) -> Tensor")
-_LIBRARY.define("columns(Tensor number, Device device) -> Tensor")
-_LIBRARY.define(
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # Python plans each step: inductor must not replay it
+for _schema in (
+    # the number counts as written, so that steps stay in order and none is left out
+    "append(Tensor(a!) number, Tensor keys, Tensor values, int layer) -> Tensor",
+    "columns(Tensor number, Device device) -> Tensor",
     "attend(Tensor number, Tensor handle, Tensor query, Tensor? mask, float softmax_scale, float? softcap, "
-    "Tensor? sink_logits, int out_dim, int layer) -> Tensor"
-)
+    "Tensor? sink_logits, int out_dim, int layer) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=_UNSAFE)
 _caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = iter(range(1, 2**62))
 

@@ -23,6 +23,7 @@ from ..errors import (
     InterruptedForwardError,
     UnsupportedModelError,
 )
+from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadArena
 from ..pages.rows import Expected, Rows, held_pages
@@ -280,6 +281,11 @@ class PagedCache(Origin, DynamicCache):
 
     def _begin(self, keys: torch.Tensor) -> None:
         """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
+        if self.fixed is None and moved.is_recorded(keys.device):
+            raise CacheOptionError(
+                "a CUDA graph of a forward over a paged cache would write to the same places at every replay, because Python plans "
+                "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
+            )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
         self._straight = not (self._flex or self.offloading or isinstance(self.arena, OffloadArena))
         self._prefill.begin(keys.shape[2], keys.device)

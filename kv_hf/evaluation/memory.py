@@ -89,7 +89,6 @@ def kernel_of(cache: Any) -> str | None:
     if not isinstance(cache, PagedCache):
         return None
     store = cache.paged_layers[0].store
-    store = getattr(store, "base", store)  # a preallocated store wraps the plain one
     return None if store is None else store.kernel.name
 
 

@@ -18,6 +18,11 @@ def is_host(device: torch.device | str) -> bool:
     return torch.device(device).type == "cpu"
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Say whether kernels on `device` are recorded as a CUDA graph now, and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tensor` [any shape], which lies on the CPU, on `device`.
 

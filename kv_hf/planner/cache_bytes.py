@@ -2,8 +2,8 @@
 
 A plan's paged cache is the real one: built from the model's config, it says which layers live in pages and in which formats, and
 filled with meta tensors it says its bytes (`filled`). `report` says the same by a formula for each group of layers, which a search
-can ask hundreds of times. transformers' caches, preallocated pages and offloaded ones are formulas alone: on the meta device a
-DynamicCache keeps no views alive, a preallocated cache writes numbers, and an offload copies out.
+can ask hundreds of times. transformers' caches and offloaded pages are formulas alone: on the meta device a DynamicCache keeps
+no views alive, and an offload copies out.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from ..pages.offload import LEAST_PAGES, Demand, split_layers
 from ..row_pages import PageUse, RowPages, page_use
-from ..spec import LANES, ROWS, TABLE_DTYPE, MemoryReport, PageSpec, pages_report, reserved_pages
+from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report, reserved_pages
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
 EMPTY = MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)
@@ -212,7 +212,7 @@ class Pages:
 
     def reserved(self, window: int | None, rows: int) -> int:
         """Return the pages that storage of a group has room for from the first forward on."""
-        each = self.sizes(window).reserved(self.options.reserve_tokens)
+        each = self.sizes(window).reserved(self.bound or self.options.reserve_tokens)
         return reserved_pages(rows, each, self.options.max_pages)
 
     def report(self, row_tokens: Sequence[int], prompt: int | None = None) -> MemoryReport:
@@ -229,7 +229,7 @@ class Pages:
         """
         rows, longest = len(row_tokens), max(row_tokens, default=0)
         if self.bound is not None:
-            return self._preallocated(row_tokens, self.bound)
+            _check_room(self.bound, longest)
         uses = {window: self._use(window, row_tokens, prompt) for window in self.groups}
         outside, staging = self._outside(uses, row_tokens)
         reports = [self._group(window, row_tokens, use, outside) for window, use in uses.items()]
@@ -305,16 +305,6 @@ class Pages:
         }
         return room, buffers * sum(split.staging.values()) + indexes
 
-    def _preallocated(self, row_tokens: Sequence[int], length: int) -> MemoryReport:
-        """Return what a cache takes that allocates everything at the first forward."""
-        _check_room(length, max(row_tokens, default=0))
-        sizes, rows = replace(self.sizes(None), recent_tokens=0), len(row_tokens)
-        held = [sizes.sealed(tokens) for tokens in row_tokens]
-        pages = rows * sizes.sealed(length)
-        report = pages_report(list(self.specs.values()), sizes, row_tokens, held, pages)
-        # pages of each row, its three lengths, and the columns seen by all
-        return replace(report, tables=(pages + 3 * rows) * TABLE_DTYPE.itemsize + COUNTER)
-
     def beside(self, rows: int, columns: int, prompt: int | None) -> int:
         """Return the bytes in no page: indexer keys, states, and the layers that transformers keeps.
 
@@ -338,7 +328,7 @@ class Pages:
             prompt: tokens of the first forward. None: one of those prompts that lead to the most.
         Raises: what the cache raises.
         """
-        if self.bound is not None or self.options.offload is not None or rows > MOST_FILLED:
+        if self.options.offload is not None or rows > MOST_FILLED:
             return self.report([columns] * rows, prompt)
         sealed = self.sizes(None).sealed(columns)
         last = self.exact + sealed * self.page_size

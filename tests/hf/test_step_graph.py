@@ -344,3 +344,18 @@ def test_bytes_of_are_those_that_memory_reports():
         model(input_ids=tokens(3, 20), past_key_values=cache)
     report = cache.memory()
     assert cache.bytes_of(3, torch.float32) == report.payload + report.scales + report.tail
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 64}], ids=["growing", "max_length"])
+def test_a_graph_of_the_users_own_is_refused_while_it_is_captured(options, monkeypatch):
+    """A replay runs no Python, so that it would write the same token's place again, without a word."""
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    model(tokens(1, 20), past_key_values=cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(moved, "is_recorded", lambda device: True)
+        with pytest.raises(CacheOptionError, match="CUDA graph of a forward .* outside of the capt"):
+            model(tokens(1, 1), past_key_values=cache)
+    model(tokens(1, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 21
+    cache.check_integrity()

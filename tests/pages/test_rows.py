@@ -412,6 +412,15 @@ def test_observe_padding_cannot_change_stored_tokens():
     assert layer.tokens() == columns_of([0, 0], 60)
 
 
+def test_observe_padding_of_a_refused_forward_is_forgotten():
+    group, layer = one(max_pages=3)
+    group.observe_padding(mask_of([0, 30], 60))
+    with pytest.raises(PagePoolExhaustedError):
+        layer.append(columns_of([0, 30], 60))
+    layer.append(columns_of([0, 0], 20))
+    assert layer.tokens() == columns_of([0, 0], 20)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
 def test_observe_padding_counts_leading_zeros_only(dtype):
     group, layer = one()

@@ -90,7 +90,7 @@ def run(name: str, compiler: str) -> int:
         **sanitizer.variables,
         "LD_PRELOAD": " ".join(runtimes),
         "KV_HF_LIBRARY": str(library),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "OMP_WAIT_POLICY": "passive",
     }
     # -s: a report goes to stderr, where pytest would swallow it

@@ -28,8 +28,8 @@ TOP = {
 }
 # one page each: the package and what it holds, down to its last module
 PACKAGES = ("evaluation", "gqa", "planner")
-LINK = re.compile(r"(?<!\\)(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+# a block of code, which stays as it is, or a link
+LINK = re.compile(r"^```.*?^```|(?<!\\)(\]\()([^)\s#]+)(#[^)\s]*)?(\))", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
@@ -65,23 +65,19 @@ def relocated(text: str, folder: str) -> str:
 
     def moved(match: re.Match[str]) -> str:
         opening, target, anchor, closing = match.groups()
-        if "://" in target or target.startswith("mailto:"):
+        if target is None or "://" in target or target.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, target))
         path = TOP.get(path) or path.removeprefix("docs/")
         return f"{opening}{path}{anchor or ''}{closing}"
 
-    parts, start = [], 0
-    for fence in [*FENCE.finditer(text), None]:
-        end = len(text) if fence is None else fence.start()
-        parts += [LINK.sub(moved, text[start:end]), fence[0] if fence else ""]
-        start = fence.end() if fence else end
-    return "".join(parts)
+    return LINK.sub(moved, text)
 
 
 def linked(text: str) -> Iterator[str]:
     """Yield the files outside of docs/ that a relocated page links to."""
-    for _, target, _, _ in LINK.findall(FENCE.sub("", text)):
+    for match in LINK.finditer(text):
+        target = match[2] or "http"
         if not target.startswith("http") and not (ROOT / "docs" / target).exists():
             yield target
 
@@ -90,18 +86,19 @@ def names_page() -> str:
     """Return the page of kv_hf.__all__, read from the source: one entry per name."""
     import kv_hf
 
-    names = [name for name in kv_hf.__all__ if name not in ("__version__", "CacheConfig")]
-    return "\n".join(["# kv_hf", "", *(f"::: kv_hf.{name}\n" for name in names)])
+    lines = ["# kv_hf", ""]
+    for name in kv_hf.__all__:
+        if name not in ("__version__", "CacheConfig"):
+            lines.append(f"::: kv_hf.{name}\n")
+    return "\n".join(lines)
 
 
 def package_page(name: str) -> str:
     """Return the page of one package: its docstring and its modules."""
     lines = [f"# kv_hf.{name}", ""]
     for source in sorted((ROOT / "kv_hf" / name).rglob("*.py")):
-        parts = source.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] != "__main__":
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            lines += [f"::: {module}", ""]
+        module = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+        lines += [f"::: {module.removesuffix('.__init__')}", ""]
     return "\n".join(lines)
 
 

@@ -25,33 +25,50 @@ ROOT = Path(__file__).parent.parent
 TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not checked by torch
 NOWHERE = "/proc/nowhere"  # a folder that nobody can make
 # compared with fp64, with the codec's bytes, or with another kernel
-COMPILED = (
-    *(
-        "backends/test_attention_variants",
-        "backends/test_choose_pages",
-        "backends/test_cpu_kernels",
-    ),
-    *("backends/test_cpu_latent", "backends/test_cpu_write", "backends/test_error_bound"),
-    *("backends/test_latent_fallbacks", "backends/test_reference_attention", "cache/test_latent"),
-    *("cache/test_reading", "cache/test_reading_offload", "cache/test_sliding", "doctor"),
-    *("formats/test_codec", "formats/test_mixed_and_rotated", "hf/test_chunks", "hf/test_families"),
-    *("hf/test_generate_features", "hf/test_latent_families"),
-)
+COMPILED = [
+    "backends/test_attention_variants",
+    "backends/test_choose_pages",
+    "backends/test_cpu_kernels",
+    "backends/test_cpu_latent",
+    "backends/test_cpu_write",
+    "backends/test_error_bound",
+    "backends/test_latent_fallbacks",
+    "backends/test_reference_attention",
+    "cache/test_latent",
+    "cache/test_reading",
+    "cache/test_reading_offload",
+    "cache/test_sliding",
+    "doctor",
+    "formats/test_codec",
+    "formats/test_mixed_and_rotated",
+    "hf/test_chunks",
+    "hf/test_families",
+    "hf/test_generate_features",
+    "hf/test_latent_families",
+]
 # in numpy; torch computes what is expected
-INTERPRETED = ("backends/test_triton_decode", "backends/test_triton_latent")
+INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_latent"]
 # start children, look for files, ask for models, or print
-OUTWARD = (
-    *("backends/test_threads", "backends/test_triton_launch", "cache/test_cache_options", "doctor"),
-    *("hf/test_devices", "hf/test_install", "pages/test_cpu_memory", "planner/test_source"),
-    *("project/test_cli", "project/test_hub", "project/test_messages", "project/test_packaging"),
+OUTWARD = [
+    "backends/test_threads",
+    "backends/test_triton_launch",
+    "cache/test_cache_options",
+    "doctor",
+    "hf/test_devices",
+    "hf/test_install",
+    "pages/test_cpu_memory",
+    "planner/test_source",
+    "project/test_cli",
+    "project/test_hub",
+    "project/test_messages",
+    "project/test_packaging",
     "serving/test_serve_command",
-)
+]
+FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "KV_HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 SHELLS: dict[str, Variables] = {
     "offline": {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
     "proxy": {"HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"},
-    "folders": dict.fromkeys(
-        ("HF_HOME", "HF_HUB_CACHE", "KV_HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"), NOWHERE
-    ),
+    "folders": dict.fromkeys(FOLDERS, NOWHERE),
     "threads": {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"},
     "devices": {"CUDA_VISIBLE_DEVICES": "7", "TRITON_INTERPRET": "1"},
     "own": {"KV_HF_MALLOC_TRIM": "never", "KV_HF_ACCEPT_GEMMA_TERMS": "1"},
@@ -64,7 +81,7 @@ SHELLS: dict[str, Variables] = {
 }
 
 
-def rows() -> Iterator[tuple[str, Variables, tuple[str, ...]]]:
+def rows() -> Iterator[tuple[str, Variables, list[str]]]:
     """Yield (name, variables, test files or folders below tests/) of each run."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     for name in TORCH[: TORCH.index(best) + 1] if best in TORCH else TORCH[:1]:
@@ -78,14 +95,13 @@ def rows() -> Iterator[tuple[str, Variables, tuple[str, ...]]]:
     every: Variables = {library.ISA_VARIABLE: "none"}
     for variables in SHELLS.values():
         every |= variables
-    yield "all, no kernel", every, ("",)
+    yield "all, no kernel", every, [""]
 
 
-def run(variables: Variables, names: tuple[str, ...], options: list[str]) -> bool:
+def run(variables: Variables, names: list[str], options: list[str]) -> bool:
     """Run tests with these variables; say whether all passed. `options` go to pytest."""
-    files = [
-        str(path if (path := ROOT / "tests" / name).is_dir() else f"{path}.py") for name in names
-    ]
+    paths = [ROOT / "tests" / name for name in names]
+    files = [str(path) if path.is_dir() else f"{path}.py" for path in paths]
     # passive: threads that wait for each other on busy cores would spin for minutes
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **variables}
     given = {name: value for name, value in environment.items() if value is not None}
@@ -95,12 +111,8 @@ def run(variables: Variables, names: tuple[str, ...], options: list[str]) -> boo
 
 def main(arguments: list[str]) -> int:
     """Run every row, or those with a word in their name; return the number of rows that failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", default="", metavar="WORD", help="rows with this word in their name"
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="a word: rows that have it in their name")
     known, options = parser.parse_known_args(arguments)
     failed = []
     for name, variables, names in rows():
@@ -108,7 +120,7 @@ def main(arguments: list[str]) -> int:
             print(f"{name}: {variables}", flush=True)
             if not run(variables, names, options):
                 failed.append(name)
-    print(f"failed with {', '.join(failed)}" if failed else "every environment passes")
+    print("failed:", ", ".join(failed) or "none")
     return len(failed)
 
 

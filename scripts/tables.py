@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kv_hf.evaluation.needles import wilson
-from kv_hf.evaluation.rows import read_rows
+from kv_hf.evaluation.rows import Row, read_rows
 from kv_hf.formats import cache_names
 
 ROOT = Path(__file__).parent.parent
-Row = dict[str, Any]
 Rows = list[Row]
 
 # what rows call a model -> what people do
@@ -30,6 +30,8 @@ MODELS = {
     "tinyllama-1.1b": "TinyLlama-1.1B",
 }
 
+# pages, their blocks and tables; and the forms of "words"
+LISTED = tomllib.loads(Path(__file__).with_name("tables.toml").read_text("utf-8"))
 # what the rows of one run have in common
 RUN = ("date", "commit", "machine", "threads", "dtype")
 
@@ -41,11 +43,16 @@ def latest_run(rows: Rows, **wanted: Any) -> Rows:
 
     Figures of different machines or versions never meet in one table.
     """
-    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    found = [row for row in rows if has(row, wanted)]
     if not found:
         return []
-    run = [found[-1].get(name) for name in RUN]
-    return [row for row in found if [row.get(name) for name in RUN] == run]
+    run = {name: found[-1].get(name) for name in RUN}
+    return [row for row in found if has(row, run)]
+
+
+def has(row: Row, wanted: Mapping[str, Any]) -> bool:
+    """Say whether a row has these values in these fields."""
+    return all(value_of(row, name) == value for name, value in wanted.items())
 
 
 @dataclass(frozen=True)
@@ -85,22 +92,26 @@ class Table:
 
         Raises: ValueError where no row is chosen: a table without rows has no place on a page.
         """
-        measured = [flat(row) for row in rows if row.get("kind") != "failed"]
-        chosen = [row for row in measured if self._wants(row)]
+        chosen = self.chosen(rows)
         if not chosen:
             raise ValueError(f"{self.files} must hold rows of table {self.block!r}, got none")
-        groups = grouped(chosen, self.split).values()
-        newest_first = sorted(groups, key=lambda group: group[-1]["date"], reverse=True)
+        newest_first = sorted(chosen, key=lambda group: group[-1]["date"], reverse=True)
         return "\n\n".join(map(self._one, newest_first))
 
-    def _wants(self, row: Row) -> bool:
-        return all(value_of(row, name) == wanted for name, wanted in self.where.items())
+    def chosen(self, rows: Iterable[Row]) -> list[Rows]:
+        """Return the rows of each table, with the fields that `flat` adds."""
+        found = []
+        measured = [flat(row) for row in rows if row.get("kind") != "failed"]
+        wanted = [row for row in measured if has(row, self.where)]
+        for group in grouped(wanted, self.split).values():
+            run = latest_run(group) if self.one_run else group
+            if self.key:
+                run = [own[-1] for own in grouped(run, self.key).values()]
+            found.append(run)
+        return found
 
     def _one(self, rows: Rows) -> str:
         title, *lines = self.form.strip().splitlines()
-        rows = latest_run(rows) if self.one_run else rows
-        if self.key:
-            rows = [own[-1] for own in grouped(rows, self.key).values()]
         for name in reversed(self.sort.split()):
             values = partial(value_of, name=name.lstrip("-"))
             rows = sorted(rows, key=values, reverse=name.startswith("-"))
@@ -166,14 +177,15 @@ def filled(form: str, row: Row) -> str:
 
 
 def flat(row: Row) -> Row:
-    """Return a row with the fields that cells need: `config_*` of its config, `*_mib` of its bytes, `name` of its model,
-    `transformers` for its version."""
-    found = {**row, **{f"config_{name}": value for name, value in row.get("config", {}).items()}}
-    for name, value in list(found.items()):
+    """Return a row with the fields that cells need: `*_mib` of its bytes, `name` of its model, `transformers` for its version."""
+    found = dict(row)
+    for name, value in row.items():
         if "bytes" in name and isinstance(value, int | float):
             found[name.replace("bytes", "mib")] = value / 2**20
-    found["name"] = MODELS.get(str(row.get("model")), row.get("model"))
-    return {**found, "transformers": row.get("versions", {}).get("transformers")}
+    name = str(row.get("model"))
+    found["name"] = MODELS.get(name, name)
+    found["transformers"] = row.get("versions", {}).get("transformers")
+    return found
 
 
 def value_of(row: Row, name: str) -> Any:
@@ -280,51 +292,21 @@ def scored(row: Row) -> str:
     return f"{len(texts)} texts" if len(texts) > 1 else f"one text ({texts[0]})"
 
 
-PROTOCOL = {
-    "kind": "accuracy",
-    "window": 1600,
-    "prompt": 512,
-    "dtype": "float32",
-    "conversion": None,
-}
-
-
 def protocol(row: Row) -> bool:
-    """Say whether a row belongs to the README's protocol: KL of decoding, 512 of 1,600 tokens as the prompt."""
-    text = "held_out" if row.get("model") == "smollm2-135m" else "lincoln_1862"
-    return all(row.get(name) == value for name, value in {**PROTOCOL, "text": text}.items())
+    """Say whether a row has the text that the README's protocol takes for its model, whose kv heads are its own."""
+    text = "held_out" if row["model"] == "smollm2-135m" else "lincoln_1862"
+    return row["text"] == text and not row.get("conversion")
 
 
 def lever(row: Row) -> bool:
     """Say whether a row compares fewer heads with fewer bits."""
-    ours = row["kind"] == "accuracy" and row["cache"] in ("paged_exact", "paged_int4")
+    ours = row["cache"] in ("paged_exact", "paged_int4")
     return ours and bool(row.get("kv_heads")) and row["text"] != "held_out"
 
 
-def made(row: Row) -> str:
-    """Return in words how a model came to have its kv heads."""
-    tokens = row.get("uptrained_tokens")
-    trained = f", trained on {tokens:,} tokens" if tokens else ""
-    return (row.get("conversion") or "original") + trained
-
-
-def part(row: Row) -> str:
-    """Return what a step reads, in words."""
-    return f"{row['read_tokens']:,} tokens read" if row["read_tokens"] else "all"
-
-
-def room(row: Row) -> str:
-    """Return the budget of an offload, in words."""
-    if row["device_bytes"]:
-        return f"{row['device_mib']:.1f}"
-    return "least" if row["offload"] else "no offload"
-
-
-def offload(row: Row) -> str:
-    """Return how a step of a cache reads what is outside, in words."""
-    if row["read_tokens"]:
-        return f"offload, `read_tokens={row['read_tokens']}`"
-    return "offload" if row["offload"] else "no offload"
+def in_words(row: Row, forms: Sequence[Sequence[str]]) -> str:
+    """Return the text of the first form whose field a row has, neither empty nor 0; a form without a field is for all."""
+    return next(filled(form, row) for name, form in forms if not name or value_of(row, name))
 
 
 def batches(row: Row) -> str:
@@ -362,28 +344,18 @@ def why(row: Row) -> str:
     return str(text.replace("|", "\\|").replace("<", "&lt;"))
 
 
+# what rows do not have themselves; tables.toml has more of them, in words
 FIELDS: dict[str, Callable[[Row], Any]] = {
     "title": title,
     "base": lambda row: row["cache"].partition(":")[0],
     "worst": worst,
-    "worst_said": lambda row: f" ({digits(kl)}, {row['worst_text']})" if (kl := worst(row)) else "",
     "scored": scored,
     "protocol": protocol,
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
     "lever": lever,
-    "made": made,
-    "part": part,
-    "up_to_a_mass": lambda row: row["read_top_p"] is not None,
     "most_read": lambda row: row["read_tokens"] or math.inf,
-    "kernel_alone": lambda row: row["path"] == "kernel",
     "is_equal": lambda row: row["verdict"] == "equal",
-    "room": room,
-    "how_read": offload,
     "batch_cache": batches,
-    "store": lambda row: "yes" if row["config_prefix_store"] else "no",
-    "pages_mib": lambda row: row["pages"] * row["page_mib"],
-    "budget_mib": lambda row: row["budget"] / 2**20,
-    "stepping_mib": lambda row: row["resident_peak_stepping"] / 2**20,
     "transient": lambda row: max(0, row["transient_mib"]),
     "timed": lambda row: {"attention": "attention of 30 layers"}.get(row["kind"], "whole step"),
     "how": how,
@@ -391,9 +363,7 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "tests": lambda row: (
         row["suite"].removeprefix("tests/").removeprefix("models/").split("/test_modeling")[0]
     ),
-    "prompts_said": lambda row: (
-        f"prompts of {row['seq_length']} tokens" if row["seq_length"] else "their own prompts"
-    ),
+    **{name: partial(in_words, forms=forms) for name, forms in LISTED.pop("words").items()},
 }
 
 # -- rows that are made of several -----------------------------------------------------------------------------
@@ -408,7 +378,7 @@ def pooled(rows: Rows) -> Rows:
         nlls = [nll for row in own for nll in row["nlls"]]
         low, high = wilson(right, asked)
         said = f"{100 * right / asked:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
-        found.append({**own[0], "rate": said, "nats": sum(nlls) / len(nlls), "prompts": len(nlls)})
+        found.append({**own[0], "rate": said, "nats": fmean(nlls), "prompts": len(nlls)})
     counts = {row["prompts"] for row in found}
     prompts = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return [{**row, "prompts": prompts, "asked": (row["length"], row["task"])} for row in found]
@@ -425,7 +395,7 @@ def families(rows: Rows) -> Rows:
     """Return a row for each verdict, with its families; the most frequent first."""
     found = []
     for own in grouped(rows, "how").values():
-        names = list(dict.fromkeys(row["family"] for row in own))
+        names = dict.fromkeys(row["family"] for row in own)
         found.append({**own[0], "number": len(own), "names": ", ".join(names)})
     return sorted(found, key=lambda row: -row["number"])
 
@@ -435,10 +405,9 @@ PREPARE = {"pooled": pooled, "suites": suites, "families": families}
 
 def tables() -> list[Table]:
     """Return the tables of tables.toml."""
-    blocks = tomllib.loads((ROOT / "scripts" / "tables.toml").read_text("utf-8"))
     return [
         Table(page, block, **fields)
-        for page, own in blocks.items()
+        for page, own in LISTED.items()
         for block, found in own.items()
         for fields in found
     ]

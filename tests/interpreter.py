@@ -17,7 +17,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kv_hf.backends.base import AttentionCall
 from kv_hf.formats import key_scheme
 from kv_hf.spec import PageSpec, SideSpec
 
@@ -303,49 +302,3 @@ def dense(kv, side):
     finally:
         torch.use_deterministic_algorithms(False)
         builder.create_fp_trunc = cut
-
-
-# -- operators -----------------------------------------------------------------------------------------------------
-
-
-def attend_by_operator(asked):
-    """The decode kernel through torch.ops."""
-    from kv_hf.backends.torch_ops import attend, spec_name
-
-    return attend("triton", spec_name(asked.kv.spec), asked)
-
-
-def compiled_step(backend):
-    """Run a step of both operators as it is and compiled; returns both states and the number of graphs."""
-    from paged_inputs import make_kv, make_query
-
-    from kv_hf.backends import torch_ops
-
-    def step(query, kv, name, new, starts, skips, jobs, damaged):
-        windows, pages = (kv.residual_keys, kv.residual_values), (kv.key_pages, kv.value_pages)
-        both = new + 1.0, new - 1.0
-        torch_ops.write_pair("triton", name, windows, both, starts, skips, jobs, pages, damaged)
-        out = torch_ops.attend("triton", name, AttentionCall(query * 2.0, kv, 0.125))
-        return out + 1.0
-
-    def state(run):
-        kv = make_kv("int4", rows=[(3, 17), (2, 5)])
-        query = make_query(kv, 3, dtype=torch.float32)
-        new = torch.ones(2, 2, 3, 64)
-        starts = torch.tensor([17, 5], dtype=torch.int32)
-        skips = torch.tensor([0, 1], dtype=torch.int32)
-        jobs = torch.tensor([[0, 4, 6]], dtype=torch.int32)
-        damaged = torch.zeros((), dtype=torch.uint8)
-        name = torch_ops.spec_name(kv.spec)
-        out = run(query, kv, name, new, starts, skips, jobs, damaged)
-        values = {f"value {field}": tensor for field, tensor in kv.value_pages.items()}
-        windows = {"keys": kv.residual_keys, "values": kv.residual_values}
-        return {"out": out, "damaged": damaged, **windows, **kv.key_pages, **values}
-
-    graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
-    expected = state(step)
-    got = state(torch.compile(step, fullgraph=True, backend=backend))
-    made = graphs["unique_graphs"] - before
-    torch._dynamo.reset()
-    return expected, got, made

@@ -49,8 +49,6 @@ class Backend:
         write_pair, seal_pair: as reference.pairs.write_pair and reference.pairs.seal_pair.
         dense: writes one side of a layer out, as reference.dense.dense_side does.
         max_queries: queries up to which reading the pages is better than writing one layer out for SDPA.
-        waits: whether a step reads numbers of the device, so that the host has to wait for it.
-        keeps_tensors: whether what it keeps in `PagedKV.launches` refers to tensors of the cache.
         choose_pages: takes an AttentionCall whose kv has a budget, and returns the block table and the numbers of the pages
             that the step reads, as reference.selection.choose_pages does.
         reads_index: whether `choose_pages` knows pages of which a part of the keys is there (`PagedKV.words`).
@@ -62,7 +60,5 @@ class Backend:
     seal_pair: Callable[..., None]
     dense: Callable[[PagedKV, str], torch.Tensor]
     max_queries: int = 16
-    waits: bool = True
-    keeps_tensors: bool = True
     choose_pages: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]] | None = None
     reads_index: bool = False

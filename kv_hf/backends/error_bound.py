@@ -212,7 +212,7 @@ def attend_pages(
         if kv.spec.is_latent:
             keys, values = keys.beside(values), keys
         shape = 1, query.shape[2], keys.numbers.shape[1]
-        bias = torch.full(shape, -math.inf).triu(shape[2] - shape[1] + 1)
+        bias = torch.full(shape, -math.inf, device=query.device).triu(shape[2] - shape[1] + 1)
         scale = kv.spec.query_dim**-0.5
         found.append(attend_exactly(query[row], keys, values, scale, rounding, bias=bias))
     results, bounds = zip(*found, strict=True)

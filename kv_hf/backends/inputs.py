@@ -11,8 +11,6 @@ from ..geometry import page_start, window_token
 from ..read_budget import ReadBudget
 from ..spec import PageSpec
 
-SHARED = "shared"  # a key of `launches` that serve layers of several caches, as those of operators of torch do
-
 
 class OutsidePages(Protocol):
     """Pages of one layer that live outside of the device, of which some can be chosen and read."""

@@ -134,20 +134,6 @@ def chooser(
     return own
 
 
-def without_waiting(device: torch.device, spec: PageSpec) -> tuple[list[str], dict[str, str]]:
-    """Return the backends whose steps on `device` never wait for it, best first; and why others of such devices cannot run."""
-    able, reasons = [], {}
-    for name in backend_names():
-        if _entries[name].runs_on not in (_place(device), "any"):
-            continue
-        reason = why_not(name, device, spec)
-        if reason is not None:
-            reasons[name] = reason
-        elif not load(name).waits:
-            able.append(name)
-    return able, reasons
-
-
 def choose(asked: str, device: torch.device, spec: PageSpec) -> Backend:
     """Return backend `asked`, or for "auto" the best that can run; a lesser one is said once, with the reason.
 

@@ -107,7 +107,7 @@ class PagedLayer(DynamicLayer):
         rows, _, q_len, _ = store.check(key_states, value_states)
         step = self.forward.join(self, rows, q_len)
         self.revision += 1
-        runs = store.append(step, key_states, value_states, self.group.slots)
+        runs = store.append(step, key_states, value_states, self.group.sizes.slots)
         if step.seen_before == 0:
             # a sliding layer too: the mask hides what its queries must not see
             self.take_part(step)
@@ -115,7 +115,7 @@ class PagedLayer(DynamicLayer):
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_gradients()
         assert step.view is not None
-        kv = store.kv(step.view, *runs, step.columns, self.group.reading.budget)
+        kv = store.kv(step.view, *runs, step.columns, step.budget)
         handles = LazyKV.pair(KVView(kv, self, self.revision, store.kernel, self.window))
         self.take_part(step)
         return handles
@@ -123,7 +123,8 @@ class PagedLayer(DynamicLayer):
     def take_part(self, step: Step) -> None:
         """Say that all work on the forward in progress is done: stopped before, this layer lacks it."""
         self.seen = step.seen_after
-        self.forward.arrive()
+        self.forward.arrived += 1
+        self.forward.changing = False
 
     def get_seq_length(self) -> int:
         """Return the columns seen, padding included."""
@@ -134,7 +135,7 @@ class PagedLayer(DynamicLayer):
         group = self.group
         if group.max_length is not None:
             return (group.max_length if group.seen else query_length), 0
-        offset, step = group.offset, group.step
+        offset, step = (0 if group.sizes.window is None else group.offset), group.step
         if step is not None and step.view is not None and self.seen != group.seen:
             offset = step.view.offset  # asked within a forward, before its own update (Inkling)
         return self.seen - offset + query_length, offset

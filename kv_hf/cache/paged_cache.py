@@ -263,10 +263,11 @@ class PagedCache(Origin, DynamicCache):
                 key_states, value_states, *args, **kwargs
             )
             return found
-        offloads = isinstance(self.arena, OffloadArena) and isinstance(layer, PagedLayer)
-        if offloads and layer.seen == layer.group.seen:
-            # a forward begins: find out whether its pages have room
-            make_room(self.arena, self.paged_layers, self.groups, key_states, value_states)
+        arena = self.arena
+        if isinstance(arena, OffloadArena) and isinstance(layer, PagedLayer):
+            begins = layer.seen == layer.group.seen
+            if begins:  # find out whether its pages have room
+                make_room(arena, self.paged_layers, self.groups, key_states, value_states)
         if self.offloading:  # of whole layers, by transformers
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         else:
@@ -304,6 +305,8 @@ class PagedCache(Origin, DynamicCache):
             return compiled.columns(self)
         if self.fixed is not None:
             return next(iter(self.fixed.values())).seen
+        if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
+            return seen
         return super().get_seq_length(answering_layer(self.layers, layer_idx, any_kind=True))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -312,11 +315,16 @@ class PagedCache(Origin, DynamicCache):
         The length also says where the mask function reports left padding.
         """
         if torch.compiler.is_compiling() and self.number is not None:
-            return (self.options.max_length if self.started else query_length), 0
+            most = self.options.max_length or 0
+            return (most if self.started else query_length), 0
         if self.fixed is not None:
-            return MaskLength(self.options.max_length, self), 0
-        answering = answering_layer(self.layers, layer_idx)
-        length, offset = super().get_mask_sizes(query_length, answering)
+            return MaskLength(self.options.max_length or 0, self), 0
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if getattr(layer, "seen", 0):
+            length, offset = layer.get_mask_sizes(query_length)
+        else:
+            answering = answering_layer(self.layers, layer_idx)
+            length, offset = super().get_mask_sizes(query_length, answering)
         if takes_length(self._attention_config._attn_implementation):
             return MaskLength(length, self), offset
         return length, offset
@@ -354,6 +362,7 @@ class PagedCache(Origin, DynamicCache):
         self.forward.check()
         for group in self.groups:
             group.check_crop(count)
+        layer: Any
         for layer in self.layers:  # states first: they may refuse, and then nothing has changed
             if isinstance(layer, HybridLayer):
                 layer.crop_state(tokens_to_remove)
@@ -371,7 +380,6 @@ class PagedCache(Origin, DynamicCache):
             for group in self.groups:
                 group.crop(count)
             for layer in self.paged_layers:
-                assert layer.group.step is not None
                 layer.follow(layer.group.step)
         if self.token_ids is not None:
             self.forget_tokens(self.get_seq_length())

@@ -300,8 +300,7 @@ class PrefixStore:
             raise CacheMismatchError(
                 f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
             )
-        if space is None:
-            space = self._space_of(cache)
+        space = self._space_of(cache) if space is None else space
         tree, held_rows = self.tree, cache.held_rows()
         held = [row.tokens for row in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
@@ -332,11 +331,12 @@ class PrefixStore:
             sinks: called without arguments for the exact first tokens where they are new.
         """
         with self.tree.pool.lock:
-            nodes = self.tree.add(space, tokens, pages, sinks)
+            added = self.tree.add(space, tokens, pages, sinks)
             while (excess := self._held_bytes() - self.max_bytes) > 0:
                 # the last page of a beginning takes its exact tokens along
                 if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
                     break
+            nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
         return _pages_of(nodes)
 
     def _bytes_each(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..notices import warn_once
 from ..pages import moved
 from ..pages.moved import persistent_tensors
 from ..pages.step import Numbers, SealJobs, Step, TableView
-from ..pages.storage import PageStorage, Pair
+from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..read_budget import ReadBudget
 from ..spec import SideSpec, page_capacity
 from .state import StateTensors, field_from_rows
@@ -185,6 +185,7 @@ class LayerStore:
         widening: Widening | None = None,
     ) -> None:
         self.spec, self.device = spec, device = pages.spec, pages.device
+        self.on_host = device.type == "cpu"
         self.asked_kernel = kernel
         self.widening = widening
         self.kernel = choose(kernel, device, spec)
@@ -220,6 +221,7 @@ class LayerStore:
         vars(self).update(state, _room=0, launches={}, _checked=(), _fitted=_NOTHING)
         if at_home:
             self.device = self.residuals[0].tokens.device
+            self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     @property
@@ -291,7 +293,7 @@ class LayerStore:
             new = keys.detach(), values.detach()
         if step.capacity > self._room:
             self.make_room(step.capacity, step.ahead)
-        if step.is_plain:
+        if step.plain:
             return self._write(step, new, slots)
         with self._sealing():
             if step.first is not None:
@@ -316,12 +318,21 @@ class LayerStore:
         size = new[0].shape[0], slots
         if keys.tokens is not own_keys or values.tokens is not own_values or size != own_size:
             self._fitted = keys.fit(*size), values.fit(*size), size
-        windows = keys.tokens, values.tokens
-        assert step.view is not None
-        view = step.view.on(self.device)
-        self.pages.write_pair(
-            self.kernel, windows, new, view, step.seal, self.damaged, self.launches
-        )
+        windows, pages, view = (keys.tokens, values.tokens), self._pages, step.view
+        assert view is not None
+        if pages.successor is not None:
+            pages = self.pages
+        if not self.on_host:
+            view = view.on(self.device)
+        if step.plain and pages.resident:
+            fields = pages.keys.fields, pages.values.fields
+            self.kernel.write_pair(
+                windows, new, view.starts, view.skips, None, fields, self.spec, self.damaged, self.launches
+            )  # fmt: skip
+        else:
+            pages.write_pair(
+                self.kernel, windows, new, view, step.seal, self.damaged, self.launches
+            )
         return windows
 
     def _run(self, step: Step, new: Pair) -> Pair:
@@ -384,14 +395,18 @@ class LayerStore:
         Args:
             columns: that the forward may see.
         """
-        table = view.on(self.device)
-        storage = self.pages  # first: the spec is that of these pages
-        pages = storage.readable(view)
+        pages = self._pages if self._pages.successor is None else self.pages
+        table = view if self.on_host else view.on(self.device)
+        if pages.resident:
+            keys, values = pages.keys.fields, pages.values.fields
+            found = ReadablePages(keys, values, table.block_table, nullcontext)
+        else:
+            found = pages.readable(view)
         return PagedKV(  # by position, which takes a third of the time
-            pages.keys,
-            pages.values,
+            found.keys,
+            found.values,
             self.spec,
-            pages.block_table,
+            found.block_table,
             table.num_pages,
             residual_keys,
             residual_values,
@@ -399,10 +414,10 @@ class LayerStore:
             table.padding,
             columns,
             self.sink_tokens,
-            pages.hold,
+            found.hold,
             self.launches,
             budget,
-            pages.outside,
+            found.outside,
         )
 
     def to(self, device: torch.device) -> None:

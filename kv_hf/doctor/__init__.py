@@ -4,9 +4,16 @@ diagnosis = kv_hf.doctor.examine(kv_hf.doctor.Subject(torch.device("cpu")))
 diagnosis.broken  # [] where all is well
 """
 
-from .doctor_command import Diagnosis, Finding, environment, examine
+from .doctor_command import examine
 from .kernels import FormatReport, Subject, paged_names, report_formats, report_model
-from .self_test import SelfTest, Trial, plan_trials, self_test
+from .self_test import self_test
 
-__all__ = ["Diagnosis", "Finding", "FormatReport", "SelfTest", "Subject", "Trial", "environment"]
-__all__ += ["examine", "paged_names", "plan_trials", "report_formats", "report_model", "self_test"]
+__all__ = [
+    "FormatReport",
+    "Subject",
+    "examine",
+    "paged_names",
+    "report_formats",
+    "report_model",
+    "self_test",
+]

@@ -30,9 +30,8 @@ SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ABOUT = "What would run here, why, and whether it works."
 CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
-Lines = Iterator[
-    tuple[str, str]
-]  # first column and the rest of a line; a heading has no first column
+# first column and the rest of a line; a heading has no first column
+Lines = Iterator[tuple[str, str]]
 
 
 class Finding(NamedTuple):
@@ -71,10 +70,13 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for JSON."""
-        found = {"healthy": not self.broken, "broken": self.broken, **asdict(self)}
-        found["formats"] = [{**vars(one), "others": dict(one.others)} for one in self.formats]
-        found["environment"] = [one._asdict() for one in self.environment]
-        return found
+        return {
+            **asdict(self),
+            "healthy": not self.broken,
+            "broken": self.broken,
+            "formats": [{**vars(one), "others": dict(one.others)} for one in self.formats],
+            "environment": [one._asdict() for one in self.environment],
+        }
 
 
 def examine(subject: Subject) -> Diagnosis:
@@ -98,7 +100,9 @@ def environment() -> list[Finding]:
         "gpu": collect_env.get_gpu_info(run) or "none",
         "gpu driver": collect_env.get_nvidia_driver_version(run) or "none",
     }
-    shown |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLES):
+            shown[name] = value
     return [
         Finding("kv_hf", OK, f"{__version__}, in {Path(__file__).parents[1]}"),
         *map(check_package, PACKAGES),
@@ -140,10 +144,11 @@ def described(diagnosis: Diagnosis) -> Lines:
     subject, why = diagnosis.subject, dict[tuple[str, str], None]()
     for one in diagnosis.environment:
         yield f"{SYMBOLS[one.status]} {one.name:<14}", one.detail
-    sizes = f"head_dim {subject.head_dim}"
+    heads = f"head_dim {subject.head_dim}"
     if subject.latent is not None:
-        sizes = f"latents of {subject.latent[0]} and RoPE keys of {subject.latent[1]}"
-    sizes = f"{_name(subject.dtype)}, {sizes}, page_size {subject.page_size}"
+        rank, rope = subject.latent
+        heads = f"latents of {rank} and RoPE keys of {rope}"
+    sizes = f"{_name(subject.dtype)}, {heads}, page_size {subject.page_size}"
     yield "", f"Pages on {subject.device}: {sizes}"
     for report in diagnosis.formats:
         name = PREFIX * (report.format in paged_names()) + report.format
@@ -216,9 +221,13 @@ def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     try:
         if not args.seconds > 0:
             raise CacheOptionError(f"--seconds must be more than 0, got {args.seconds:g}")
-        sizes = {"dtype": DTYPES.get(args.dtype), "head_dim": args.head_dim}
-        sizes |= {"model": args.model, "page_size": args.page_size}
-        subject = Subject.of(torch.device(args.device), **sizes)
+        subject = Subject.of(
+            torch.device(args.device),
+            model=args.model,
+            dtype=DTYPES.get(args.dtype),
+            head_dim=args.head_dim,
+            page_size=args.page_size,
+        )
         diagnosis = examine(subject)
     except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
         tell_error(prog, CacheOptionError(str(error).splitlines()[0]))

@@ -44,17 +44,19 @@ class Subject:
     @classmethod
     def of(cls, device: torch.device, *, model: str | None = None, **given: Any) -> "Subject":
         """Take the fields that are not given (or None) from the config of `model`, where one is named; see `report_model`."""
+        given = {name: value for name, value in given.items() if value is not None}
+        if model is None:
+            return cls(device, **given)
         own: dict[str, Any] = {}
-        config: Any = None if model is None else decoder_config(load_config(model))
-        sizes = None if config is None else page_sizes(config)
-        if sizes is not None and latent_rank(config) is not None and given.get("head_dim") is None:
+        config: Any = decoder_config(load_config(model))
+        sizes = page_sizes(config)
+        if sizes is not None and latent_rank(config) is not None and "head_dim" not in given:
             own["latent"] = sizes["key_dim"], sizes["value_dim"]
         elif sizes is not None:
             own["head_dim"] = sizes["key_dim"]
-        if isinstance(getattr(config, "dtype", None), torch.dtype):
+        if isinstance(config.dtype, torch.dtype):
             own["dtype"] = config.dtype
-        own |= {name: value for name, value in given.items() if value is not None}
-        return cls(device, model=model, **own)
+        return cls(device, model=model, **{**own, **given})
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,13 @@ def report_model(name: str) -> list[tuple[str, str]]:
     """
     config = load_config(name)
     kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
+
+    def treatment(row: Any) -> str:
+        return f"{row.kind}: {row.reason}" if row.reason else row.kind
+
     layers: dict[str, list[str]] = {}
     report = kind(config).report()
-    for how, run in groupby(report, lambda row: ": ".join(filter(None, [row.kind, row.reason]))):
+    for how, run in groupby(report, treatment):
         places = [row.layer_idx for row in run]
         ends = str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
         layers.setdefault(how, []).append(ends)

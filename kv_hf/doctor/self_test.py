@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..backends.base import AttentionCall
@@ -17,7 +18,7 @@ from ..backends.dispatch import paged_attention
 from ..backends.error_bound import Rounding, attend_pages
 from ..backends.inputs import PagedKV
 from ..backends.registry import load
-from ..errors import CacheOptionError, KVCacheError
+from ..errors import CacheOptionError, KVCacheError, first_line
 from ..notices import silenced
 from ..quant.codec import encode
 from ..spec import PageSpec
@@ -27,21 +28,21 @@ OK, NOTE, BROKEN = "ok", "note", "broken"
 SECONDS = 5.0
 LATENT = (512, 64)  # rank and RoPE channels of latents, where no model says otherwise: DeepSeek's
 SINKS, GROUP, QUERIES = 4, 4, 2  # the second query sees a token more than the first
-# (pages, exact tokens) of each row: pages and a tail, sinks and a tail only, a page and the sinks
-ROWS = ((3, 11), (0, 7), (1, 4))
+# pages and exact tokens of each row: pages and a tail, sinks and a tail only, a page and the sinks
+PAGES, EXACT = (3, 0, 1), (11, 7, 4)
 SEED = 42  # a prompt behind which no second-best token comes close
 PROMPT, NEW_TOKENS, PAGE = 37, 12, 16  # the prompt fills pages, and so do the new tokens
-Case = tuple[tuple[torch.Tensor, ...], torch.Tensor, PagedKV, torch.Tensor]  # see make_case
+Case = tuple[tuple[Tensor, ...], Tensor, PagedKV, Tensor]  # see make_case
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one trial.
+    """One trial; left out, until it is tried.
 
     Attributes:
         format: a format of pages ("paged_int4"), of latents ("latents in int4"), or the model and cache that generate.
-        what: what was tried: "seal", "attend" or "generate".
-        kernel: the implementation that did it.
+        what: what is tried: "seal", "attend" or "generate".
+        kernel: the implementation that does it.
         status: "ok", "broken", or "note" where it was left out.
         detail: why, where it is not ok.
     """
@@ -49,30 +50,8 @@ class Trial:
     format: str
     what: str
     kernel: str
-    status: str
+    status: str = NOTE
     detail: str = ""
-
-
-class Planned(NamedTuple):
-    """A trial to come; `run` raises where something is wrong."""
-
-    format: str
-    what: str
-    kernel: str
-    run: Callable[[], None]
-
-    def tried(self) -> Trial:
-        """Run it; whatever it raises is its result."""
-        detail = ""
-        try:
-            self.run()
-        except KVCacheError as error:
-            detail = str(error).partition("\n")[0]
-        except Exception as error:  # a broken kernel may raise anything
-            said = str(error).partition("\n")[0]
-            detail = f"failed with {type(error).__name__}: {said}"
-        status = BROKEN if detail else OK
-        return Trial(self.format, self.what, self.kernel, status, detail)
 
 
 @dataclass(frozen=True)
@@ -104,19 +83,31 @@ def self_test(subject: Subject, seconds: float = SECONDS) -> SelfTest:
     start = time.monotonic()
     done: list[Trial] = []
     with silenced(), torch.inference_mode():
-        for one in plan_trials(subject):
+        for trial, run in plan_trials(subject):
             if time.monotonic() - start < seconds:
-                done.append(one.tried())
+                done.append(tried(trial, run))
             else:
-                why = f"the {seconds:g} seconds were over"
-                done.append(Trial(one.format, one.what, one.kernel, NOTE, why))
+                done.append(replace(trial, detail=f"the {seconds:g} seconds were over"))
     return SelfTest(tuple(done), time.monotonic() - start)
 
 
-def plan_trials(subject: Subject) -> Iterator[Planned]:
-    """Yield the trials of all formats that can be stored, the generation first."""
+def tried(trial: Trial, run: Callable[[], None]) -> Trial:
+    """Return a trial with its result; whatever `run` raises is wrong."""
+    try:
+        run()
+    except KVCacheError as error:
+        return replace(trial, status=BROKEN, detail=first_line(error))
+    except Exception as error:  # a broken kernel may raise anything
+        why = f"failed with {type(error).__name__}: {first_line(error)}"
+        return replace(trial, status=BROKEN, detail=why)
+    return replace(trial, status=OK)
+
+
+def plan_trials(subject: Subject) -> Iterator[tuple[Trial, Callable[[], None]]]:
+    """Yield the trials of all formats that can be stored, the generation first, and what raises where one goes wrong."""
     device = subject.device
-    yield Planned("tiny model, paged_exact", "generate", "auto", partial(_generate, device))
+    generation = Trial("tiny model, paged_exact", "generate", "auto")
+    yield generation, partial(_generate, device)
     for latent in (None, subject.latent or LATENT):
         pages = replace(subject, latent=latent)
         for report in report_formats(pages):
@@ -126,8 +117,8 @@ def plan_trials(subject: Subject) -> Iterator[Planned]:
             spec = spec_of(report.format, pages)
             name = f"latents in {report.format}" if spec.is_latent else f"paged_{report.format}"
             if load(kernel).seal_pair is not load("reference").seal_pair:
-                yield Planned(name, "seal", kernel, partial(_seal, spec, kernel, device))
-            yield Planned(name, "attend", kernel, partial(_attend, spec, kernel, device))
+                yield Trial(name, "seal", kernel), partial(_seal, spec, kernel, device)
+            yield Trial(name, "attend", kernel), partial(_attend, spec, kernel, device)
 
 
 @lru_cache(maxsize=1)
@@ -142,34 +133,35 @@ def make_case(spec: PageSpec) -> Case:
     """
     random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     size, heads, dtype = spec.keys.page_size, spec.keys.num_kv_heads, spec.keys.dtype
-    counts, exact = (torch.tensor(column, dtype=torch.int32) for column in zip(*ROWS, strict=True))
-    pages, slots = int(counts.sum()) + 1, int(exact.max()) + 2
+    counts, exact = torch.tensor(PAGES).int(), torch.tensor(EXACT).int()
+    rows, pages, slots = len(PAGES), sum(PAGES) + 1, max(EXACT) + 2
+    unused = (torch.arange(slots) >= exact[:, None])[:, None, :, None]
     tokens, windows, fields = [], [], []
     for side in spec.sides:
-        held = random(pages, heads, size, side.head_dim) * random(side.head_dim).abs().clamp(0.5, 2)
-        window = random(len(ROWS), heads, slots, side.head_dim).to(dtype)
-        unused = (torch.arange(slots) >= exact[:, None])[:, None, :, None]
+        channels = random(side.head_dim).abs().clamp(0.5, 2)
+        held = (random(pages, heads, size, side.head_dim) * channels).to(dtype)
+        fields.append(encode(held, side)[0])
+        tokens.append(held.transpose(0, 1).flatten(1, 2)[None])
+        window = random(rows, heads, slots, side.head_dim).to(dtype)
         windows.append(window.masked_fill(unused, math.nan))
-        fields.append(encode(held.to(dtype), side)[0])
-        tokens.append(held.to(dtype).transpose(0, 1).flatten(1, 2)[None])
     jobs = torch.tensor([(0, page * size, page) for page in reversed(range(pages))])
     order = random(pages).argsort()
     # behind a row's last page the table holds pages of others, and one that nobody holds
-    places = torch.arange(int(counts.max())) + (counts.cumsum(0) - counts)[:, None]
+    places = torch.arange(max(PAGES)) + (counts.cumsum(0) - counts)[:, None]
     lengths = counts * size + exact
     seen = int(lengths.max())
     table = order[places % pages].int()
     given: Any = (*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
     kv = PagedKV(*given)  # in the order of its fields
-    query = random(len(ROWS), heads * GROUP, QUERIES, spec.query_dim).to(dtype)
+    query = random(rows, heads * GROUP, QUERIES, spec.query_dim).to(dtype)
     return tuple(tokens), jobs.int(), kv, query
 
 
 def _on(device: torch.device, tensors: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda one: one.to(device), tensors)
+    return pytree.tree_map_only(Tensor, lambda one: one.to(device), tensors)
 
 
-def _bytes(tensors: Any) -> torch.Tensor:
+def _bytes(tensors: Any) -> Tensor:
     flat = [one.cpu().contiguous().flatten() for one in pytree.tree_leaves(tensors)]
     return torch.cat([one.view(torch.uint8) for one in flat])
 
@@ -223,12 +215,19 @@ def _generate(device: torch.device) -> None:
         raise KVCacheError(f"new token {column - PROMPT} of row {row} is not that of DynamicCache")
 
 
-def tiny_model(device: torch.device) -> tuple[Any, torch.Tensor]:
+def tiny_model(device: torch.device) -> tuple[Any, Tensor]:
     """Return a random model in fp32 and its prompt [2, PROMPT], without touching torch's own random numbers."""
     config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model: Any = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)

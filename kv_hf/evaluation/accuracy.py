@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -20,6 +21,7 @@ from ..cache.paged_cache import PagedCache
 from ..geometry import Geometry
 from ..texts import longest_context
 from .caches import CacheKind, LayerShape, cache_kind, held_bytes
+from .rows import Row
 
 PROTOCOL = "teacher forced, decode semantics"
 EXACT_CHUNK = 64  # tokens per forward where nothing depends on what comes behind a token
@@ -47,7 +49,7 @@ def next_chunk(cache: Cache, position: int) -> int:
     return EXACT_CHUNK if type(cache) in (DynamicCache, StaticCache) else 1
 
 
-def check_finite(logits: torch.Tensor, whose: str, where: str = "") -> torch.Tensor:
+def check_finite(logits: Tensor, whose: str, where: str = "") -> Tensor:
     """Return logits [any shape] as they are. Raises ValueError where they hold nan or infinity."""
     if not torch.isfinite(logits).all():
         raise ValueError(f"{whose} gives logits that are not finite{where and f' {where}'}")
@@ -55,7 +57,7 @@ def check_finite(logits: torch.Tensor, whose: str, where: str = "") -> torch.Ten
 
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, cache: Any, keep: int) -> Tensor:
     """Run a forward over ids [rows, tokens] and return logits [rows, n, vocab]: those of the last `keep` or more positions."""
     # logits of a whole context would take more memory than all else
     named = inspect.signature(model.forward).parameters
@@ -63,7 +65,7 @@ def forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) ->
     return model(ids, past_key_values=cache, use_cache=True, **last).logits
 
 
-def last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+def last_logits(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     """Run a forward over ids [rows, tokens] and return the logits of the last position, [rows, vocab]."""
     return forward(model, ids, cache, 1)[:, -1]
 
@@ -93,7 +95,7 @@ class Prefill:
         calls: what the exact cache was given; nothing where each cache has its own prefill.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.model, self.ids = model, ids
         recorder = Recorder(model.config)
         plain = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -102,7 +104,7 @@ class Prefill:
         self.calls = recorder.calls
 
     @torch.no_grad()
-    def fill(self, cache: Any) -> torch.Tensor:
+    def fill(self, cache: Any) -> Tensor:
         """Let an empty cache hold the context and return the logits behind it, [rows, vocab]."""
         if self._logits is None:
             return last_logits(self.model, self.ids, cache)
@@ -113,8 +115,8 @@ class Prefill:
 
 @torch.no_grad()
 def decoded(
-    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, position: int, name: str = "the cache"
-) -> Iterator[tuple[int, torch.Tensor]]:
+    model: PreTrainedModel, ids: Tensor, cache: Cache, position: int, name: str = "the cache"
+) -> Iterator[tuple[int, Tensor]]:
     """Yield (position, logits) of ids[position:] chunk by chunk, read through a cache.
 
     Args:
@@ -143,12 +145,10 @@ class ExactReference:
     Raises: ValueError when there is no text, when one is longer than the model reads or not longer than the prompt.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, texts: Iterable[torch.Tensor], prompt_tokens: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, texts: Iterable[Tensor], prompt_tokens: int) -> None:
         self.model, self.texts, self.prompt_tokens = model, list(texts), prompt_tokens
         self._left = KEPT_BYTES
-        self._kept: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
         self.prefill = functools.cache(self._prefill)
         if not self.texts:
             raise ValueError("texts must hold at least one text, got none")
@@ -166,12 +166,12 @@ class ExactReference:
         """Return the prefill of text `number`, with which every subject begins."""
         return Prefill(self.model, self.texts[number][None, : self.prompt_tokens])
 
-    def read(self, number: int, cache: Cache, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    def read(self, number: int, cache: Cache, name: str) -> Iterator[tuple[int, Tensor]]:
         """Return what `decoded` yields, (position, logits [chunk, vocab]), of text `number` through an empty cache."""
         self.prefill(number).fill(cache)
         return decoded(self.model, self.texts[number], cache, self.prompt_tokens, name)
 
-    def log_probs(self, number: int) -> torch.Tensor:
+    def log_probs(self, number: int) -> Tensor:
         """Return the log-probabilities of text `number`: fp32 [scored tokens, vocab] on the model's device.
 
         Raises: ValueError when the model itself gives logits that are not finite.
@@ -197,24 +197,23 @@ class Scored(NamedTuple):
         bits: stored bits per number with scales, without the exact tail; None if unknown.
     """
 
-    kl: torch.Tensor
-    same: torch.Tensor
-    loss: torch.Tensor
-    loss_exact: torch.Tensor
+    kl: Tensor
+    same: Tensor
+    loss: Tensor
+    loss_exact: Tensor
     bits: float | None = None
 
 
-def distances(
-    exact: torch.Tensor, subject: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def distances(exact: Tensor, subject: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """Return kl, same, loss and loss_exact of `Scored` of log-probabilities [n, vocab]; `targets` [n or n - 1] follow them."""
     # may be below 0 by about 1e-8, by rounding; cut off, it would not average out
     kl = (exact.exp() * (exact - subject)).sum(-1).double()
     same = exact.argmax(-1) == subject.argmax(-1)
-    losses = [
-        -of[: len(targets)].gather(-1, targets[:, None])[:, 0].double() for of in (subject, exact)
-    ]
-    return tuple(part.cpu() for part in (kl, same, *losses))
+
+    def loss(of: Tensor) -> Tensor:
+        return -of[: len(targets)].gather(-1, targets[:, None])[:, 0].double().cpu()
+
+    return kl.cpu(), same.cpu(), loss(subject), loss(exact)
 
 
 def score(
@@ -247,11 +246,11 @@ def score(
 
 def measure_accuracy(
     model: PreTrainedModel,
-    texts: Iterable[torch.Tensor],
+    texts: Iterable[Tensor],
     subjects: Mapping[str, Callable[[], Cache]],
     prompt_tokens: int,
     progress: Progress = lambda tokens: None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Row]:
     """Compare caches with the exact one on the same texts, token by token in effect.
 
     Args:
@@ -269,7 +268,7 @@ def measure_accuracy(
     }
 
 
-def summary(scored: Sequence[Scored]) -> dict[str, Any]:
+def summary(scored: Sequence[Scored]) -> Row:
     """Return the figures of all these texts together, KL in nats from the exact cache to the subject, as fields of a row.
 
     Returns:
@@ -282,25 +281,29 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
         perplexity_delta_low, perplexity_delta_high: its 95 % interval, from differences token by token.
         bits_per_element: stored bits per number with scales, without the exact tail; None if unknown.
     """
-    kl, same, loss, exact = (
-        torch.cat([getattr(text, field) for text in scored])
-        for field in ("kl", "same", "loss", "loss_exact")
-    )
-    apart = block_interval([text.loss - text.loss_exact for text in scored])
-    found: dict[str, Any] = {"tokens": len(kl), "bits_per_element": scored[-1].bits}
-    found |= {"kl_mean": kl.mean().item(), "kl_median": kl.median().item()}
-    found["kl_p99"] = kl.quantile(0.99).item()
-    found["kl_low"], found["kl_high"] = block_interval([text.kl for text in scored])
-    found["top1"] = same.double().mean().item()
-    found["perplexity"] = loss.mean().exp().item()
-    found["perplexity_exact"] = exact.mean().exp().item()
-    ends = zip(("", "_low", "_high"), ((loss - exact).mean().item(), *apart), strict=True)
-    found |= {f"perplexity_delta{end}": 100 * math.expm1(nats) for end, nats in ends}
-    return found
+    kls, sames, losses, exacts, bits = zip(*scored, strict=True)
+    kl, same, loss, exact = map(torch.cat, (kls, sames, losses, exacts))
+    kl_low, kl_high = block_interval(kls)
+    low, high = block_interval([one - other for one, other in zip(losses, exacts, strict=True)])
+    return {
+        "tokens": len(kl),
+        "bits_per_element": bits[-1],
+        "kl_mean": kl.mean().item(),
+        "kl_median": kl.median().item(),
+        "kl_p99": kl.quantile(0.99).item(),
+        "kl_low": kl_low,
+        "kl_high": kl_high,
+        "top1": same.double().mean().item(),
+        "perplexity": loss.mean().exp().item(),
+        "perplexity_exact": exact.mean().exp().item(),
+        "perplexity_delta": 100 * math.expm1((loss - exact).mean().item()),
+        "perplexity_delta_low": 100 * math.expm1(low),
+        "perplexity_delta_high": 100 * math.expm1(high),
+    }
 
 
 def block_interval(
-    texts: Sequence[torch.Tensor], block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
+    texts: Sequence[Tensor], block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the mean of per-token figures.
 
@@ -326,7 +329,7 @@ def block_interval(
 
 def measure_held(
     config: Any, shapes: Sequence[LayerShape], kind: CacheKind, tokens: int, prompt_tokens: int
-) -> dict[str, Any]:
+) -> Row:
     """Return the bytes of a cache behind a prompt of `prompt_tokens` and decoding up to `tokens`. Runs no model.
 
     Distances are measured in fp32, where rounding of the model itself does not blur them; people serve in bf16. So the

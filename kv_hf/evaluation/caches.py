@@ -50,14 +50,13 @@ def cache_kind(name: str) -> CacheKind:
     return named_kind(name, *parse_cache_name(name))
 
 
-def named_kind(name: str, base: str, options: Mapping[str, Any]) -> CacheKind:
+def named_kind(name: str, base: str, options: dict[str, Any]) -> CacheKind:
     """Do what `cache_kind` says with a name that is split into the cache and its options; `name` is what rows call it."""
     if is_cache_name(base):
         CacheConfig.from_options(base, options)
         return CacheKind(name, lambda c, _: PagedCache.from_implementation(c, base, options))
     if base in QUANTIZED:
-        given = {**QUANTIZED[base], **options}
-        return CacheKind(name, lambda c, _: QuantizedCache(config=c, **given))
+        return CacheKind(name, lambda c, _: QuantizedCache(config=c, **QUANTIZED[base] | options))
     if base in PEERS:
         peer = PEERS[base]  # as it is known now
         return CacheKind(name, lambda c, _: peer(c, dict(options)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
@@ -22,13 +23,11 @@ from ..version import __version__
 from .caches import held_bytes
 from .eval_command import check_place, command_parser
 from .models import LoadedModel
-from .rows import append_rows, make_row
+from .rows import Row, append_rows, make_row
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DYNAMIC = "dynamic"
 # what the README offers, the most bytes first
 CACHES = ("paged_exact", "paged_int8", "paged_int4", "paged_int3", "paged_int2")
-EXACT = "paged_exact"
 ROWS = Path("kv_hf_demo.jsonl")
 
 
@@ -38,7 +37,7 @@ class Clock(BaseStreamer):
     def __init__(self, on_token: Callable[[], object]) -> None:
         self.times, self.on_token = [time.perf_counter()], on_token
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Note one arrival: token ids, [tokens]."""
         self.times.append(time.perf_counter())
         if len(self.times) > 2:
@@ -48,7 +47,7 @@ class Clock(BaseStreamer):
         """Nothing is left to flush."""
 
 
-def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tensor]:
+def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, Tensor]:
     """Return a prompt of about `length` tokens, [1, tokens] each field: a question about the text, or the text where there is no
     chat.
     """
@@ -67,11 +66,9 @@ def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tenso
     )
 
 
-def with_every_cache(
-    model: Any, inputs: Any, new_tokens: int
-) -> tuple[list[dict[str, Any]], list[list[int]]]:
+def with_every_cache(model: Any, inputs: Any, new_tokens: int) -> tuple[list[Row], list[list[int]]]:
     """Return the fields of a row of each cache, DynamicCache first, and what each generated, with a bar over all of them."""
-    rows, said, names = [], [], (DYNAMIC, *CACHES)
+    rows, said, names = [], [], ("dynamic", *CACHES)
     prompt = inputs["input_ids"].shape[1]
     greedy = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False}
     with tqdm(total=1 + len(names) * new_tokens, unit="token", file=sys.stderr) as bar:
@@ -80,7 +77,7 @@ def with_every_cache(
         bar.update()
         for name in names:
             bar.set_description(name)
-            chosen = {} if name == DYNAMIC else {"cache_implementation": name}
+            chosen = {} if name == "dynamic" else {"cache_implementation": name}
             clock = Clock(bar.update)
             out = model.generate(
                 **inputs, **greedy, **chosen, streamer=clock, return_dict_in_generate=True
@@ -93,7 +90,7 @@ def with_every_cache(
             rows.append(row)
             said.append(out.sequences[0, prompt:].tolist())
         bar.set_description("generated")
-    exact = said[names.index(EXACT)]
+    exact = said[names.index("paged_exact")]
     for row, tokens in zip(rows, said, strict=True):
         row["kv_ratio"] = row["kv_bytes"] / rows[0]["kv_bytes"]
         same = (a == b for a, b in zip(exact, tokens, strict=True))
@@ -154,7 +151,7 @@ def demonstrate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = 
     return 0
 
 
-def show(rows: Sequence[dict[str, Any]], said: Sequence[str]) -> None:
+def show(rows: Sequence[Row], said: Sequence[str]) -> None:
     """Print a table of all caches, and what each of them generated."""
     prompt, new = rows[0]["prompt_tokens"], rows[0]["new_tokens"]
     columns = [

@@ -19,23 +19,23 @@ from ..texts import BUNDLED, SETS
 from .caches import cache_kind
 from .memory import DTYPES, check_device, in_words
 from .models import LoadedModel, TextSettings
-from .recommend import best, check_bits, interval, pareto, shown
-from .rows import append_rows, check_writable, make_row
+from .recommend import best, check_bits, interval, pareto
+from .rows import Row, append_rows, check_writable, make_row
 
 ROWS = Path("kv_hf_eval.jsonl")
-# field, column, format
+# field, column, format; z: what rounds to nothing has no minus
 COLUMNS = (
-    ("stored_bits", "bits", ".2f"),
-    ("bytes_per_token", "B/token", ".0f"),
-    ("kl_mean", "KL", ".5f"),
-    ("kl_low", "KL from", ".5f"),
-    ("kl_high", "KL to", ".5f"),
-    ("kl_median", "median", ".5f"),
-    ("kl_p99", "p99", ".4f"),
-    ("top1", "top-1", ".1%"),
-    ("perplexity_delta", "ppl +%", "+.2f"),
-    ("perplexity_delta_low", "ppl from", "+.2f"),
-    ("perplexity_delta_high", "ppl to", "+.2f"),
+    ("stored_bits", "bits", "z.2f"),
+    ("bytes_per_token", "B/token", "z.0f"),
+    ("kl_mean", "KL", "z.5f"),
+    ("kl_low", "KL from", "z.5f"),
+    ("kl_high", "KL to", "z.5f"),
+    ("kl_median", "median", "z.5f"),
+    ("kl_p99", "p99", "z.4f"),
+    ("top1", "top-1", "z.1%"),
+    ("perplexity_delta", "ppl +%", "+z.2f"),
+    ("perplexity_delta_low", "ppl from", "+z.2f"),
+    ("perplexity_delta_high", "ppl to", "+z.2f"),
 )
 
 
@@ -98,7 +98,7 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
         load: makes the model, as `LoadedModel` does.
     """
     transformers_logging.disable_progress_bar()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     try:
         _check(args)
         code = _measure(args, load, rows)
@@ -128,14 +128,13 @@ def _check(args: argparse.Namespace) -> None:
         check_writable(args.plot)
 
 
-def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict[str, Any]]) -> int:
+def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[Row]) -> int:
     """Append a row of each cache to `rows`, and to the file of rows; return the exit code."""
     settings, code = TextSettings(args.text, args.windows, args.window, args.prompt), 0
     try:
         loaded = load(args.model, getattr(torch, args.dtype), args.device)
         loaded.reference(settings)  # a bad text ends the command, whatever the cache
-        device = torch.device(args.device).type
-        common = {"kind": "accuracy", "dtype": args.dtype, "device": device}
+        common = {"dtype": args.dtype, "device": torch.device(args.device).type}
         for cache in args.caches:
             try:
                 found = loaded.accuracy(cache, settings)
@@ -144,7 +143,7 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict
                 tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
                 code = 1
                 continue
-            rows.append(make_row(**common, **found))
+            rows.append(make_row(kind="accuracy", **common, **found))
             if args.record:
                 append_rows(args.out, rows[-1:])
     except KeyboardInterrupt:
@@ -154,13 +153,13 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict
     return code
 
 
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+def show(title: str, rows: Sequence[Row]) -> None:
     """Print measured rows as tables: all texts together, and the KL on each where there are several."""
     width, names, first = text_width(), [row["cache"] for row in rows], rows[0]
     tokens, exact = first["tokens"], first["perplexity_exact"]
     tell(f"{title}: {tokens:,} scored tokens, exact perplexity {exact:.3f}\n")
     columns = [
-        (heading, [shown(row[field], form) for row in rows]) for field, heading, form in COLUMNS
+        (heading, [format(row[field], form) for row in rows]) for field, heading, form in COLUMNS
     ]
     tell("\n".join(table_lines([("cache", names), *columns], width)))
     tell("\nKL in nats from the exact cache, from and to: its 95 % interval")

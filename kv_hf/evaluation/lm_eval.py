@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..cache.paged_cache import PagedCache
@@ -137,8 +138,9 @@ class KVCacheLM(HFLM):
         # others encode padding with the tokens, and share scales or groups among rows
         step = int(size) if base.startswith("paged_") or base in ("dynamic", "static") else 1
         found: list[Any] = [None] * len(requests)
-        silent = disable_tqdm or self.rank != 0
-        with tqdm(total=len(requests), disable=silent, desc=f"Through {self.kind.name}") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or self.rank != 0, desc=self.kind.name
+        ) as bar:
             for prefilled, group in groupby(order, key=lambda one: one[0]):
                 rows = list(group)
                 for batch in (rows[i : i + step] for i in range(0, len(rows), step)):
@@ -195,8 +197,8 @@ class KVCacheLM(HFLM):
         return list(zip(totals.tolist(), greedy.tolist(), strict=True))
 
     def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
-    ) -> torch.Tensor:
+        self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> Tensor:
         """Generate as HFLM does, with an empty cache of the chosen kind."""
         cache = self.kind.make(self.model.config, max_length)
         generation_kwargs["past_key_values"] = cache
@@ -243,11 +245,16 @@ class KVCacheLM(HFLM):
                 "most): all scores are those of the exact cache. More examples in the prompt (--num_fewshot) or longer "
                 "tasks measure something",
             )
-        facts = {"cache": self.kind.name, "encoded_share": encoded, "longest": longest}
-        facts["bytes_per_token"] = sum(size for size, _ in self.held) / tokens if tokens else None
-        facts["bytes_dtype"] = str(self.model.dtype).removeprefix("torch.")
-        facts["versions"] = {"kv_hf": __version__, **versions()}
-        facts["protocol"] = PROTOCOL
+        held = sum(size for size, _ in self.held)
+        facts = {
+            "cache": self.kind.name,
+            "encoded_share": encoded,
+            "longest": longest,
+            "bytes_per_token": held / tokens if tokens else None,
+            "bytes_dtype": str(self.model.dtype).removeprefix("torch."),
+            "versions": {"kv_hf": __version__, **versions()},
+            "protocol": PROTOCOL,
+        }
         return {**super().get_model_info(), "kv_cache": facts}
 
 
@@ -260,9 +267,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf lm-eval") -> int:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        sys.argv = ["lm_eval", *given]
+        sys.argv = ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
         cli_evaluate()
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)

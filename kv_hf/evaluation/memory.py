@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -23,6 +24,7 @@ from ..texts import longest_context
 from .accuracy import check_finite, last_logits
 from .caches import CacheKind, cache_kind, check_runs, held_bytes
 from .models import check_model_name, name_of, revision_of
+from .rows import Row
 
 MAIN = 'if __name__ == "__main__":'
 DTYPES = ("float32", "bfloat16", "float16")
@@ -91,7 +93,7 @@ def kernel_of(cache: Any) -> str | None:
     return None if store is None else store.kernel.name
 
 
-def random_prompt(vocab: int, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+def random_prompt(vocab: int, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Return random token ids [batch, tokens], the same on every device."""
     numbers = torch.Generator().manual_seed(0)
     return torch.randint(3, vocab, (batch, tokens), generator=numbers).to(device)
@@ -107,7 +109,7 @@ def measure_footprint(
     device: str = "cpu",
     steps: int = 32,
     threads: int | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Measure bytes and memory of one cache in a process of its own.
 
     That process imports the script which calls this: keep the call below `if __name__ == "__main__":`.
@@ -131,8 +133,7 @@ def measure_footprint(
     check_device(device)
     if isinstance(model, str):
         config: Any = AutoConfig.from_pretrained(check_model_name(model))
-        row: dict[str, Any] = {"model": model, "weights": "real"}
-        row["model_revision"] = revision_of(model)
+        row: Row = {"model": model, "weights": "real", "model_revision": revision_of(model)}
     else:
         config = model
         row = {"model": name_of(config), "weights": "random", "model_revision": None}
@@ -141,7 +142,7 @@ def measure_footprint(
         raise ValueError(
             f"context={context} and {steps} decoded tokens are {tokens}, but the model supports {most} tokens"
         )
-    asked: dict[str, Any] = {"cache": cache, "context": context, "batch": batch, "steps": steps}
+    asked: Row = {"cache": cache, "context": context, "batch": batch, "steps": steps}
     asked |= {"dtype": dtype, "device": device}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as child:
@@ -172,7 +173,7 @@ def in_words(error: BaseException) -> str:
     return words if plain else f"{type(error).__name__}: {words[:600]}"
 
 
-def measure(model: Any, threads: int | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+def measure(model: Any, threads: int | None, asked: Mapping[str, Any]) -> Row:
     """Return the figures of `measure_footprint`, measured in this process; `asked` are its other arguments."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -197,16 +198,17 @@ def measure(model: Any, threads: int | None, asked: Mapping[str, Any]) -> dict[s
     return {"threads": torch.get_num_threads(), **memory(made, kind, prompt, asked["steps"])}
 
 
-def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
+def memory(model: Any, kind: CacheKind, prompt: Tensor, steps: int) -> Row:
     """Return what a cache holds behind `prompt` [batch, context] and `steps` greedy tokens, and the memory taken for it.
 
     Nothing is rehearsed, and the allocator is as every user has it.
 
     Raises: ValueError when some logits are not finite.
     """
-    meter, fed, tokens = Meter(prompt.device), prompt, prompt.shape[1] + steps
+    meter, fed = Meter(prompt.device), prompt
+    tokens = prompt.shape[1] + steps
     cache = kind.make(model.config, tokens)
-    found: dict[str, Any] = {}
+    found: Row = {}
     for part, forwards in (("prefill", 1), ("steps", steps)):
         for _ in range(forwards):
             logits = last_logits(model, fed, cache)
@@ -225,5 +227,4 @@ def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dic
         "measured_by": meter.name,
         **found,
         "peak_bytes": None if None in peaks else max(peaks),
-        "rss_bytes": found["steps_grown_bytes"] if meter.name == "resident" else None,
     }

@@ -20,6 +20,7 @@ from ..records import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
+from .rows import Row
 
 MODEL_FILES = (".json", ".model", ".txt", ".safetensors", ".bin")
 SAMPLES, SAMPLE = 512, 4096  # places of a file that a revision reads, and bytes of each
@@ -64,14 +65,14 @@ def revision_of(name: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def lineage(config: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
+def lineage(config: Any, shapes: Sequence[LayerShape]) -> Row:
     """Return what a row says of a model's kv heads: how many, and how the checkpoint came to have them.
 
     Returns: "kv_heads" where all layers with keys have as many; of a checkpoint that `convert_to_gqa` wrote "conversion" (its
         method); of a trained one "uptrained_tokens".
     """
     heads = {shape[0] for shape in shapes if shape is not None}
-    found: dict[str, Any] = {"kv_heads": heads.pop()} if len(heads) == 1 else {}
+    found: Row = {"kv_heads": heads.pop()} if len(heads) == 1 else {}
     if converted := getattr(config, CONVERSION, None):
         found["conversion"] = converted["method"]
     if trained := getattr(config, UPTRAINING, None):
@@ -125,17 +126,14 @@ class Measured:
 
         Raises: ValueError for a text that is empty, or too short for one window, and as `ExactReference` does.
         """
-        found = {
-            name: text_windows(self.tokenizer, name, settings.window, settings.windows)
-            for name in text_names(settings.text)
-        }
-        texts = [
-            torch.tensor(ids, device=self.model.device) for ids in itertools.chain(*found.values())
-        ]
-        windows = {name: len(cut) for name, cut in found.items()}
+        windows, texts = {}, []
+        for name in text_names(settings.text):
+            cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
+            windows[name] = len(cut)
+            texts += [torch.tensor(ids, device=self.model.device) for ids in cut]
         return windows, ExactReference(self.model, texts, settings.prompt)
 
-    def accuracy(self, cache: str, settings: TextSettings) -> dict[str, Any]:
+    def accuracy(self, cache: str, settings: TextSettings) -> Row:
         """Return the distances of a cache from the exact one and the bytes it holds, as fields of a row.
 
         Args:
@@ -148,26 +146,28 @@ class Measured:
         kind, config = cache_kind(cache), self.model.config
         windows, reference = self.reference(settings)
         scored_tokens = sum(len(ids) - settings.prompt for ids in reference.texts)
-
-        def make() -> Any:
-            return kind.make(config, settings.window)
-
+        make = functools.partial(kind.make, config, settings.window)
         with tqdm(total=scored_tokens, desc=cache, unit="token", disable=None) as bar:
             scored = score(reference, make, cache, bar.update)
-        row: dict[str, Any] = {"model": self.name, "model_revision": self.revision, "cache": cache}
-        row |= {**asdict(settings), "windows": len(reference.texts), "protocol": PROTOCOL}
-        ids = [
-            text.tolist() for text in reference.texts
-        ]  # what tells texts apart that have one name
-        row["text_digest"] = hashlib.sha256(str(ids).encode()).hexdigest()[:12]
-        row |= lineage(config, self.shapes)
-        row |= measure_held(config, self.shapes, kind, settings.window, settings.prompt)
-        row |= {**summary(scored), "texts": {}}
-        left = iter(scored)
+        texts, left = {}, iter(scored)
         for name, count in windows.items():
-            row["texts"][name] = summary(list(itertools.islice(left, count)))
-        row["worst_text"] = max(row["texts"], key=lambda name: row["texts"][name]["kl_mean"])
-        return row
+            texts[name] = summary(list(itertools.islice(left, count)))
+        ids = [text.tolist() for text in reference.texts]
+        return {
+            "model": self.name,
+            "model_revision": self.revision,
+            "cache": cache,
+            **asdict(settings),
+            "windows": len(ids),
+            "protocol": PROTOCOL,
+            # what tells texts apart that have one name
+            "text_digest": hashlib.sha256(str(ids).encode()).hexdigest()[:12],
+            **lineage(config, self.shapes),
+            **measure_held(config, self.shapes, kind, settings.window, settings.prompt),
+            **summary(scored),
+            "texts": texts,
+            "worst_text": max(texts, key=lambda name: texts[name]["kl_mean"]),
+        }
 
 
 class LoadedModel(Measured):

@@ -25,11 +25,12 @@ from ..texts import load_text, longest_context, text_names
 from .accuracy import Prefill, decoded, measure_held
 from .caches import CacheKind, cache_kind, check_runs, layer_shapes
 from .models import name_of
+from .rows import Row
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
-# task -> needles: "single" hides the code of one thing, "multi_key" those of others beside it, "copy" a list of words
-TASKS = {"single": 1, "multi_key": 4, "copy": 1}
-COPIED, SECRET = 6, "The secret words are"  # words that copy hides, and how they are introduced
+# task -> things: "single" hides the code of one, "multi_key" those of others beside it, "copy" a list of words
+TASKS = {"single": 1, "multi_key": 4, "copy": 6}
+SECRET = "The secret words are"  # how copy introduces its list
 SPARE = 16  # tokens that a generated answer may be longer than the expected one
 ROOM = 16  # columns of a preallocated cache beyond prompt and answer
 NORMAL_95 = 1.959964  # standard deviations on either side of 95 % of a normal distribution
@@ -94,10 +95,10 @@ def hide(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> str:
     behind = [0]
     for sentence in sentences:
         behind.append(behind[-1] + len(sentence.split()))
-    parts: list[list[str]] = [[sentence] for sentence in ["", *sentences]]
+    parts = [[sentence] for sentence in ["", *sentences]]
     for depth, needle in needles:
-        border = min(range(len(behind)), key=lambda i: abs(behind[i] - depth * behind[-1]))
-        parts[border].append(needle)
+        distances = [abs(words - depth * behind[-1]) for words in behind]
+        parts[distances.index(min(distances))].append(needle)
     return " ".join(part for border in parts for part in border if part)
 
 
@@ -176,11 +177,11 @@ def make_prompt(
     """
     rng = random.Random(f"{seed}/{task}/{haystack.name}/{length}/{sample}")
     avoid = " ".join(map("".join, haystack.sentences)).lower()
-    things = _drawn(COPIED if task == "copy" else TASKS[task], lambda: rng.choice(NOUNS), avoid)
+    things = _drawn(TASKS[task], lambda: rng.choice(NOUNS), avoid)
     if task == "copy":
         what, how = "words", "to repeat them"
         facts = [(f"{SECRET} {things[0]}", " ".join(things[1:]))]
-        question = f"What are the {COPIED} secret words that the text above gives? Repeat them in their order."
+        question = f"What are the {len(things)} secret words that the text above gives? Repeat them in their order."
     else:
         what, how = "codes", "for them"
         codes = _drawn(len(things), lambda: str(rng.randrange(10**6, 10**7)), avoid)
@@ -191,7 +192,8 @@ def make_prompt(
     depths[0] = depths[0] if depth is None else depth
     needles = [(at, f"{lead} {rest}.") for at, (lead, rest) in zip(depths, facts, strict=True)]
     opening = f"Read the text below. Secret {what} are hidden in it. Remember them: you will be asked {how}."
-    start, (lead, expected) = rng.randrange(len(haystack.sentences)), facts[0]
+    start = rng.randrange(len(haystack.sentences))
+    lead, expected = facts[0]
     head, tail = frame_of(tokenizer)
 
     def ids(part: str) -> list[int]:
@@ -217,8 +219,10 @@ def make_prompt(
 
 def _common(part: Sequence[int], whole: Sequence[int]) -> int:
     """Return how many tokens two texts have in common at their beginning."""
-    pairs = zip(part, whole, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for count, (one, other) in enumerate(zip(part, whole, strict=False)):
+        if one != other:
+            return count
+    return min(len(part), len(whole))
 
 
 class Reading(NamedTuple):
@@ -289,7 +293,7 @@ def needle_grid(
     *,
     haystack: str | Path = "lincoln",
     first_sample: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Hide a needle at each depth of texts of each length and ask for it: one row per length, depth and cache.
 
     Prompts are put into the tokenizer's chat template where it has one.
@@ -330,22 +334,10 @@ def needle_grid(
         check_runs(name, model)
     hay = load_haystack(haystack)
     numbers = range(first_sample, first_sample + samples)
-    cells = list(itertools.product(sorted(lengths), depths))
-    prompts = {
-        cell: [make_prompt(tokenizer, hay, task, *cell, seed, number) for number in numbers]
-        for cell in cells
-    }
-    common = {
-        "kind": "needle",
-        "model": name_of(model.config),
-        "task": task,
-        "samples": samples,
-        "first_sample": first_sample,
-        "haystack": hay.name,
-        "chat": bool(frame_of(tokenizer)[0]),
-        "protocol": PROTOCOL,
-        "seed": seed,
-    }
+    prompts = {}
+    for cell in itertools.product(sorted(lengths), depths):
+        asked = [make_prompt(tokenizer, hay, task, *cell, seed, number) for number in numbers]
+        prompts[cell] = asked
     rows = []
     total = len(kinds) * sum(length * len(asked) for (length, _), asked in prompts.items())
     use_paged_attention(model)
@@ -365,7 +357,15 @@ def needle_grid(
                 low, high = wilson(right, samples)
                 held = measure_held(model.config, shapes, kind, tokens, tokens)
                 row = {
-                    **common,
+                    "kind": "needle",
+                    "model": name_of(model.config),
+                    "task": task,
+                    "samples": samples,
+                    "first_sample": first_sample,
+                    "haystack": hay.name,
+                    "chat": bool(frame_of(tokenizer)[0]),
+                    "protocol": PROTOCOL,
+                    "seed": seed,
                     "cache": kind.name,
                     "length": length,
                     "depth": depth,

@@ -1,7 +1,6 @@
 """Which of several caches to take: what they lose against what they hold, within a budget, and as a picture."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..files import replace_text
 from ..formats import cache_names
 from .caches import check_runs
 from .models import Measured, TextSettings
+from .rows import Row
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,23 @@ class Recommendation:
     kl: float
     kl_low: float
     kl_high: float
-    rows: list[dict[str, Any]]
-
-
-def shown(value: float, form: str) -> str:
-    """Return a figure as text in a format of Python's; what rounds to nothing has no minus."""
-    return re.sub(r"^-(?=[0.]+%?$)", "+" * form.startswith("+"), format(value, form))
+    rows: list[Row]
 
 
 def interval(row: Mapping[str, Any]) -> str:
     """Return the KL of a row, or of a text in it, with its 95 % interval."""
-    mean, low, high = (shown(row[f"kl_{end}"], ".5f") for end in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+    return "{kl_mean:z.5f} ({kl_low:z.5f} to {kl_high:z.5f})".format_map(row)
 
 
 def check_bits(bits: float) -> None:
     """Raise ValueError for a budget that is no number of bits above 0."""
-    good = isinstance(bits, (int, float)) and not isinstance(bits, bool)
-    if not good or not 0 < bits < math.inf:
+    if not isinstance(bits, int | float) or not 0 < bits < math.inf:
         raise ValueError(
             f"bits must be a number above 0 of bits per stored number, such as 5, got {bits!r}"
         )
 
 
-def best(rows: Sequence[dict[str, Any]], bits: float) -> dict[str, Any]:
+def best(rows: Sequence[Row], bits: float) -> Row:
     """Return the row of the cache that loses least among those that hold at most `bits` bits per number.
 
     Raises: ValueError where none is so small.
@@ -114,16 +107,16 @@ def recommend(
     return Recommendation(row["cache"], name, options, held, mean, low, high, rows)
 
 
-def front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def front(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of which no other holds as little and loses less, by rising bits."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for row in sorted(rows, key=lambda row: (row["stored_bits"], row["kl_mean"])):
         if not found or row["kl_mean"] < found[-1]["kl_mean"]:
             found.append(row)
     return found
 
 
-def pareto(rows: Sequence[dict[str, Any]], path: str | Path) -> list[Path]:
+def pareto(rows: Sequence[Row], path: str | Path) -> list[Path]:
     """Draw what caches lose against what they hold, with the Pareto front, and write the same as a Markdown table beside it.
 
     Args:

@@ -21,6 +21,7 @@ COUNTED = ("torch", "transformers", "triton", "optimum-quanto", "hqq", "lm_eval"
 # name of a model -> what rows say of its weights: "model_file" in words, "weights_precision" of the numbers in it. A script
 # that brings models fills it
 WEIGHTS: dict[str, dict[str, str]] = {}
+Row = dict[str, Any]  # a measurement: fields and their values, as JSON
 
 
 def machine() -> str:
@@ -64,7 +65,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def make_row(**measured: Any) -> dict[str, Any]:
+def make_row(**measured: Any) -> Row:
     """Return a row of `measured` with what is needed to repeat it.
 
     That is date, commit, machine, the instructions that torch uses, versions and torch's threads, and what WEIGHTS says of the model;
@@ -97,7 +98,7 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def append_rows(path: Path, rows: list[Row]) -> None:
     """Append rows to a JSONL file: all of them or, where the disk is full, none.
 
     Several processes may append to one file at a time. A line that a killed process left unfinished is dropped.
@@ -119,7 +120,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
             raise
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """Return the rows of a JSONL file, oldest first; an absent file has none.
 
     A last line without an end is a row that was never finished, and is left out.

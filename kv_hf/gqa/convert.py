@@ -17,6 +17,7 @@ import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from ..checks import check_choice
@@ -145,7 +146,11 @@ def convert_to_gqa(
 def make_report(source: Source, structure: Structure, method: str) -> ConversionReport:
     """Return the report of a conversion that was not run yet; its tensors are made on the meta device."""
     meta = source.tensors
-    numbers = {n: structure.make(n, meta.__getitem__).numel() for n in structure.made}
+    new_parameters = nbytes = 0
+    for name, (names, _) in structure.made.items():
+        count = structure.make(name, meta.__getitem__).numel()
+        new_parameters += count
+        nbytes += count * meta[names[0]].itemsize
     old, new = structure.num_kv_heads, structure.new_kv_heads
     return ConversionReport(
         method=method,
@@ -153,22 +158,28 @@ def make_report(source: Source, structure: Structure, method: str) -> Conversion
         new_kv_heads=new,
         changed=structure.changed(),
         parameters=sum(tensor.numel() for tensor in meta.values()),
-        new_parameters=sum(numbers.values()),
+        new_parameters=new_parameters,
         kv_bytes_per_token=2 * structure.kv_numbers,
         new_kv_bytes_per_token=2 * structure.kv_numbers * new // old,
-        nbytes=sum(meta[structure.made[n][0][0]].itemsize * count for n, count in numbers.items()),
+        nbytes=nbytes,
         notes=tuple(filter(None, (structure.note, WHAT[method]))),
     )
 
 
 def check_destination(destination: Path, source: Path) -> None:
-    """Raise ConversionError unless a folder can become `destination`, outside of the folder that is converted; OSError."""
+    """Raise ConversionError unless a folder can become `destination`, outside of the folder that is converted.
+
+    Raises: OSError too, for a place where nothing can be written.
+    """
     name, place = f"destination {str(destination)!r}", destination.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         wrong = "not empty" if place.is_dir() else "a file"
         raise ConversionError(f"{name} is {wrong}; give a folder that does not exist")
     if place.is_relative_to(source.resolve()):
         raise ConversionError(f"{name} lies within the source, which is never changed")
+    parent = next(folder for folder in place.parents if folder.exists())
+    with scratch_folder(parent / place.name):
+        pass
 
 
 def write_weights(source: Source, structure: Structure, folder: Path, nbytes: int) -> None:
@@ -182,11 +193,12 @@ def write_weights(source: Source, structure: Structure, folder: Path, nbytes: in
                     tensors[name] = _cast(name, structure.make(name, source.read), dtype)
             # else it held masks of an old checkpoint alone, which the new class does not have
             if tensors:
-                save_file(tensors, folder / file, {**(reader.metadata() or {}), "format": "pt"})
+                metadata = dict(reader.metadata() or {}, format="pt")
+                save_file(tensors, folder / file, metadata)
             bar.update(sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor [any shape] in the dtype of its file. Raises ConversionError where numbers are too large for it."""
     found = tensor.to(dtype).contiguous()
     if not torch.equal(found.isinf(), tensor.isinf()):
@@ -199,7 +211,9 @@ def write_rest(
 ) -> None:
     """Write everything but the weights: index, config, tokenizer, model card."""
     if SINGLE not in source.files:
-        places = {name: source.places[names[0]] for name, (names, _) in structure.made.items()}
+        places = {}
+        for name, (names, _) in structure.made.items():
+            places[name] = source.places[names[0]]
         index = {"metadata": {"total_size": report.nbytes}, "weight_map": places}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / INDEX).write_text(text, encoding="utf-8")
@@ -207,12 +221,17 @@ def write_rest(
     config = {**structure.new_json, CONVERSION: made}
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    for path in beside:
+    copy_files(source, beside, folder)
+    card = model_card(source.card(), made["source"], report)
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def copy_files(source: Source, files: list[Path], folder: Path) -> None:
+    """Copy files that lie in the folder of a source, or in folders there. Raises OSError."""
+    for path in files:
         place = folder / path.relative_to(source.folder)
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(read_bytes(path, BESIDE_BYTES, "file"))
-    card = model_card(source.card(), made["source"], report)
-    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def record(source: Source, structure: Structure, method: str) -> dict[str, Any]:
@@ -244,8 +263,9 @@ def model_card(own: str, base: str, report: ConversionReport) -> str:
     except (ValueError, TypeError, yaml.YAMLError):
         fields = {}
     tags = fields.get("tags")
-    more = ["kv_hf", "gqa"]
-    fields["tags"] = list(dict.fromkeys([*tags, *more])) if isinstance(tags, list) else more
+    if not isinstance(tags, list):
+        tags = []
+    fields["tags"] = list(dict.fromkeys([*tags, "kv_hf", "gqa"]))
     fields |= {"base_model": base, "library_name": "transformers"}
     head = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     own = own[block.end() :].strip() if block else own.strip()

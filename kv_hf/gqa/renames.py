@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from ..errors import ConversionError
 from .source import Source
@@ -28,96 +29,109 @@ from .structure import (
     pool_heads,
 )
 
+Rows = Callable[[Tensor], Tensor]
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+
+def copied(tensor: Tensor) -> Tensor:
     """Return a tensor [any shape] as it is."""
     return tensor
 
 
-def zeros(weight: torch.Tensor) -> torch.Tensor:
+def zeros(weight: Tensor) -> Tensor:
     """Return a bias of zeros for [out, in]."""
     return weight.new_zeros(len(weight))
 
 
-def folded(weight: torch.Tensor, norm: torch.Tensor, rows: Any = copied) -> torch.Tensor:
+def folded(weight: Tensor, norm: Tensor, *, rows: Rows) -> Tensor:
     """Return W * w [out, in] in float64, w [in] the weight of the norm before it."""
     return rows(weight).double() * norm.double()
 
 
-def folded_bias(weight: torch.Tensor, norm: torch.Tensor, *bias: torch.Tensor, rows: Any = copied) -> torch.Tensor:  # fmt: skip
+def folded_bias(weight: Tensor, norm: Tensor, *biases: Tensor, rows: Rows) -> Tensor:
     """Return W b + c [out] in float64, b [in] the bias of the norm before it and c [out] the layer's own, if it has one."""
     found = weight.double() @ norm.double()
-    return rows(found + bias[0].double() if bias else found)
+    for bias in biases:
+        found += bias.double()
+    return rows(found)
 
 
-def head_rows(rows: torch.Tensor, *, place: int, heads: int, groups: int) -> torch.Tensor:
+def head_rows(rows: Tensor, *, place: int, heads: int, groups: int) -> Tensor:
     """Return the queries, keys or values (`place` 0, 1, 2) of [heads * 3 * head_dim, ..], pooled to `groups` heads."""
-    return pool_heads(rows.reshape(heads, 3, -1, *rows.shape[1:])[:, place], groups).flatten(0, 1)
+    parts = rows.reshape(heads, 3, -1, *rows.shape[1:])
+    return pool_heads(parts[:, place], groups).flatten(0, 1)
 
 
-def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor:
+def bigcode_rows(rows: Tensor, *, heads: int, groups: int) -> Tensor:
     """Return GPTBigCode's rows of GPT-2's [queries, keys, values]: of a head together, or with one kv head one behind the other."""
     parts = rows.reshape(3, heads, -1, *rows.shape[1:])  # [3, heads, head_dim, ..]
     if groups == heads:
         return parts.transpose(0, 1).flatten(0, 2)
-    return torch.cat([parts[0], pool_heads(parts[1], 1), pool_heads(parts[2], 1)]).flatten(0, 1)
+    query, key, value = parts
+    pooled = [query, pool_heads(key, 1), pool_heads(value, 1)]
+    return torch.cat(pooled).flatten(0, 1)
 
 
 # fields of a config that are not its model's
 OF_CLASS = {"model_type", "architectures", "transformers_version", "dtype"}
 QKV = "attention.query_key_value"
-PHI_TOP: Made = {
-    "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
-    "model.final_layernorm.weight": (("gpt_neox.final_layer_norm.weight",), None),
-    "model.final_layernorm.bias": (("gpt_neox.final_layer_norm.bias",), None),
-    "lm_head.weight": (("lm_head.weight",), None),
-    "lm_head.bias": (("lm_head.weight",), zeros),
+# name in Phi -> name in GPT-NeoX, of tensors that are the same
+PHI_TOP = {
+    "model.embed_tokens.weight": "gpt_neox.embed_in.weight",
+    "model.final_layernorm.weight": "gpt_neox.final_layer_norm.weight",
+    "model.final_layernorm.bias": "gpt_neox.final_layer_norm.bias",
+    "lm_head.weight": "lm_head.weight",
 }
-PHI_LAYER: Made = {
-    "self_attn.dense.weight": (("attention.dense.weight",), None),
-    "self_attn.dense.bias": (("attention.dense.bias",), None),
-    "mlp.fc1.weight": (("mlp.dense_h_to_4h.weight", "post_attention_layernorm.weight"), folded),
-    "mlp.fc1.bias": (
-        ("mlp.dense_h_to_4h.weight", "post_attention_layernorm.bias", "mlp.dense_h_to_4h.bias"),
-        folded_bias,
-    ),
-    "mlp.fc2.weight": (("mlp.dense_4h_to_h.weight",), None),
-    "mlp.fc2.bias": (("mlp.dense_4h_to_h.bias",), None),
-    "input_layernorm.weight": (("input_layernorm.weight",), torch.ones_like),
-    "input_layernorm.bias": (("input_layernorm.bias",), torch.zeros_like),
-}  # fmt: skip
+PHI_LAYER = {
+    "self_attn.dense.weight": "attention.dense.weight",
+    "self_attn.dense.bias": "attention.dense.bias",
+    "mlp.fc2.weight": "mlp.dense_4h_to_h.weight",
+    "mlp.fc2.bias": "mlp.dense_4h_to_h.bias",
+}
 
 
 def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in Phi -> (names in GPT-NeoX, what makes it of them)."""
     heads = config.num_attention_heads
-    made: Made = dict(PHI_TOP)
+    layer: Made = {name: ((old,), None) for name, old in PHI_LAYER.items()}
+    if not config.attention_bias:
+        layer["self_attn.dense.bias"] = ("attention.dense.weight",), zeros
+
+    def fold(new: str, old: str, norm: str, rows: Rows = copied, bias: bool = True) -> None:
+        weight = f"{old}.weight"
+        biases = [f"{norm}.bias", f"{old}.bias"] if bias else [f"{norm}.bias"]
+        layer[f"{new}.weight"] = (weight, f"{norm}.weight"), partial(folded, rows=rows)
+        layer[f"{new}.bias"] = (weight, *biases), partial(folded_bias, rows=rows)
+
+    for place, letter in enumerate("qkv"):
+        rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
+        fold(f"self_attn.{letter}_proj", QKV, "input_layernorm", rows, config.attention_bias)
+    fold("mlp.fc1", "mlp.dense_h_to_4h", "post_attention_layernorm")
+    layer["input_layernorm.weight"] = ("input_layernorm.weight",), torch.ones_like
+    layer["input_layernorm.bias"] = ("input_layernorm.bias",), torch.zeros_like
+    made: Made = {name: ((old,), None) for name, old in PHI_TOP.items()}
+    made["lm_head.bias"] = ("lm_head.weight",), zeros
     for i in range(config.num_hidden_layers):
-        old, new = f"gpt_neox.layers.{i}.", f"model.layers.{i}."
-        layer: dict[str, tuple[tuple[str, ...], Any]] = dict(PHI_LAYER)
-        weights = f"{QKV}.weight", "input_layernorm.weight"
-        biases = f"{QKV}.weight", "input_layernorm.bias", f"{QKV}.bias"
-        for place, letter in enumerate("qkv"):
-            rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
-            own = f"self_attn.{letter}_proj"
-            layer[f"{own}.weight"] = weights, partial(folded, rows=rows)
-            layer[f"{own}.bias"] = (
-                biases[: 2 + config.attention_bias],
-                partial(folded_bias, rows=rows),
-            )
-        if not config.attention_bias:
-            layer["self_attn.dense.bias"] = (("attention.dense.weight",), zeros)
         for name, (sources, make) in layer.items():
-            made[new + name] = (tuple(old + source for source in sources), make)
+            olds = tuple(f"gpt_neox.layers.{i}.{source}" for source in sources)
+            made[f"model.layers.{i}.{name}"] = olds, make
     return made
 
 
 def bigcode_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in GPTBigCode -> (names in GPT-2, what makes it of them): the same names, most linear layers turned."""
     rows = partial(bigcode_rows, heads=config.n_head, groups=groups)
-    turns = dict.fromkeys(("attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"), torch.t)
-    how = {**turns, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
-    return {name: ((name,), how.get(name.split(".", 3)[-1])) for name in names}
+    how = {
+        "attn.c_attn.weight": lambda weight: rows(weight.t()),
+        "attn.c_attn.bias": rows,
+        "attn.c_proj.weight": torch.t,
+        "mlp.c_fc.weight": torch.t,
+        "mlp.c_proj.weight": torch.t,
+    }
+    made: Made = {}
+    for name in names:
+        own = name.split(".", 3)[-1]
+        made[name] = (name,), how.get(own)
+    return made
 
 
 @dataclass(frozen=True)
@@ -146,9 +160,10 @@ class Route:
                 raise ConversionError(
                     f"{old.model_type} with {name}={value}: {self.target} would compute something else"
                 )
-        if (named := (old.architectures or [self.source])[0]) != self.source:
+        named = old.architectures or [self.source]
+        if named[0] != self.source:
             raise ConversionError(
-                f"{named} has no grouped kv heads; of {old.model_type} models only {self.source} can be converted"
+                f"{named[0]} has no grouped kv heads; of {old.model_type} models only {self.source} can be converted"
             )
         heads = old.num_attention_heads
         able = [1, heads] if self.one else divisors(heads)
@@ -176,17 +191,22 @@ class Route:
             if name in source.config:
                 found[name.removeprefix("torch_")] = source.config[name]
         note = f"{self.source} knows no grouped kv heads: the result is a {self.target}, which computes the same with all heads"
-        on_disk = {
-            name: (tuple(names.on_disk[each] for each in sources), how)
-            for name, (sources, how) in made.items()
-        }
-        counts, numbers = (
-            (heads, heads, kv_heads),
-            2 * config.num_hidden_layers * config.hidden_size,
-        )
-        dim = config.hidden_size // heads
+        on_disk: Made = {}
+        for name, (sources, how) in made.items():
+            on_disk[name] = tuple(names.on_disk[each] for each in sources), how
         return Structure(
-            config, found, *counts, dim, {}, names, on_disk, numbers, note, self.target
+            config=config,
+            new_json=found,
+            num_heads=heads,
+            num_kv_heads=heads,
+            new_kv_heads=kv_heads,
+            head_dim=config.hidden_size // heads,
+            parts={},
+            names=names,
+            made=on_disk,
+            kv_numbers=2 * config.num_hidden_layers * config.hidden_size,
+            note=note,
+            new_class=self.target,
         )
 
 

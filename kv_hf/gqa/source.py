@@ -12,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..config_numbers import check_numbers
 from ..errors import ConversionError, InputFileError
@@ -28,10 +29,23 @@ from ..hub import why_not_model
 SINGLE, INDEX, CARD = "model.safetensors", "model.safetensors.index.json", "README.md"
 # files beside the weights that a model needs
 BESIDE = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.tiktoken", "chat_template*", "additional_chat_templates/*.jinja", "*.model", "preprocessor_config.json",
-    "processor_config.json", "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Source:
     folder: Path
     config: dict[str, Any]
     files: dict[str, Any] = field(repr=False)
-    tensors: dict[str, torch.Tensor] = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)
     places: dict[str, str] = field(repr=False)
 
     @classmethod
@@ -66,7 +80,7 @@ class Source:
         if not Path(source).is_dir():
             folder = _folder(source, names)
         files: dict[str, Any] = {}
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         places: dict[str, str] = {}
         for file in names:
             files[file], found = _open_weights(folder / file)
@@ -74,7 +88,7 @@ class Source:
             places |= dict.fromkeys(found, file)
         return cls(folder, config, files, tensors, places)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Return one tensor, [shape and dtype of the file]. Raises OSError or SafetensorError where it cannot be read."""
         return torch.as_tensor(self.files[self.places[name]].get_tensor(name))
 
@@ -133,7 +147,9 @@ def _folder(source: str | Path, weights: list[str]) -> Path:
 
 def _check_config(config: dict[str, Any], folder: Path) -> None:
     """Raise ConversionError for quantized weights, remote code, and numbers that no model has."""
-    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+    for part in (config, *config.values()):
+        if not isinstance(part, dict):
+            continue
         if method := part.get("quantization_config") or part.get("compression_config"):
             kind = method.get("quant_method") if isinstance(method, dict) else method
             raise ConversionError(
@@ -155,7 +171,7 @@ def _listed(folder: Path) -> list[str]:
     return sorted(set(files))
 
 
-def _open_weights(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+def _open_weights(path: Path) -> tuple[Any, dict[str, Tensor]]:
     """Return an opened file and its tensors. Raises ConversionError for files that are missing or damaged."""
     if not path.is_symlink() and not path.is_file():
         raise ConversionError(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 # read in transformers 5.17 and 5.23: names of its own, which a later release may move
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -105,12 +106,13 @@ class Structure:
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of the tensors that are not copied."""
-        return tuple(name for name, (_, how) in self.made.items() if how is not None)
+        made = self.made.items()
+        return tuple(name for name, (_, how) in made if how is not None)
 
-    def make(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    def make(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return one tensor of the result [any shape], of what `read` returns for names on disk, in its own dtype or float64."""
         names, how = self.made[name]
-        found: torch.Tensor = read(names[0]) if how is None else how(*map(read, names))
+        found: Tensor = read(names[0]) if how is None else how(*map(read, names))
         return found
 
 
@@ -149,15 +151,30 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
             f"What can be converted: {CAN}"
         )
     names = find_names(source, old_model, changed)
-    parts = {names.on_disk[n]: _parts(n, before[n], after[n], text, new_kv_heads) for n in changed}
+    parts: dict[str, tuple[Part, ...]] = {}
     made: Made = {name: ((name,), None) for name in source.tensors}
-    for name, own in parts.items():
-        made[name] = (name,), partial(_pool_parts, parts=own, groups=new_kv_heads)
-    pooled = [part for name, own in parts.items() if name.endswith("weight") for part in own]
-    odd, counts = names.unknown, (heads, kv_heads, new_kv_heads)
-    note = f"{len(odd)} tensors unknown to the class are copied: {odd[0]!r}, .." if odd else ""
-    numbers = sum(part.heads * part.rows for part in pooled if part.kind in ("key", "value"))
-    return Structure(config, new_json, *counts, head_dim, parts, names, made, numbers, note)
+    numbers = 0
+    for own in changed:
+        name = names.on_disk[own]
+        parts[name] = _parts(own, before[own], after[own], text, new_kv_heads)
+        made[name] = (name,), partial(_pool_parts, parts=parts[name], groups=new_kv_heads)
+        if own.endswith("weight"):
+            cached = [part for part in parts[name] if part.kind in ("key", "value")]
+            numbers += sum(part.heads * part.rows for part in cached)
+    odd = names.unknown
+    return Structure(
+        config=config,
+        new_json=new_json,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        new_kv_heads=new_kv_heads,
+        head_dim=head_dim,
+        parts=parts,
+        names=names,
+        made=made,
+        kv_numbers=numbers,
+        note=f"{len(odd)} tensors unknown to the class are copied: {odd[0]!r}, .." if odd else "",
+    )
 
 
 def _parts(
@@ -169,27 +186,28 @@ def _parts(
     """
     heads, kv_heads, dim = head_counts(text)
     module = name.split(".")[-2]
-    kinds = KINDS.get(module, ())
     interleaved = module == INTERLEAVED.get(text.model_type) and heads == kv_heads
-    if interleaved:
-        kinds = KINDS["qkv_proj"]
-    # how many rows a head may have: other tensors belong to layers with a different number of heads
-    sizes = {"v_proj": (dim, getattr(text, "v_head_dim", None)), "k_norm": (dim, 1)}
-    for rows in filter(None, sizes.get(module, (dim,))):
-        before, after = (
-            [rows * (heads if kind == "query" else number) for kind in kinds]
-            for number in (kv_heads, new_heads)
-        )
-        if kinds and old[0] == sum(before) and new == (sum(after), *old[1:]):
-            every = zip(kinds, before, strict=True)
-            return tuple(Part(kind, of // rows, rows, interleaved) for kind, of in every)
+    kinds = KINDS["qkv_proj"] if interleaved else KINDS.get(module, ())
+    queries = kinds.count("query") * heads
+    others = len(kinds) - kinds.count("query")
+    sizes = [dim]  # of a head: other tensors belong to layers with a different number of heads
+    if module == "v_proj":
+        sizes.append(getattr(text, "v_head_dim", None) or dim)
+    if module == "k_norm":
+        sizes.append(1)
+    for rows in sizes:
+        before, after = (rows * (queries + others * number) for number in (kv_heads, new_heads))
+        if kinds and old[0] == before and new == (after, *old[1:]):
+            counts = [heads if kind == "query" else kv_heads for kind in kinds]
+            every = zip(kinds, counts, strict=True)
+            return tuple(Part(kind, count, rows, interleaved) for kind, count in every)
     raise ConversionError(
         f"{text.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and the places of its "
         "heads are not known"
     )
 
 
-def pool_heads(heads: torch.Tensor, groups: int) -> torch.Tensor:
+def pool_heads(heads: Tensor, groups: int) -> Tensor:
     """Return the means of groups of neighbouring heads, summed in float64 and rounded once.
 
     Args:
@@ -204,25 +222,30 @@ def pool_heads(heads: torch.Tensor, groups: int) -> torch.Tensor:
     return total.div_(grouped.shape[1]).to(heads.dtype)
 
 
-def _pool_parts(tensor: torch.Tensor, *, parts: tuple[Part, ...], groups: int) -> torch.Tensor:
+def _pool_parts(tensor: Tensor, *, parts: tuple[Part, ...], groups: int) -> Tensor:
     """Pool the heads of keys and values in one tensor [rows of all heads, ..] of a checkpoint."""
     found = split(tensor, parts)
-    return join({k: h if k == "query" else pool_heads(h, groups) for k, h in found.items()}, parts)
+    for kind, heads in found.items():
+        if kind != "query":
+            found[kind] = pool_heads(heads, groups)
+    return join(found, parts)
 
 
-def split(tensor: torch.Tensor, parts: tuple[Part, ...]) -> dict[str, torch.Tensor]:
+def split(tensor: Tensor, parts: tuple[Part, ...]) -> dict[str, Tensor]:
     """Return kind -> [heads, rows, ..] of a tensor [rows of all parts, ..]."""
-    if parts[0].interleaved:
-        by_head = tensor.reshape(parts[0].heads, len(parts), parts[0].rows, *tensor.shape[1:])
-        return {part.kind: by_head[:, i] for i, part in enumerate(parts)}
+    kinds = [part.kind for part in parts]
+    first, rest = parts[0], tensor.shape[1:]
+    if first.interleaved:
+        by_head = tensor.reshape(first.heads, len(parts), first.rows, *rest)
+        return dict(zip(kinds, by_head.unbind(1), strict=True))
     pieces = tensor.split([part.heads * part.rows for part in parts])
-    return {
-        part.kind: piece.reshape(part.heads, part.rows, *tensor.shape[1:])
-        for part, piece in zip(parts, pieces, strict=True)
-    }
+    found = {}
+    for part, piece in zip(parts, pieces, strict=True):
+        found[part.kind] = piece.reshape(part.heads, part.rows, *rest)
+    return found
 
 
-def join(found: Mapping[str, torch.Tensor], parts: tuple[Part, ...]) -> torch.Tensor:
+def join(found: Mapping[str, Tensor], parts: tuple[Part, ...]) -> Tensor:
     """Undo `split`, with as many heads as there are now; what was interleaved becomes [all queries, keys, values]."""
     return torch.cat([found[part.kind].flatten(0, 1) for part in parts])
 
@@ -248,18 +271,20 @@ def config_of(found: Mapping[str, Any], source: Source) -> Any:
 def _text_part(found: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return the part of config.json that holds the text model's numbers: old files of some models keep them at the top."""
     text = config.get_text_config(decoder=True)
-    held = [name for name in type(config).sub_configs if getattr(config, name, None) is text]
-    part: dict[str, Any] = found.get(held[0], found) if held else found
-    return part
+    for name in type(config).sub_configs:
+        if getattr(config, name, None) is text:
+            part: dict[str, Any] = found.get(name, found)
+            return part
+    return found
 
 
 def head_counts(text: Any) -> tuple[int, int, int]:
     """Return (num_heads, num_kv_heads, head_dim) of a text config. Raises ConversionError where there are no kv heads to merge."""
     # configs with per_layer_attributes raise for what differs between layers
-    alike = not getattr(text, "per_layer_attributes", None)
-    heads, kv_heads = (
-        getattr(text, n, None) if alike else None for n in ("num_attention_heads", FIELD)
-    )
+    heads = kv_heads = None
+    if not getattr(text, "per_layer_attributes", None):
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, FIELD, None)
     if text.model_type in INTERLEAVED:
         kv_heads = 1 if text.multi_query else heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
@@ -367,7 +392,7 @@ def find_names(source: Source, model: Any, needed: Iterable[str] = ()) -> Names:
             raise ConversionError(
                 f"{source.folder} lacks {own!r}, which {type(model).__name__} has"
             )
-    dropped = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    return Names(
-        on_disk, rebuilt, [n for n in unknown if not any(re.search(p, n) for p in dropped)]
-    )
+    dropped = [r"rotary_emb\.inv_freq"]
+    dropped += model._keys_to_ignore_on_load_unexpected or ()
+    unknown = [name for name in unknown if not any(re.search(p, name) for p in dropped)]
+    return Names(on_disk, rebuilt, unknown)

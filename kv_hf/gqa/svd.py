@@ -1,270 +1,320 @@
 """Merge heads by what they do on calibration tokens, layer by layer, and keep the new tensors on disk.
 
-Two streams of hidden states run through the model: those of the original and those of the converted layers so far. Each layer
-is solved on what the converted one will see, and fitted to give what the original gave. A converted layer is run as one with
-the old number of heads, in which the merged ones are repeated: that is the same mathematics, and needs no second model.
+Two streams of hidden states run through the model: those of the original and those of the converted layers so far. The heads
+of each group become their principal components on what the converted layer will see. Then the converted attention is fitted
+to give what the original's gave: least squares, by L-BFGS, in the weights of all its linear layers.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import ConversionError, first_line
-from .keys import Rotary, Scores, fit_scores, merge_keys, probe_rotary
+from .components import choose_groups, find_partners, merge_heads, random_turns
 from .source import Source
-from .stream import LayerStream, Seen
+from .stream import Call, LayerStream, Tensors, first_row, observed, run
 from .structure import Made, Part, Structure, join, split
-from .values import choose_groups, merge_values, readers_of
 
-SAMPLE = 8  # windows that groups are chosen on
-MOVED = 1e-3  # that attention may change when heads change places: rounding, and no more
-Heads = dict[str, torch.Tensor]  # kind -> [heads, rows, ..], biases as a last column of inputs
+STEPS = 40  # of a fit
+MEMORY = 10  # steps that L-BFGS remembers
+RIDGE = 1.0  # of the mean square of inputs: what is added to each direction of theirs
+MOVED = 1e-3  # that attention may change by turns of heads that it should not see: rounding, and no more
+READERS = {"key": "query", "value": "output"}  # kind of merged head -> what reads it
+Heads = dict[str, Tensor]  # kind -> [heads, rows, inputs + 1], biases in the last column
 
 
-class Layer:
-    """A loaded layer, with the weights of its attention by heads.
+class Attention:
+    """The attention of a layer, and the merge of its heads.
 
     Attributes:
-        path: of the layer in the model.
-        tensors: names in the model of the tensors with query, key, value and norm rows -> their parts.
-        heads: kind -> float64 [heads, rows, inputs], with biases as one more input; "key_norm" [heads, rows]; "output"
-            [heads, head_dim, outputs], where a linear layer gets the contexts as they are.
-        attention: path of the attention module.
-        output: path of that layer, or None where something lies between.
+        old, new: the modules; the new one is on the meta device.
+        tensors: of the old one, in float32.
+        parts: its tensors with rows of heads -> their parts, weights before biases.
+        calls: of it in the converted stream, one for each window.
+        places: kind of head -> path of its projection.
+        linears: paths of the linear layers, in the order in which they run.
+        last: name of the weight of the last one, which reads the values.
+        partner: kind of merged head -> for each channel the one that positions mix it with; no keys, where they mix more.
         kv_of: [heads], the old kv head of each query head.
-        new_of: [old kv heads], the new kv head of each.
     """
 
-    def __init__(self, stream: LayerStream, index: int, path: str, hidden: torch.Tensor) -> None:
-        self.stream, self.index, self.path = stream, index, path
-        self.structure = structure = stream.structure
-        old, new, heads = structure.num_kv_heads, structure.new_kv_heads, structure.num_heads
-        self.kv_of = torch.arange(heads) * old // heads
-        self.new_of = torch.arange(old) * new // old
-        self.tensors = self._find_tensors()
-        self.places = {  # kind -> (path of the projection, first row)
-            part.kind: (name.rpartition(".")[0], sum(p.heads * p.rows for p in parts[:i]))
-            for name, parts in self.tensors.items()
-            for i, part in enumerate(parts)
-        }
-        self.attention = self.places["key"][0].rpartition(".")[0]
-        self.biased = {
-            p.kind for n, parts in self.tensors.items() for p in parts if n.endswith("bias")
-        }
-        seen = self.observe(0, hidden)
-        context = seen.context.flatten(1)
-        self.output = next(
-            (p for p, (x, _) in seen.linears.items() if torch.equal(x, context)), None
-        )
-        self.heads = self._read()
-        place, first = self.places["value"]
-        rows = seen.linears[place][1][:, first:].unflatten(1, (old, -1))  # the last ones
-        self.free_values = self.output is not None and torch.equal(rows.transpose(0, 1), seen.value)
-        counts = {"query": heads, "key": old}
-        self.rotary = probe_rotary(self._sender(hidden), len(hidden), counts, seen.key.shape[-1])
-        if self.rotary is None and not self.free_values:
-            raise ConversionError(
-                f"{path!r} has a norm behind its keys, and something else than a projection behind attention (a gate?): a "
-                'calibrated merge would be the mean; use method="mean"'
-            )
+    def __init__(
+        self,
+        structure: Structure,
+        modules: tuple[nn.Module, nn.Module],
+        tensors: Tensors,
+        parts: dict[str, tuple[Part, ...]],
+        calls: list[Call],
+    ) -> None:
+        self.old, self.new = modules
+        self.tensors, self.parts, self.calls = tensors, parts, calls
+        self.groups, self.kv_heads = structure.new_kv_heads, structure.num_kv_heads
+        heads = torch.arange(structure.num_heads)
+        self.kv_of = heads * self.kv_heads // structure.num_heads
+        self.places: dict[str, str] = {}
+        for name, own in parts.items():
+            path, _, _ = name.rpartition(".")
+            self.places |= {part.kind: path for part in own}
+        modules_of = self.old.named_modules()
+        linears = [path for path, part in modules_of if isinstance(part, nn.Linear)]
+        place = self.places["key"]
+        name = f"{place}.weight"
+        queries = [part for part in parts[name] if part.kind == "query"]
+        first = sum(part.heads * part.rows for part in queries)
+        weight = tensors[name].clone().requires_grad_()
+        values = torch.arange(structure.head_dim)
+        self.partner = {"value": values}
+        with torch.enable_grad(), observed(self.old, linears) as seen:
+            before = run(self.old, {**tensors, name: weight}, calls[0])
+            self.before = before.detach()
+            if seen.keys:
+                rows = seen.results[place]
+                partner = find_partners(seen.keys[0][0], rows, first)
+                if partner is not None:
+                    self.partner["key"] = partner
+        self.linears = list(seen.results)
+        self.last = f"{self.linears[-1]}.weight"
 
-    def _find_tensors(self) -> dict[str, tuple[Part, ...]]:
-        """Return the tensors with heads' rows, weights before biases. Raises ConversionError where they cannot be calibrated."""
-        structure, on_disk = self.structure, self.structure.names.on_disk
-        kind = structure.config.model_type
-        found = {
-            own: structure.parts[on_disk[own]]
-            for own in self.stream.names
-            if own.startswith(f"{self.path}.")
-        }
-        every = [part for parts in found.values() for part in parts]
-        if any(part.interleaved for part in every):
-            raise ConversionError(
-                f"{kind} keeps a head's query, key and value together, and goes to one kv head only; it cannot be calibrated, "
-                'use method="mean"'
-            )
-        if not any(part.kind == "query" for part in every):
-            keys = next(name for name, (part, *_) in found.items() if part.kind == "key")
-            for name in (f"{keys.rsplit('.', 2)[0]}.q_proj.{leaf}" for leaf in ("weight", "bias")):
-                if name in on_disk:
-                    found[name] = (Part("query", structure.num_heads, structure.head_dim),)
-        return {name: found[name] for name in sorted(found, reverse=True)}
+    def read(self) -> Heads:
+        """Return the heads in the tensors, in float64."""
+        heads: Heads = {}
+        for name, parts in self.parts.items():
+            for kind, rows in split(self.tensors[name].double(), parts).items():
+                if name.endswith("bias"):
+                    heads[kind][..., -1] = rows
+                else:
+                    matrix = rows if rows.dim() == 3 else rows[..., None]
+                    heads[kind] = F.pad(matrix, (0, 1))
+        output = self.tensors[self.last].double()
+        heads["output"] = output.T.unflatten(0, (len(self.kv_of), -1))
+        return heads
 
-    def _read(self) -> Heads:
-        found: Heads = {}
-        for name, parts in self.tensors.items():
-            for kind, rows in split(self.stream.model.get_parameter(name).double(), parts).items():
-                bias = name.endswith("bias")
-                found[kind] = torch.cat([found[kind], rows[..., None]], -1) if bias else rows
-        if self.output is not None:
-            weight = self.stream.model.get_submodule(self.output).weight.double()
-            found["output"] = weight.T.unflatten(0, (len(self.kv_of), -1))
+    def written(self, heads: Heads) -> Tensors:
+        """Return all tensors with these heads, in float32."""
+        found = dict(self.tensors)
+        output = heads["output"].flatten(0, 1)
+        found[self.last] = output.T.float().contiguous()
+        for name, parts in self.parts.items():
+            column = slice(-1, None) if name.endswith("bias") else slice(-1)
+            own = {part.kind: heads[part.kind][..., column] for part in parts}
+            shape = self.tensors[name].shape
+            found[name] = join(own, parts).reshape(-1, *shape[1:]).float()
         return found
 
-    def tensor(self, name: str, heads: Heads) -> torch.Tensor:
-        """Return a tensor of the model, [rows, columns] or a bias [rows], made of heads."""
-        rows = dict(heads)
-        for kind in self.biased:
-            rows[kind] = heads[kind][..., -1] if name.endswith("bias") else heads[kind][..., :-1]
-        return join(rows, self.tensors[name])
+    def is_same(self, heads: Heads) -> bool:
+        """Say whether attention with these heads, as many as before, gives what it gave before."""
+        now = run(self.old, self.written(heads), self.calls[0])
+        moved = now - self.before
+        return bool(moved.norm() <= MOVED * self.before.norm())
 
-    def write(self) -> None:
-        """Put the heads into the model, merged ones repeated for each old head that they stand for."""
-        repeated = {
-            kind: rows[self.new_of] if len(rows) < len(self.new_of) else rows
-            for kind, rows in self.heads.items()
-        }
-        for name in self.tensors:
-            self.stream.model.get_parameter(name).data = self.tensor(name, repeated).float()
-        if self.output is not None:
-            weight = self.heads["output"].flatten(0, 1).T
-            self.stream.model.get_submodule(self.output).weight.data = weight.float()
+    def may_turn(self, heads: Heads, kind: str) -> bool:
+        """Say whether heads of a kind may be turned, plane by plane, if what reads them is turned as well."""
+        rows, reader = heads[kind], READERS[kind]
+        partner = self.partner.get(kind)
+        if partner is None or not len(partner) == rows.shape[1] == heads[reader].shape[1]:
+            return False
+        turns = random_turns(len(rows), partner)
+        turned = dict(heads)
+        turned[kind] = turns @ rows
+        turned[reader] = turns[self.kv_of] @ heads[reader]
+        return self.is_same(turned)
 
-    def results(self) -> dict[str, torch.Tensor]:
-        """Return names on disk -> new tensors [new shapes], float32."""
-        on_disk = self.structure.names.on_disk
-        found = {on_disk[name]: self.tensor(name, self.heads) for name in self.tensors}
-        if self.free_values:
-            found[on_disk[f"{self.output}.weight"]] = self.heads["output"].flatten(0, 1).T
-        return {name: tensor.float().contiguous() for name, tensor in found.items()}
+    def inputs(self, module: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
+        """Return path of a linear layer -> E[x x^T] of its inputs with a one behind them, in float64."""
+        found: Tensors = {}
+        for call in self.calls:
+            with observed(module, self.linears) as seen:
+                run(module, tensors, call)
+            for path, (args, _) in seen.calls.items():
+                x = args[0].flatten(0, -2)
+                x = F.pad(x, (0, 1), value=1.0)
+                square = (x.T @ x).double() / len(x)
+                found[path] = found.get(path, 0) + square
+        return {path: total / len(self.calls) for path, total in found.items()}
 
-    def observe(self, window: int, hidden: torch.Tensor) -> Seen:
-        """Run the layer on a window's hidden states [tokens, hidden]."""
-        return self.stream.observe(self.index, window, hidden, self.attention)
-
-    def _sender(self, hidden: torch.Tensor) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Return a function that puts rows in place of a projection's and returns attention's input made of them."""
-
-        def send(kind: str, rows: torch.Tensor) -> torch.Tensor:
-            place, first = self.places[kind]
-
-            def put(path: str, output: torch.Tensor) -> torch.Tensor:
-                if path != place:
-                    return output
-                changed = output.clone()
-                changed[0, :, first : first + rows.shape[1]] = rows
-                return changed
-
-            seen = self.stream.observe(self.index, 0, hidden, self.attention, put)
-            return seen.query if kind == "query" else seen.key
-
-        return send
-
-    def pool(self, *kinds: str) -> None:
-        """Replace the heads of each group by their mean."""
-        for kind in kinds:
-            if kind in self.heads:
-                groups = self.heads[kind].unflatten(0, (self.structure.new_kv_heads, -1))
-                self.heads[kind] = groups.mean(1)
-
-    def through(self, kind: str, down: torch.Tensor) -> None:
-        """Replace the heads of a kind by maps [groups, dim, m * dim] of each group's."""
-        rows = self.heads[kind].unflatten(0, (len(down), -1)).flatten(1, 2)
-        self.heads[kind] = down @ rows
-
-    def regroup(self, converted: torch.Tensor) -> None:
-        """Put heads that are alike beside each other: the layer computes the same, in another order.
+    def readers(self, rows: Tensor, gram: Tensor) -> Tensor:
+        """Return E[x x^T] of what rows [heads, dim, n] make of inputs, summed for each kv head: [kv heads, dim, dim].
 
         Args:
-            converted: what the converted layers before give it, [texts, tokens, hidden].
+            gram: [n, n], E[x x^T] of the inputs.
         """
-        seen = [self.observe(i, hidden).value for i, hidden in enumerate(converted[:SAMPLE])]
-        values = torch.cat([value.transpose(0, 1).flatten(1) for value in seen])
-        readers = readers_of(self.heads["output"], self.kv_of)
-        groups = self.structure.new_kv_heads
-        order = choose_groups((values.T @ values).double(), readers, groups)
-        per = len(self.kv_of) // len(order)
-        heads = (order[:, None] * per + torch.arange(per)).flatten()
-        kept, before = self.heads, self.observe(0, converted[0])
-        self.heads = {
-            kind: rows if len(rows) == 1 else rows[heads if kind in ("query", "output") else order]
-            for kind, rows in kept.items()
-        }
-        self.write()
-        after = self.observe(0, converted[0])
-        moved = (after.context - before.context[:, heads]).norm() / before.context.norm()
-        if moved > MOVED:
-            self.heads = kept  # something else in this layer belongs to heads, such as sinks
-            self.write()
+        each = rows @ gram @ rows.mT
+        return each.unflatten(0, (self.kv_heads, -1)).sum(1)
 
-    def scores(self, seen: Seen, now: Seen) -> Scores:
-        """Return what the scores of a window are fitted on: the original's, and what the converted stream projects."""
-        inputs = now.linears[self.places["key"][0]][0]
-        ones = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
-        return Scores(ones, seen.query, seen.key[self.kv_of], seen.weights, now.query, now.key)
+    def merge(self) -> Heads:
+        """Return merged heads: principal components, and means of those that may not be turned."""
+        heads = self.read()
+        inputs = self.inputs(self.old, self.tensors)
+        grams = {kind: inputs[self.places[kind]] for kind in ("query", "key", "value")}
+        outputs = heads["output"].shape[-1]
+        grams["output"] = torch.eye(outputs, dtype=torch.float64)
+        free = [kind for kind in READERS if self.may_turn(heads, kind)]
+        if "value" in free and self.groups > 1:
+            heads = self.regroup(heads, grams)
+        for kind in ("key", "value", "key_norm"):
+            if kind in free:
+                self.merge_kind(kind, heads, grams)
+            elif kind in heads:
+                grouped = heads[kind].unflatten(0, (self.groups, -1))
+                heads[kind] = grouped.mean(1)
+        return heads
 
-    def merge_keys(self, rotary: Rotary, windows: list[Scores]) -> None:
-        """Merge keys by the converted stream's queries and keys, and fit both to the original's scores."""
-        keys = torch.cat([seen.now_key.transpose(0, 1).flatten(1) for seen in windows])
-        gram = (keys.T @ keys).double() / len(keys)
-        squares = torch.stack([seen.now_query.mT @ seen.now_query for seen in windows])
-        queries = gram.new_zeros(len(self.new_of), *squares.shape[2:])
-        queries.index_add_(0, self.kv_of, squares.double().sum(0) / len(keys))
-        groups = self.structure.new_kv_heads
-        blocks = gram.reshape(groups, len(gram) // groups, groups, -1)
-        of_group = queries.unflatten(0, (groups, -1))
-        merged = [merge_keys(blocks[g, :, g], of_group[g], rotary) for g in range(groups)]
-        down, up = (torch.stack(maps) for maps in zip(*merged, strict=True))
-        self.through("key", down)
-        self.heads["query"] = up.flatten(0, 1)[self.kv_of].mT @ self.heads["query"]
-        fitted = {kind: self.heads[kind].float() for kind in ("query", "key")}
-        for kind in ("query", "key", "query"):
-            fitted[kind] = fit_scores(windows, rotary, kind, fitted, self.new_of[self.kv_of])
-        self.heads |= {kind: rows.double() for kind, rows in fitted.items()}
+    def merge_kind(self, kind: str, heads: Heads, grams: Tensors) -> None:
+        """Put principal components in place of the heads of a kind, and let what reads them read those."""
+        reader, partner = READERS[kind], self.partner[kind]
+        grouped = heads[kind].unflatten(0, (self.groups, -1))  # [groups, m, dim, inputs + 1]
+        reads = self.readers(heads[reader], grams[reader])
+        reads = reads.unflatten(0, (self.groups, -1))
+        merged, ups = [], []
+        for rows, read in zip(grouped, reads, strict=True):
+            flat = rows.flatten(0, 1)
+            square = flat @ grams[kind] @ flat.T
+            down, up = merge_heads(square, read, partner)
+            merged.append((down @ rows).sum(0))
+            ups.append(up)
+        heads[kind] = torch.stack(merged)
+        heads[reader] = torch.cat(ups)[self.kv_of].mT @ heads[reader]
 
-    def merge_values(self, targets: list[torch.Tensor], converted: torch.Tensor) -> None:
-        """Merge values, and fit them and the outputs to what the original's attention put out, [tokens, outputs] each."""
-        windows = []
-        for i, target in enumerate(targets):
-            seen = self.observe(i, converted[i])
-            groups = seen.value.unflatten(0, (self.structure.new_kv_heads, -1))
-            stacked = groups.transpose(1, 2).flatten(2)[self.new_of[self.kv_of]]
-            windows.append((seen.weights @ stacked, target))
-        merged = merge_values(windows, self.heads["output"], self.kv_of, self.new_of)
-        if merged is None:
-            self.pool("value")
-        else:
-            self.through("value", merged[0])
-            self.heads["output"] = merged[1]
+    def regroup(self, heads: Heads, grams: Tensors) -> Heads:
+        """Return the heads with those beside each other that are alike, if attention allows another order."""
+        flat = heads["value"].flatten(0, 1)
+        square = flat @ grams["value"] @ flat.T
+        reads = self.readers(heads["output"], grams["output"])
+        order = choose_groups(square, reads, self.groups)
+        queries = torch.arange(len(self.kv_of)).unflatten(0, (self.kv_heads, -1))
+        queries = queries[order].flatten()
+        moved = dict(heads)
+        for kind, rows in heads.items():
+            if len(rows) > 1:  # a norm may be one for all
+                moved[kind] = rows[queries if kind in READERS.values() else order]
+        # else something in this layer belongs to its heads, such as sinks
+        return moved if self.is_same(moved) else heads
+
+    def fit(self, heads: Heads, targets: list[Tensor]) -> Tensors:
+        """Return weights with which the new module gives nearly `targets`, [tokens, hidden] for each window.
+
+        Args:
+            heads: merged ones, where the fit begins. A step counts in inputs without correlations, L^-1 x with
+                L L^T = E[x x^T]: no direction is slow.
+        """
+        start = self.written(heads)
+        inverses: Tensors = {}
+        for path, gram in self.inputs(self.new, start).items():
+            own = gram[:-1, :-1]
+            mean = own.diagonal().mean().clamp(min=1e-20)
+            own.diagonal().add_(RIDGE * mean)
+            lower = torch.linalg.cholesky(own)
+            inverses[f"{path}.weight"] = torch.linalg.inv(lower).float()
+        steps = {}
+        for name in inverses:
+            steps[name] = torch.zeros_like(start[name]).requires_grad_()
+        size = sum(float(target.square().sum()) for target in targets)
+        size = max(size, 1e-30)
+        optimizer = torch.optim.LBFGS(
+            list(steps.values()),
+            max_iter=STEPS,
+            history_size=MEMORY,
+            line_search_fn="strong_wolfe",
+        )
+
+        def weights() -> Tensors:
+            return {name: start[name] + step @ inverses[name] for name, step in steps.items()}
+
+        def missed() -> Tensor:
+            optimizer.zero_grad()
+            made = weights()
+            used = {name: weight.detach() for name, weight in made.items()}
+            for weight in used.values():
+                weight.requires_grad_()
+            total = torch.zeros(())
+            for call, target in zip(self.calls, targets, strict=True):
+                off = run(self.new, {**start, **used}, call) - target
+                loss = off.square().sum() / size
+                loss.backward()
+                total += loss.detach()
+            slopes = [weight.grad for weight in used.values()]
+            torch.autograd.backward(list(made.values()), slopes)
+            return total
+
+        optimizer.step(missed)
+        return {**start, **weights()}
 
 
-def merge_layer(layer: Layer, original: torch.Tensor, converted: torch.Tensor) -> None:
-    """Merge the heads of a layer, and move both streams [windows, tokens, hidden] behind it."""
-    if layer.structure.new_kv_heads > 1 and layer.free_values:
-        layer.regroup(converted)
-    scores: list[Scores] = []
-    targets: list[torch.Tensor] = []
-    for i in range(len(original)):
-        seen = layer.observe(i, original[i])
-        if layer.output is not None:
-            bias = layer.stream.model.get_submodule(layer.output).bias
-            target = seen.linears[layer.output][1]
-            targets.append(target if bias is None else target - bias)
-        if layer.rotary is not None:
-            scores.append(layer.scores(seen, layer.observe(i, converted[i])))
-        original[i] = seen.hidden
-    if layer.rotary is None:
-        layer.pool("key", "key_norm")
-    else:
-        layer.merge_keys(layer.rotary, scores)
-    scores.clear()  # the probabilities of all windows, and more, that values do not need
-    layer.write()
-    if layer.free_values:
-        layer.merge_values(targets, converted)
-    else:
-        layer.pool("value")
-    layer.write()
+def parts_of(structure: Structure, base: str, names: set[str]) -> dict[str, tuple[Part, ...]]:
+    """Return the tensors of an attention module with heads' rows, by name within it; weights before biases.
+
+    Args:
+        base: path of the module in the model, with a point behind it.
+        names: names in the model of all tensors that change.
+    Raises: ConversionError where they cannot be calibrated.
+    """
+    on_disk = structure.names.on_disk
+    found = {
+        name.removeprefix(base): structure.parts[on_disk[name]]
+        for name in names
+        if name.startswith(base)
+    }
+    every = [part for parts in found.values() for part in parts]
+    if any(part.interleaved for part in every):
+        raise ConversionError(
+            f"{structure.config.model_type} keeps a head's query, key and value together, and goes to one kv head only; it "
+            'cannot be calibrated, use method="mean"'
+        )
+    if all(part.kind != "query" for part in every):
+        query = (Part("query", structure.num_heads, structure.head_dim),)
+        own = ("q_proj.weight", "q_proj.bias")
+        found |= {name: query for name in own if f"{base}{name}" in on_disk}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def merge_layer(
+    structure: Structure,
+    stream: LayerStream,
+    index: int,
+    original: Tensor,
+    converted: Tensor,
+) -> Tensors:
+    """Merge the heads of a layer, if it has any, and move both streams [windows, tokens, hidden] behind it.
+
+    Returns: name on disk -> tensor that is not the original's.
+    """
+    layer = f"{stream.path}.{index}."
+    old, new = stream.layers(index)
+    tensors = stream.tensors(index)
+    own = [name.removeprefix(layer) for name in stream.names if name.startswith(layer)]
+    paths = {name.rsplit(".", 2)[0] for name in own}
+    calls: list[Call] = []
+    targets: list[Tensor] = []
+    for i, hidden in enumerate(original):
+        with observed(old, paths) as seen:
+            run(old, tensors, stream.call(index, i, converted[i]))
+        calls += seen.calls.values()
+        with observed(old, paths) as seen:
+            original[i] = run(old, tensors, stream.call(index, i, hidden))
+        targets += map(first_row, seen.results.values())
+    changed: Tensors = {}
+    for path in paths:
+        base = f"{path}."
+        modules = old.get_submodule(path), new.get_submodule(path)
+        inside = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
+        parts = parts_of(structure, layer + base, stream.names)
+        attention = Attention(structure, modules, inside, parts, calls)
+        fitted = attention.fit(attention.merge(), targets)
+        changed = {base + n: tensor for n, tensor in fitted.items() if tensor is not inside[n]}
     for i, hidden in enumerate(converted):
-        converted[i] = layer.stream.run(layer.index, i, hidden)
+        converted[i] = run(new, {**tensors, **changed}, stream.call(index, i, hidden))
+    on_disk = structure.names.on_disk
+    return {on_disk[layer + name]: tensor.contiguous() for name, tensor in changed.items()}
 
 
 @torch.no_grad()
-def calibrate(source: Source, structure: Structure, windows: torch.Tensor, scratch: Path) -> Made:
+def calibrate(source: Source, structure: Structure, windows: Tensor, scratch: Path) -> Made:
     """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return how they are read.
 
     Args:
@@ -277,21 +327,13 @@ def calibrate(source: Source, structure: Structure, windows: torch.Tensor, scrat
     original = stream.embed(windows)
     converted = original.clone()
     made: Made = {}
-    for index in tqdm(range(len(stream.layers)), desc="merging", unit="layer", disable=None):
-        with stream.loaded(index) as path:
-            tensors: dict[str, torch.Tensor] = {}
-            if any(own.startswith(f"{path}.") for own in stream.names):
-                layer = Layer(stream, index, path, original[0])
-                try:
-                    merge_layer(layer, original, converted)
-                except torch.linalg.LinAlgError as error:
-                    why = f"numbers too large or not finite ({first_line(error)})"
-                    raise ConversionError(f"{path!r} cannot be merged: {why}") from error
-                tensors = layer.results()
-            else:
-                for stream_of in (original, converted):
-                    for i, hidden in enumerate(stream_of):
-                        stream_of[i] = stream.run(index, i, hidden)
+    for index in tqdm(range(len(stream.calls[0])), desc="merging", unit="layer", disable=None):
+        path = f"{stream.path}.{index}"
+        try:
+            tensors = merge_layer(structure, stream, index, original, converted)
+        except torch.linalg.LinAlgError as error:
+            why = f"numbers too large or not finite ({first_line(error)})"
+            raise ConversionError(f"{path!r} cannot be merged: {why}") from error
         for found in (original, converted, *tensors.values()):
             if not found.isfinite().all():
                 raise ConversionError(
@@ -305,8 +347,8 @@ def calibrate(source: Source, structure: Structure, windows: torch.Tensor, scrat
     return made
 
 
-def _read(file: Path, name: str, old: torch.Tensor) -> torch.Tensor:
+def _read(file: Path, name: str, old: Tensor) -> Tensor:
     """Return a tensor of a file, in place of the old one."""
     with safe_open(file, "pt") as opened:
-        found: torch.Tensor = opened.get_tensor(name)
+        found: Tensor = opened.get_tensor(name)
     return found

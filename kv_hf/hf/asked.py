@@ -9,7 +9,7 @@ from transformers.generation import configuration_utils
 
 from ..checks import check_choice
 from ..config import CacheConfig
-from ..errors import CacheOptionError
+from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
 from ..notices import warn_once
 from ..printable import short
@@ -51,6 +51,16 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
         return name
     _say_unread(options, given)
     return name
+
+
+def check_made(model: Any, generation_config: Any, cache: Any) -> None:
+    """Raise UnsupportedModelError where a model's own generate() (MusicGen) reaches its prefill without the cache that was named."""
+    name = generation_config.cache_implementation
+    if cache is None and generation_config.use_cache is not False and is_cache_name(name):
+        raise UnsupportedModelError(
+            f"cache_implementation={name!r}: generate() of {type(model).__name__} makes no cache by its name; leave "
+            "cache_implementation out, and pass past_key_values=kv_hf.PagedEncoderDecoderCache(model.config, ..)"
+        )
 
 
 def with_hint(error: ValueError) -> ValueError:

@@ -67,7 +67,7 @@ def kv_hf_attention(
         }
         kwargs.update(dropout=dropout, scaling=scaling, dense=dense, **given)
         return batched(module, query, key, value, **kwargs)
-    view = view_of(key, value) if type(key) is LazyKV else taken(key, value)
+    view: Any = view_of(key, value) if type(key) is LazyKV else taken(key, value)
     q_len, mask = query.shape[2], attention_mask
     causal = q_len > 1 and is_causal(module, kwargs)
     if type(mask) is LazyMask:

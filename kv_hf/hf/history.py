@@ -42,9 +42,11 @@ class Text:
         cache: of the text's own tokens.
         ids: [rows, columns] token ids, or those of new tokens alone.
         mask: [rows, columns of the whole text], 0 or False = padding, or None.
-        seen: columns that the cache holds; 1 for a preallocated one that knows no text, as asking waits for its device.
+        seen: columns that the cache holds.
         is_whole: whether the ids are the whole text: where the mask is longer they are new tokens alone.
-        is_known: whether keys and values come from these ids alone, one column each.
+        is_comparable: whether keys and values come from these ids alone, one column each; drafts for another model are not asked.
+        is_embedded: whether embeddings are given in place of ids.
+        is_known: whether the ids of the tokens that come will be known, too.
         may_be_short: whether the text may be no longer than the cache: columns may come from elsewhere.
     """
 
@@ -53,6 +55,8 @@ class Text:
     mask: torch.Tensor | None
     seen: int
     is_whole: bool
+    is_comparable: bool
+    is_embedded: bool
     is_known: bool
     may_be_short: bool
 
@@ -79,18 +83,20 @@ class Text:
         # a model that cuts the text by itself may have put columns in front that the text does not have (CPMAnt)
         cuts_by_itself = cuts is not GenerationMixin.prepare_inputs_for_generation
         seen = own.get_seq_length()
-        is_known = (
+        # a drafting model is called every few tokens by another one, which crops what it refuses
+        drafts = bool(getattr(generation_config, "is_assistant", False))
+        embedded = own is cache and not drafts and inputs.get("inputs_embeds") is not None
+        comparable = (
             comes_from_ids(model, cache, own, inputs)
-            and type(model)._sample is GenerationMixin._sample
+            and not drafts
             and ids.ndim == 2
             and (mask is None or mask.ndim == 2)
-            and (generation_config.num_beams or 1) <= 1
-            # a drafting model is called every few tokens by another one, which crops what it refuses
-            and not getattr(generation_config, "is_assistant", False)
         )
+        usual = type(model)._sample is GenerationMixin._sample
+        known = comparable and usual and (generation_config.num_beams or 1) <= 1
         may_be_short = own is not cache or cuts_by_itself or inputs.get("inputs_embeds") is not None
         is_whole = width in (-1, ids.shape[1])
-        return cls(own, ids, mask, seen, is_whole, is_known, may_be_short)
+        return cls(own, ids, mask, seen, is_whole, comparable, embedded, known, may_be_short)
 
     def check(self) -> None:
         """Compare this text with what the cache knows of the one that it holds; warn once where it does not know all.
@@ -98,21 +104,20 @@ class Text:
         Raises: CacheMismatchError where the cache holds another text, or more of this one than is given.
         """
         cache, columns = self.cache, self.ids.shape[1]
-        if not self.is_whole or not self.seen:
+        if not self.seen or not (self.is_whole or self.is_embedded):
             return
-        if self.is_known:
-            known = cache.token_ids
-            held = 0 if known is None else min(self.seen, cache.known_columns)
-            if known is not None and known.shape[0] == len(self.ids):
-                self._check_same(known[:, :held])
-            if held < self.seen:
-                warn_once(
-                    "unknown columns",
-                    "A cache holds columns of which it does not know the token ids: the model was called without generate(), or a "
-                    "call was stopped. They are not compared with the text that generate() is given: call cache.note(ids) "
-                    "after such calls",
-                )
-        if 0 < columns <= self.seen and not self.may_be_short:
+        known = cache.token_ids
+        held = 0 if known is None else min(self.seen, cache.known_columns)
+        if self.is_comparable and known is not None and known.shape[0] == len(self.ids):
+            self._check_same(known[:, :held])
+        if self.is_embedded or (self.is_comparable and held < self.seen):
+            warn_once(
+                "unknown columns",
+                "A cache holds columns of which it does not know the token ids, or the new text has none: the model was called "
+                "without generate(), with embeddings or beams, or a call was stopped. They are not compared with the text that "
+                "generate() is given: call cache.note(ids) after such calls",
+            )
+        if self.is_whole and 0 < columns <= self.seen and not self.may_be_short:
             raise CacheMismatchError(
                 f"input_ids of {columns} tokens do not continue a cache that has seen {self.seen}: pass the whole text so "
                 "far and at least one new token, or the new tokens with an attention_mask of the whole text; to go back "

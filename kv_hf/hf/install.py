@@ -38,9 +38,10 @@ from .static_generation import check_length, is_assisted
 from .step_graph import call_graphs, want_graphs
 from .whole_call import around_generate
 
-# options about one model's layers, latents and long texts, which its assistant does not take over
+# options about one model's layers, latents, pages and long texts, which its assistant does not take over
 OF_A_MODEL = (
     "layers",
+    "prefix_store",
     "latent",
     "latent_group_size",
     "k_rope",
@@ -123,9 +124,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 if half.max_length is None:
                     refuse_growing(half.options)
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, given)
-            _before_drafts(self, given, model_kwargs, generation_config, *args, **kwargs)
-            _expect_length(self, given, model_kwargs, generation_config, *args, **kwargs)
+            _make_ready(self, given, model_kwargs, generation_config, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
@@ -142,9 +141,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 check_length(self, cache, generation_config, model_kwargs, *args, **kwargs)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(self, cache)
-            _before_drafts(self, cache, model_kwargs, generation_config, *args, **kwargs)
-            _expect_length(self, cache, model_kwargs, generation_config, *args, **kwargs)
+            _make_ready(self, cache, model_kwargs, generation_config, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -152,22 +149,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _before_drafts(
-    model: Any,
-    cache: Any,
-    model_kwargs: dict[str, Any],
-    generation_config: Any,
-    generation_mode: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Prepare for assisted decoding, if it is that, which has no prefill of its own.
+def _before_drafts(model: Any, own: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
+    """Prepare for assisted decoding, which has no prefill of its own.
 
     A prefix store does nothing there, which is said once, and the first forward is the prompt's.
     """
-    own, _ = paged_halves(cache)
-    if own is None or not is_assisted(generation_mode):
-        return
     if own.prefix_store is not None:
         warn_once(
             "prefix_store assisted",
@@ -175,21 +161,6 @@ def _before_drafts(
         )
     own.read_next_as_prompt()
     expect_drafts(model, cache, own, model_kwargs)
-
-
-def _expect_length(
-    model: Any,
-    cache: Any,
-    model_kwargs: dict[str, Any],
-    generation_config: Any,
-    generation_mode: Any,
-    batch_size: int,
-    max_cache_length: int,
-) -> None:
-    """Tell the cache of the text's own tokens how long the text will be."""
-    own, _ = paged_halves(cache)
-    if own is not None:
-        expect_length(model, own, model_kwargs, generation_config, max_cache_length)
 
 
 def _check_given(model: Any, given: Any) -> None:
@@ -258,7 +229,15 @@ def _takes_a_cache(model: Any) -> bool:
     )
 
 
-def _make_ready(model: Any, cache: Any) -> None:
+def _make_ready(
+    model: Any,
+    cache: Any,
+    model_kwargs: dict[str, Any],
+    generation_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Check the kernels, give the model attention over pages, and tell the cache of the text's own tokens what comes."""
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
@@ -269,3 +248,8 @@ def _make_ready(model: Any, cache: Any) -> None:
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
     use_paged_attention(model)
+    asked = Generation.of(model, generation_config, model_kwargs, *args, **kwargs)
+    if own is not None:
+        if is_assisted(asked.mode):
+            _before_drafts(model, own, cache, model_kwargs)
+        expect_length(model, own, model_kwargs, generation_config, asked.length - 1)

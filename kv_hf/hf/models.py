@@ -49,8 +49,15 @@ def why_not_pages(model: PreTrainedModel) -> str | None:
         return "it does not take its attention from transformers' AttentionInterface"
     current = attention_config(model.config)._attn_implementation
     if takes_handles(current) or _is_named(decoder, current):
-        return None
+        return why_other_tokens(model)
     return f"its attention is {current!r}, which does not read pages"
+
+
+def why_other_tokens(model: PreTrainedModel) -> str | None:
+    """Return why `model` reads other tokens than those of the cache that it is given, or None."""
+    if model.config.model_type != "blt":
+        return None
+    return "the model keeps a second cache of its own, of other tokens, beside the one that it is given"
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:

@@ -14,7 +14,9 @@ from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
 from ..notices import warn_once
+from .asked import check_made
 from .history import Text, comes_from_ids
+from .models import why_other_tokens
 from .virtual_tokens import virtual_tokens_in_pages
 from .whole_call import note_at_end
 
@@ -48,7 +50,7 @@ def read_prompt(
     if input_ids.ndim != 2 or not input_ids.numel():
         return f"input_ids have shape {tuple(input_ids.shape)}"
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and name not in _KNOWN_INPUTS:
+        if isinstance(value, torch.Tensor | list | tuple | dict) and name not in _KNOWN_INPUTS:
             return f"the prompt holds {name} beside its tokens"
     columns = input_ids.shape[1]
     if attention_mask is None:
@@ -83,6 +85,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         halves = [half for half in paged_halves(cache) if half is not None]
         own = halves[0] if halves else None
         if own is None:
+            check_made(self, generation_config, cache)
             return run(input_ids)
         text = Text.of(self, cache, own, input_ids, generation_config, model_kwargs)
         text.check()
@@ -159,7 +162,7 @@ def attach_prefix(
         ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
         with lead.reading_everything():
             for part in ids.split(chunk or ids.shape[1], dim=1):
-                model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
+                model(input_ids=part, past_key_values=lead, use_cache=True, **last_logit(model))
         store.add(lead, [common], space)
         lead.end_prefill()
         store.count_computed(ids.shape[1])
@@ -222,9 +225,9 @@ def more_than_tokens(model: Any) -> str | None:
         return f"virtual tokens stand in front of the prompt ({adapters.virtual})"
     if drops_numbers(model):
         return "the model is in training mode and drops numbers at random"
-    return None
+    return why_other_tokens(model)
 
 
-def _last_logit(model: Any) -> dict[str, int]:
+def last_logit(model: Any) -> dict[str, int]:
     """Return the argument that keeps a forward from computing logits of all tokens, where the model has it."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}

@@ -5,6 +5,7 @@ from typing import Any
 from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError
+from .models import why_other_tokens
 
 
 def is_assisted(generation_mode: Any) -> bool:
@@ -27,6 +28,11 @@ def check_length(
         generation_config .. max_cache_length: as transformers hands them to _prepare_cache_for_generation (5.17 to
             5.23); max_cache_length is the length of prompt and new tokens, less the last one.
     """
+    reason = why_other_tokens(model)
+    if cache.max_length is not None and reason is not None:
+        raise CacheOptionError(
+            f"max_length={cache.max_length}: {type(model).__name__} cannot use it: {reason}. Leave max_length out"
+        )
     length = max_cache_length + 1
     if cache.max_length is not None and length > cache.max_length:
         raise CacheOptionError(

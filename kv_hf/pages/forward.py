@@ -58,7 +58,8 @@ class Forward:
         self.changing = False
 
     def join(self, layer: Any, count: int, q_len: int) -> Step:
-        """Return the step by which `layer` appends `q_len` columns to `count` rows; `changing` until it says `arrive`.
+        """Return the step by which `layer` appends `q_len` columns to `count` rows; it is `changing` until the layer
+        has `arrived`.
 
         Raises: CacheMismatchError for another number of rows; PagePoolExhaustedError, and what growing the storage raises, with
             the cache unchanged; InterruptedForwardError where an earlier forward stopped half-way.
@@ -83,32 +84,28 @@ class Forward:
         self.changing = True
         return step
 
-    def arrive(self) -> None:
-        """Note that the work of a layer on the forward in progress is done."""
-        self.arrived += 1
-        self.changing = False
-
     def begin(self, count: int, q_len: int) -> None:
         """Plan the append of `q_len` columns to `count` rows in all windows, or in none where one has no room."""
         self.check()
+        groups = self.groups
         with ExitStack() as stack:
-            for group in self.groups:  # from ids that are handed out until rows hold them
+            for group in groups:  # from ids that are handed out until rows hold them
                 stack.enter_context(group.pool.lock)
             try:
-                plans = [group.plan(count, q_len) for group in self.groups]
+                plans = [group.plan(count, q_len) for group in groups]
                 taken = [
-                    group.pool.allocate(plan.num_pages)
-                    for group, plan in zip(self.groups, plans, strict=True)
+                    [] if p.plain else g.pool.allocate(p.num_pages)
+                    for g, p in zip(groups, plans, strict=True)
                 ]
-                for group, plan in zip(self.groups, plans, strict=True):
-                    group.make_room(plan)
+                for group, plan, ids in zip(groups, plans, taken, strict=True):
+                    group.make_room(plan, ids)
             except BaseException:  # stopped anywhere: what no row holds was not handed out
-                for group in self.groups:
+                for group in groups:
                     group.pool.recount()
                     group.forget_padding()  # of a forward that never was
                 raise
             self.changing = True
-            for group, plan, ids in zip(self.groups, plans, taken, strict=True):
+            for group, plan, ids in zip(groups, plans, taken, strict=True):
                 group.commit(plan, ids)
             self.members, self.arrived = self.arrived, 0
             self.changing = False

@@ -293,6 +293,7 @@ class OffloadedStorage(PageStorage):
     keys: OffloadedSide
     values: OffloadedSide
     side_class = OffloadedSide
+    resident = False
 
     def __init__(
         self, layer_idx: int, spec: PageSpec, device: torch.device, arena: "OffloadArena"

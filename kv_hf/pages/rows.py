@@ -66,8 +66,8 @@ class Batch:
     def of(cls, rows: Sequence[Row]) -> "Batch":
         """Return the batch of `rows`."""
         numbers = [(row.padding, row.exact, row.dropped, row.ahead) for row in rows]
-        columns = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
-        return cls(*columns, tuple(row.pages for row in rows))
+        padding, exact, dropped, ahead = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
+        return cls(padding, exact, dropped, ahead, tuple(row.pages for row in rows))
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -287,13 +287,14 @@ class Rows:
     def _clear(self) -> None:
         self.batch = NO_ROWS
         self.seen = self.confirmed = 0
-        self.step: Step | None = None
+        self.step: Any = None  # a Step, once there was one
         self.stores: dict[int, Store] = {}
         self.touched = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
         self._tables = Tables()
-        self._room = self._aim = 0  # pages that room was made for, and shall be made for
+        self._room, self._aim = -1, 0  # pages that room was made for, and shall be made for
+        self._shown: tuple[PageIds, ...] = ()  # in the view of the last step
 
     # -- what they are -------------------------------------------------------------------------------------
 
@@ -394,6 +395,8 @@ class Rows:
 
     def _padded(self, count: int) -> Batch:
         """Return the rows as the next append finds them, with the padding that was learnt since the last."""
+        if self.batch.pages and int(self.batch.exact.min()) > 0:
+            return self.batch
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
         empty = self.lengths(rows) == 0
         if not empty.any():
@@ -412,9 +415,10 @@ class Rows:
         """
         if count < 1:
             raise CacheMismatchError("keys must have at least one row, got a batch of 0")
-        if len(self.batch) and count != len(self.batch):
+        held = len(self.batch.pages)
+        if held and count != held:
             raise CacheMismatchError(
-                f"this cache holds a batch of {len(self.batch)} rows, got keys for {count}; use a new cache, or "
+                f"this cache holds a batch of {held} rows, got keys for {count}; use a new cache, or "
                 "reset() this one, for another batch size"
             )
         if self.max_length is not None and self.seen + q_len > self.max_length:
@@ -422,7 +426,8 @@ class Rows:
                 f"max_length={self.max_length} is reached: {self.seen} columns are held and {q_len} more were given; the "
                 "cache is unchanged. Make it with a larger max_length"
             )
-        self.release_read()
+        if self._leaving:
+            self.release_read()
         return plan_append(self.sizes, self._padded(count), self.seen, q_len, self.confirmed)
 
     def release_read(self) -> None:
@@ -436,8 +441,10 @@ class Rows:
         reserved = reserved_pages(count, self.reserve, self.pool.max_pages)
         return max(page_capacity(self.pool.num_ids), reserved)
 
-    def make_room(self, plan: Append) -> None:
+    def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""
+        if not ids and self._room >= 0:
+            return
         capacity = self.capacity(len(plan.before))
         if capacity > self._room:
             ahead = self._ahead(plan)
@@ -458,6 +465,7 @@ class Rows:
         if not step.seen_after:
             self._padding_seen = None
         self.reading.note_forward()
+        step.budget = self.reading.budget
 
     def step_of(
         self, plan: Append, ids: Sequence[int], tables: Tables
@@ -467,8 +475,8 @@ class Rows:
         step = Step(
             plan.seen,
             plan.seen + q_len,
-            len(before),
-            capacity=self.capacity(len(before)),
+            len(before.pages),
+            capacity=max(self._room, self.capacity(len(before.pages))) if ids else self._room,
             exact_before=plan.exact_before,
             skip=plan.skip,
             new=plan.new,
@@ -476,11 +484,16 @@ class Rows:
         if plan.plain:
             after = replace(before, exact=plan.exact_after)
             vars(after)["counts"] = before.counts
-            shown = tables.show(before.pages)
-            step.view = self._view(
-                shown, before, plan.exact_after, plan.padding, plan.exact_before, plan.skip
-            )
-            step.ahead, step.columns = self._ahead(plan), self.max_length or step.seen_after
+            last = self.step
+            if last is not None and last.plain and self.batch.pages is before.pages is self._shown:
+                step.view = last.view.advance(plan.exact_after, plan.exact_before)
+            else:
+                shown = tables.show(before.pages)
+                step.view = self._view(
+                    shown, before, plan.exact_after, plan.padding, plan.exact_before, plan.skip
+                )
+                self._shown = before.pages
+            step.plain, step.columns = True, self.max_length or step.seen_after
             return step, after, ()
         found, kept, leaving = list(before.pages), list(before.pages), []
         first, last = {}, {}
@@ -506,6 +519,8 @@ class Rows:
             step.first = SealJobs.build(first, self.page_size, self.sink_tokens)
             step.first_leaving = plan.first * self.page_size
         step.seal = SealJobs.build(last, self.page_size, self.sink_tokens, plan.passed)
+        stays = step.fits and not step.moves_rest
+        step.plain, self._shown = stays and not (step.seal or step.first), ()
         pages = tuple(kept) if first else before.pages
         after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages)
         step.ahead = self._ahead(plan, after)

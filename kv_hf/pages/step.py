@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ..geometry import page_start
+from ..read_budget import ReadBudget
 from ..spec import TABLE_DTYPE
 from .moved import moved, persistent_tensors
 
@@ -174,6 +175,14 @@ class TableView:
         table = tables[device]
         return cls(table, num_pages, exact_lens, padding, offset, starts, skips, tables, packed)
 
+    def advance(self, exact_lens: Numbers, starts: Numbers) -> "TableView":
+        """Return this view for another append to the same pages, [rows] each; what it said before is not to be read any more."""
+        assert self._lengths is not None
+        lengths, rows = self._lengths.numpy(), len(starts)
+        lengths[1, :rows], lengths[3, :rows] = exact_lens, starts
+        self._moved.clear()
+        return self
+
     def before(self, seen: int) -> "TableView":
         """Return where the tokens of a layer lie that has seen `seen` columns and has not appended this forward's."""
         assert self.starts is not None
@@ -246,6 +255,8 @@ class Step:
         exact_before, skip, new: [rows], tokens in the window when the new ones arrive, leading columns that are not
             stored (padding, or held already), and tokens appended.
         leaving: [rows], tokens that leave the window with the step: those of sealed pages, and of pages that no later query sees.
+        plain: whether it adds to the windows in place, and neither seals nor drops anything.
+        budget: how much of a row the forward reads; None for everything.
         fits: whether the window has room for the new tokens.
         moves_rest: whether tokens stay in the window that lie behind those that leave it.
         first, first_leaving: pages sealed before the new tokens are appended (past recording), and [rows], their tokens.
@@ -267,6 +278,8 @@ class Step:
     skip: Numbers | None = None
     new: Numbers | None = None
     leaving: Numbers | None = None
+    plain: bool = False
+    budget: ReadBudget | None = None
     fits: bool = True
     moves_rest: bool = False
     first: SealJobs | None = None
@@ -275,13 +288,6 @@ class Step:
     sources: Sequence[int] = ()
     reopened: Sequence[tuple[int, int, int]] = ()
     _tensors: dict[Any, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the append adds to the windows in place, and neither seals nor drops anything."""
-        return self.fits and not (
-            self.moves_rest or self.seal is not None or self.first is not None
-        )
 
     def tensor(
         self, name: Any, device: torch.device, make: Callable[[], torch.Tensor]
@@ -313,7 +319,8 @@ class FixedStep:
             table = torch.zeros((rows, pages), dtype=TABLE_DTYPE, device=device)
             self._jobs = SealJobs(torch.full((rows, 3), -1, dtype=torch.int32, device=device))
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        self._lengths, self._shown, self._sealed = lengths, None, False
+        self._lengths, self._sealed = lengths, False
+        self._shown: torch.Tensor | None = None
         self.view = TableView._unpacked({device: table}, device, lengths, rows, 0)
 
     @staticmethod
@@ -324,7 +331,7 @@ class FixedStep:
     def standing_for(self, step: Step) -> Step:
         """Return what layers do in `step`, with these tensors."""
         return replace(
-            step, columns=self.columns, view=self.view, seal=self._jobs, capacity=0, _tensors={}
+            step, columns=self.columns, view=self.view, seal=self._jobs, plain=False, _tensors={}
         )
 
     def write(self, step: Step) -> None:

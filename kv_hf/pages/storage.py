@@ -226,6 +226,7 @@ class PageStorage:
     """
 
     side_class: type[SideStorage] = SideStorage
+    resident = True  # pages never leave the device
 
     def __init__(self, spec: PageSpec, device: torch.device, lock: Any = None) -> None:
         self.spec = self.asked = spec

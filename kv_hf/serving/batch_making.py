@@ -11,6 +11,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError
+from ..hf.prefix import last_logit
 from .batch_cache import BatchCache
 from .batch_layers import check_layers, kinds_of, paged_layers
 from .batch_room import BatchRoom
@@ -93,14 +94,8 @@ def _through(model: Any, options: CacheConfig) -> PagedCache:
     count = min(count, getattr(config, "max_position_embeddings", None) or count)
     tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
     with torch.no_grad():
-        model(input_ids=tokens, past_key_values=cache, use_cache=True, **_last_logits(model))
+        model(input_ids=tokens, past_key_values=cache, use_cache=True, **last_logit(model))
     return cache
-
-
-def _last_logits(model: Any) -> dict[str, int]:
-    """Return the argument that spares logits nobody reads, where the model has it."""
-    has = getattr(model, "_supports_logits_to_keep", None)
-    return {"logits_to_keep": 1} if callable(has) and has() else {}
 
 
 def _free_bytes(part: float) -> int:

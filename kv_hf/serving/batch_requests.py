@@ -120,7 +120,6 @@ class RequestRows:
 
     def check_integrity(self) -> None:
         """Raise ValueError where a request has two rows."""
-        if self._row != {request_id: index for index, request_id in enumerate(self.names)}:
-            raise ValueError("a request has two rows")
-        if len(self._row) != len(self.names):
+        rows = {request_id: index for index, request_id in enumerate(self.names)}
+        if self._row != rows or len(rows) != len(self.names):
             raise ValueError("a request has two rows")

@@ -13,9 +13,8 @@ from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..hf.asked import with_hint
 from .server_interface import check_server, serve_class
 from .server_options import ServerOptions
-from .server_tenants import Tenants
+from .server_tenants import STATS_ROUTE, Tenants
 
-STATS_ROUTE = "/kv_hf/stats"
 # what a client can mend by sending another request
 _OF_THE_REQUEST = (CacheOptionError, PagePoolExhaustedError)
 

@@ -1,6 +1,7 @@
 """The parts of transformers' server that kv_hf relies on, and a check that the installed version has them."""
 
 import inspect
+from pkgutil import resolve_name
 from typing import Any
 
 import transformers
@@ -58,27 +59,13 @@ def check_server() -> None:
         import uvicorn  # noqa: F401
     serve_class()
     for path, names in _USED.items():
-        found = _find(path)
-        if found is None:
-            raise _other_version(f"it has no transformers.cli.{path}")
+        try:
+            found = resolve_name(f"transformers.cli.{path}")
+        except (ImportError, AttributeError):
+            raise _other_version(f"it has no transformers.cli.{path}") from None
         for name in names:
             if name not in inspect.signature(found).parameters:
                 raise _other_version(f"transformers.cli.{path} has no parameter {name}")
-
-
-def _find(path: str) -> Any:
-    """Return what lies at "module.of.cli.Class.method", or None."""
-    from importlib import import_module
-
-    parts = path.split(".")
-    end = 2 if parts[0] == "serving" else 1
-    try:
-        found: Any = import_module(f"transformers.cli.{'.'.join(parts[:end])}")
-    except ImportError:
-        return None
-    for part in parts[end:]:
-        found = getattr(found, part, None)
-    return found
 
 
 def _other_version(why: str) -> ServerInterfaceError:

@@ -16,10 +16,11 @@ from transformers.cli.serving.utils import (
 )
 
 from ..errors import CacheOptionError
+from ..texts import longest_context
 from .batch_counts import BatchCounts
 from .batch_manager import check_here
 from .batch_options import check_model, options_of
-from .server_model import ServedModel, check_room
+from .server_model import ServedModel, check_room, end_with_context
 from .server_options import ServerOptions
 from .server_tenants import tenant
 
@@ -40,27 +41,19 @@ class PagedGenerateManager(GenerateManager):
         self._current: ServedModel | None = None
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **named: Any
     ) -> Any:
         """Start a stream. Raises what `ServedModel.prepare` raises before anything is sent."""
         self._prepare(model, inputs, gen_config)
-        return super().generate_streaming(
-            model, processor, inputs, gen_config, request_id, response_parser=response_parser
-        )
+        return super().generate_streaming(model, processor, inputs, gen_config, *rest, **named)
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **named: Any
     ) -> Any:
         """Run a request to its end. Raises what `ServedModel.prepare` raises before it is queued."""
         self._prepare(model, inputs, gen_config)
         return await super().generate_non_streaming(
-            model, processor, inputs, gen_config, request_id
+            model, processor, inputs, gen_config, *rest, **named
         )
 
     def _prepare(self, model: Any, inputs: Any, gen_config: Any) -> None:
@@ -100,41 +93,36 @@ class PagedBatchManager(BaseGenerateManager):
             or options of its own, as all requests of a batch share one cache.
         """
         own, default = self._options, model.generation_config
-        for name, of_server in (
-            ("cache_implementation", own.name),
-            ("cache_config", own.cache_config),
-        ):
+        served = {"cache_implementation": own.name, "cache_config": dict(own.cache_config)}
+        for name, of_server in served.items():
             if getattr(gen_config, name) not in (None, getattr(default, name, None), of_server):
                 raise CacheOptionError(
                     f"{name} of a request must be left out: continuous batches share the cache of the server"
                 )
-        gen_config.cache_implementation = self._options.name
-        gen_config.cache_config = dict(self._options.cache_config)
+        vars(gen_config).update(served)
         self._batches.init_cb(model, gen_config)
         pause = threading.Event()
         while self._cache() is None and self._batches.is_alive():
             pause.wait(POLL_S)
 
-    def generate_streaming(
+    def generate_streaming(  # type: ignore[override]
         self,
         model: Any,
         processor: Any,
         inputs: Any,
         gen_config: Any,
         request_id: str,
-        response_parser: Any = None,
+        **named: Any,
     ) -> Any:
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
-        own = self._admit(inputs, request_id)
-        return self._batches.generate_streaming(
-            model, processor, inputs, gen_config, own, response_parser=response_parser
-        )
+        own = self._admit(model, inputs, gen_config, request_id)
+        return self._batches.generate_streaming(model, processor, inputs, gen_config, own, **named)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
-        own = self._admit(inputs, request_id)
+        own = self._admit(model, inputs, gen_config, request_id)
         return await self._batches.generate_non_streaming(model, processor, inputs, gen_config, own)
 
     def stop(self) -> None:
@@ -153,14 +141,16 @@ class PagedBatchManager(BaseGenerateManager):
         except RuntimeError:
             return None
 
-    def _admit(self, inputs: Any, request_id: str) -> str:
+    def _admit(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
         """Check that a prompt has room, and note the salt of its prefixes for when the batches take it.
 
         Returns: an id that no other request has, whatever its client calls it: answers are handed out by it.
         """
         own, cache = f"{request_id}/{next(_numbers)}", self._cache()
+        prompt_tokens = len(inputs["input_ids"])
+        end_with_context(gen_config, prompt_tokens, longest_context(model.config))
         if cache is not None:
-            check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+            check_room(prompt_tokens + 1, cache.most_tokens)
             if tenant.get():
                 cache.salt(own, tenant.get())
         return own
@@ -214,8 +204,7 @@ class PagedManagers:
             asked = SimpleNamespace(
                 cache_implementation=self.options.name, cache_config=self.options.cache_config
             )
-            options = options_of(asked)
-            assert options is not None
+            options_of(asked)
             check_model(model)
         else:
             self.served(model, model_id)

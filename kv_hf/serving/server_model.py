@@ -48,11 +48,12 @@ class ServedModel:
         Raises: CacheOptionError for options that are wrong or the server's; PagePoolExhaustedError for a prompt that does
             not fit into max_pages.
         """
-        asked_name, asked = self._asked(generation_config)
-        name = asked_name or self.options.name
-        limit = max(1, self._context - prompt_tokens)
-        if generation_config.max_new_tokens is not None:
-            generation_config.max_new_tokens = min(generation_config.max_new_tokens, limit)
+        name, asked = generation_config.cache_implementation, generation_config.cache_config
+        if name in (None, self._default):  # of the model's own file
+            name = self.options.name
+        if asked == self._default_config:
+            asked = None
+        limit = end_with_context(generation_config, prompt_tokens, self._context)
         of_server = self.options.options_of(None)
         other = name != self.options.name
         if other and not is_cache_name(name):
@@ -76,15 +77,6 @@ class ServedModel:
             _keep_within(config, generation_config, prompt_tokens)
         generation_config.cache_implementation = name
         generation_config.cache_config = options
-
-    def _asked(self, generation_config: Any) -> tuple[str | None, Mapping[str, Any] | None]:
-        """Return the cache and the options that the request itself names, not its model's default ones."""
-        name, config = generation_config.cache_implementation, generation_config.cache_config
-        if name == self._default:
-            name = None
-        if config == self._default_config:
-            config = None
-        return name, config
 
     def stats(self) -> PrefixStats | None:
         """Return the counts of the store, None without one."""
@@ -143,6 +135,16 @@ def _keep_within(config: CacheConfig, generation_config: Any, prompt_tokens: int
     room = most - prompt_tokens + 1  # the last token of an answer is never stored
     if generation_config.max_new_tokens is not None:
         generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
+
+
+def end_with_context(generation_config: Any, prompt_tokens: int, context: int) -> int:
+    """Let an answer end where the model's context of `context` tokens does; return the most new tokens that has room for."""
+    new, length = generation_config.max_new_tokens, generation_config.max_length
+    if new is None and length is not None:
+        new = max(1, length - prompt_tokens)
+    limit = max(1, context - prompt_tokens)
+    generation_config.max_new_tokens = None if new is None else min(new, limit)
+    return limit
 
 
 def check_room(tokens: int, most: int) -> None:

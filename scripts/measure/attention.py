@@ -5,6 +5,7 @@ cache, and walk through all of them as a model does. A contender's field "path" 
 attends, "dense" attends to keys that lie there, "kernel" attends to pages.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,19 +13,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu.library import ISA_NAMES, isa
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.backends.error_bound import Rounding, attend_exactly, tokens_of
+from kv_hf.backends.error_bound import Rounding, attend_pages, tokens_of
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.registry import chooser
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.formats import format_names
 from kv_hf.hf.attention import kv_hf_attention
-from measure.runner import Contender, Fields, Verdict, in_turns, judge, workload
+from measure.runner import Call, Contender, Device, Fields, Verdict, in_turns, judge, workload
 from measure.shapes import SHAPES, captured, copy_bandwidth
 
 # of the smallest contender: past any processor's cache
@@ -36,62 +38,61 @@ class Step:
     """Random tokens of some layers, and the step that follows them.
 
     Attributes:
-        keys, values: per layer [batch, num_kv_heads, context + 1, head_dim]; the last token is the step's.
-        queries: per layer [batch, num_heads, 1, head_dim].
+        tensors: per layer (query, keys, values): [batch, num_heads, 1, head_dim], and twice
+            [batch, num_kv_heads, context + 1, head_dim], whose last token is the step's.
     """
 
     def __init__(
-        self, shape: str, batch: int, context: int, layers: int, dtype: str, device: torch.device
+        self, shape: str, batch: int, context: int, layers: int, dtype: str, device: Device
     ) -> None:
-        self.shape, self.layers, self.device, self.dtype = SHAPES[shape], layers, device, dtype
+        self.shape = SHAPES[shape]
+        self.layers, self.device, self.dtype = layers, device, dtype
         numbers = torch.Generator(device).manual_seed(0)
         like: Any = {"generator": numbers, "device": device, "dtype": getattr(torch, dtype)}
 
-        def random(heads: int, tokens: int) -> list[torch.Tensor]:
-            size = (batch, heads, tokens, self.shape.head_dim)
-            return [torch.randn(size, **like) for _ in range(layers)]
-
-        self.keys = random(self.shape.num_kv_heads, context + 1)
-        self.values = random(self.shape.num_kv_heads, context + 1)
-        self.queries = random(self.shape.num_heads, 1)
-        self.scale = self.shape.head_dim**-0.5
+        dim, kv_heads = self.shape.head_dim, self.shape.num_kv_heads
+        stored = (batch, kv_heads, context + 1, dim)
+        sizes = ((batch, self.shape.num_heads, 1, dim), stored, stored)
+        self.tensors = [[torch.randn(size, **like) for size in sizes] for _ in range(layers)]
+        self.scale = dim**-0.5
 
     def fill(self, cache: Any) -> None:
         """Give a cache all tokens but the last one."""
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+        for layer, (_, keys, values) in enumerate(self.tensors):
             cache.update(keys[:, :, :-1], values[:, :, :-1], layer)
 
-    def through(self, cache: Any, attention: Callable[..., Any]) -> torch.Tensor:
+    def through(self, cache: Any, attention: Callable[..., Any]) -> Tensor:
         """Append the last token and attend, layer by layer, as a model's forward does; return the last layer's result."""
         module: Any = SimpleNamespace(num_key_value_groups=self.shape.group, is_causal=True)
-        of = zip(self.queries, self.keys, self.values, strict=True)
-        for layer, (query, keys, values) in enumerate(of):
+        for layer, (query, keys, values) in enumerate(self.tensors):
             given = cache.update(keys[:, :, -1:], values[:, :, -1:], layer)
             out, _ = attention(module, query, *given, None, scaling=self.scale)
         return out[:, 0]  # [batch, num_heads, head_dim]
 
 
-def cold_layers(shape: str, batch: int, context: int, device: torch.device) -> int:
+def cold_layers(shape: str, batch: int, context: int, device: Device) -> int:
     """Return how many layers keep the smallest format (2 bits, 3 with scales) out of the processor's cache."""
-    smallest = max(1, 3 * SHAPES[shape].elements(context) * batch // 8)
-    return max(1, min(32, -(-COLD_BYTES[device.type] // smallest)))
+    smallest = 3 / 8 * batch * SHAPES[shape].elements(context)
+    return min(32, math.ceil(COLD_BYTES[device.type] / smallest))
 
 
 def stock(work: Step) -> list[Contender]:
     """Return DynamicCache with transformers' sdpa, and torch's SDPA on keys that lie there, with packed heads too."""
-    group, nbytes = work.shape.group, work.keys[0].nbytes + work.values[0].nbytes
+    group = work.shape.group
+    _, keys, values = work.tensors[0]
+    nbytes = keys.nbytes + values.nbytes
     cache = DynamicCache()
     work.fill(cache)
 
-    def contender(name: str, path: str, run: Callable[[], object]) -> Contender:
+    def contender(name: str, path: str, run: Call) -> Contender:
         return Contender(name, run, fields={"path": path, "nbytes": nbytes})
 
     def sdpa() -> None:
-        for q, k, v in zip(work.queries, work.keys, work.values, strict=True):
+        for q, k, v in work.tensors:
             F.scaled_dot_product_attention(q, k, v, scale=work.scale, enable_gqa=group > 1)
 
     def packed() -> None:
-        for q, k, v in zip(work.queries, work.keys, work.values, strict=True):
+        for q, k, v in work.tensors:
             one_group = q.unflatten(1, (-1, group)).squeeze(3)
             F.scaled_dot_product_attention(one_group, k, v, scale=work.scale)
 
@@ -126,23 +127,23 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
     def before() -> None:
         views[:] = [replace(layer.current_kv(), budget=budget) for layer in layers]
 
-    def run() -> torch.Tensor:
-        for query, kv in zip(work.queries, views, strict=True):
+    def run() -> Tensor:
+        for (query, _, _), kv in zip(work.tensors, views, strict=True):
             out = paged_attention(AttentionCall(query, kv, work.scale), kernel)
         return out[:, :, 0]
 
-    def verdict(contender: str, attend: Callable[[], torch.Tensor]) -> Verdict:
+    def verdict(contender: str, attend: Callable[[], Tensor]) -> Verdict:
         if not same:
             return Verdict(f"{contender}, stored", float("inf"), 0.0)
         before()
         out = attend()
         before()
-        kv, query = views[-1], work.queries[-1]
+        kv, query = views[-1], work.tensors[-1][0]
         if budget is not None and budget.chooses(kv.block_table.shape[1], kv.seen):
             kv = kv.with_pages(*chooser(kernel)(AttentionCall(query, kv, work.scale)))
         return verdict_of(contender, out, query, kv, kernel.name)
 
-    def contender(path: str, attend: Callable[[], torch.Tensor], **of: Any) -> Contender:
+    def contender(path: str, attend: Callable[[], Tensor], **of: Any) -> Contender:
         title = f"{'paged' if path == 'cache' else path}_{name}"
         fields = {"path": path, "kernel": kernel.name, "nbytes": nbytes}
         return Contender(title, attend, verdict=lambda: verdict(title, attend), fields=fields, **of)
@@ -155,7 +156,8 @@ def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> b
     """Say whether the last layer's pages hold the very numbers that the reference stores of the same tokens."""
     options = {**options, "kernel": "reference"}
     cache = PagedCache.from_implementation(work.shape.config(1), name, options)
-    cache.update(work.keys[-1][:, :, :-1], work.values[-1][:, :, :-1], 0)
+    _, keys, values = work.tensors[-1]
+    cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
     right = cache.paged_layers[0].current_kv()
     return all(
         torch.equal(tokens_of(kv, side, row).numbers, tokens_of(right, side, row).numbers)
@@ -164,9 +166,7 @@ def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> b
     )
 
 
-def verdict_of(
-    name: str, out: torch.Tensor, query: torch.Tensor, kv: PagedKV, kernel: str
-) -> Verdict:
+def verdict_of(name: str, out: Tensor, query: Tensor, kv: PagedKV, kernel: str) -> Verdict:
     """Compare a result [rows, num_heads, head_dim] with a softmax in fp64 over the stored tokens.
 
     Returns: the error, and how far rounding may move it (backends/error_bound.py), where it is nearest to that or
@@ -174,14 +174,10 @@ def verdict_of(
     """
     integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
     rounding = Rounding.of(kernel, query.dtype, integers)
-    found = []
-    for row in range(kv.rows):
-        keys, values = tokens_of(kv, 0, row), tokens_of(kv, 1, row)
-        found.append(attend_exactly(query[row], keys, values, kv.spec.query_dim**-0.5, rounding))
-    right, bounds = (torch.stack(parts)[:, :, 0] for parts in zip(*found, strict=True))
-    errors = (out.double() - right).abs().flatten()
-    worst = int((errors / bounds.flatten()).nan_to_num(nan=float("inf")).argmax())
-    return Verdict(name, float(errors[worst]), float(bounds.flatten()[worst]))
+    right, bounds = attend_pages(query, kv, rounding)
+    errors, allowed = (out.double() - right[:, :, 0]).abs().flatten(), bounds.flatten()
+    worst = int((errors / allowed).nan_to_num(nan=float("inf")).argmax())
+    return Verdict(name, float(errors[worst]), float(allowed[worst]))
 
 
 def speeds(contenders: list[Contender], work: Step) -> Iterator[Fields]:
@@ -208,15 +204,13 @@ def speeds(contenders: list[Contender], work: Step) -> Iterator[Fields]:
         {
             "shape": ["llama-8b", "smollm2"],
             "context": [2048, 8192, 16384, 32768],
-            "batch": [1],
-            "dtype": ["bfloat16"],
+            "batch": 1,
+            "dtype": "bfloat16",
         }
     ],
     columns="contender kernel timing ms_p50 ms_p20 ms_p80 ratio_to_dynamic gb_per_s part_of_copy",
 )
-def decode(
-    device: torch.device, shape: str, context: int, batch: int, dtype: str
-) -> Iterator[Fields]:
+def decode(device: Device, shape: str, context: int, batch: int, dtype: str) -> Iterator[Fields]:
     """Attention of one step, per layer: DynamicCache and torch's own calls beside pages."""
     layers = cold_layers(shape, batch, context, device)
     work = Step(shape, batch, context, layers, dtype, device)
@@ -232,17 +226,18 @@ def decode(
         {
             "context": [8192, 16384, 32768],
             "format": ["int4", "k5v3", "int8"],
-            "read_tokens": [2048],
+            "read_tokens": 2048,
         }
     ],
     kind="attention",
     file="reading_speed",
     columns="contender ms_min thread_ms_min ratio_to_everything",
 )
-def reading(device: torch.device, context: int, format: str, read_tokens: int) -> Iterator[Fields]:
+def reading(device: Device, context: int, format: str, read_tokens: int) -> Iterator[Fields]:
     """Attention of a step in all layers of SmolLM2-135M: everything read, and a part of the tokens."""
     work = Step("smollm2", 1, context, SHAPES["smollm2"].layers, "bfloat16", device)
-    everything, part = (paged(work, format, **of)[1] for of in ({}, {"read_tokens": read_tokens}))
+    _, everything = paged(work, format)
+    _, part = paged(work, format, read_tokens=read_tokens)
     everything.name, part.name = "everything", "part"
     facts = {"model": "smollm2-135m", "cache": f"paged_{format}", "dtype": "bfloat16"}
     for row in in_turns([everything, part], 12, device):

@@ -3,7 +3,6 @@
 import resource
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import transformers
@@ -12,7 +11,7 @@ import kv_hf
 from kv_hf.evaluation.rows import commit, versions
 from measure.family_models import ROLES, build_model, families
 from measure.family_operations import OPERATIONS, NotOffered, Outcome, Subject, kernel_calls, text
-from measure.runner import WrongResultError, workload
+from measure.runner import Device, Fields, WrongResultError, workload
 
 # of the largest logit; other kernels sum in another order, which is 1e-5 at most
 TOLERANCE = 1e-4
@@ -23,10 +22,9 @@ QUANTIZED_TOLERANCE = 0.15  # relative error of all logits; random weights are t
 # worst first: what a family is called for a single operation; else it is what `greedy` is
 BAD = ("ERROR", "DIFFERS", "broken")
 MEMORY = 12 << 30  # bytes of address space: a family whose sizes nobody shrank ends with an error
-Found = dict[str, Any]
 
 
-def of_this_code(config: Found) -> object:
+def of_this_code(config: Fields) -> object:
     """Return what a row is of, beside its family."""
     return commit(), versions()
 
@@ -39,12 +37,13 @@ def of_this_code(config: Found) -> object:
     limit=180,
     timed=False,
 )
-def model_families(device: torch.device, role: str, family: str) -> Iterator[Found]:
+def model_families(device: Device, role: str, family: str) -> Iterator[Fields]:
     """Compare paged caches with DynamicCache on a tiny random model of a family, operation by operation.
 
     Raises: WrongResultError for a family that differs, or ends with an error where DynamicCache does not.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))
     transformers.logging.set_verbosity_error()
     row = examine(family, role)
     if row["verdict"] in BAD[:2]:
@@ -52,9 +51,9 @@ def model_families(device: torch.device, role: str, family: str) -> Iterator[Fou
     yield {"weights": "random", **row}
 
 
-def examine(family: str, role: str = "causal") -> Found:
+def examine(family: str, role: str = "causal") -> Fields:
     """Return the row of a family, as families() lists them: verdict, what reads its pages, operations that are not equal."""
-    row: Found = {"family": family, "role": role, "equal": [], "others": {}}
+    row: Fields = {"family": family, "role": role, "equal": [], "others": {}}
     try:
         subject = Subject(build_model(family, role))
     except Exception as error:
@@ -64,8 +63,8 @@ def examine(family: str, role: str = "causal") -> Found:
     calls = {name: made for name, one in found.items() if (made := one.pop("calls", None))}
     pages = max(one.pop("pages", 0) for one in found.values())
     moved = sensitivity(subject)
-    row |= judged(found, moved, pages)
     row |= {
+        **judged(found, moved, pages),
         "reads": reads(calls.get("greedy", {})),
         "pages": pages,
         "sensitivity": moved,
@@ -79,7 +78,7 @@ def examine(family: str, role: str = "causal") -> Found:
     return row
 
 
-def judged(found: dict[str, Found], moved: float | None, pages: int) -> Found:
+def judged(found: dict[str, Fields], moved: float | None, pages: int) -> Fields:
     """Return a family's verdict and message: those of its worst operation, or of `greedy`, where that says something."""
     worst = [one for bad in BAD for one in found.values() if one["verdict"] == bad]
     decides = [*worst, found["greedy"]][0]
@@ -91,7 +90,7 @@ def judged(found: dict[str, Found], moved: float | None, pages: int) -> Found:
     return {"verdict": verdict, "message": message}
 
 
-def reads(calls: Found) -> float | None:
+def reads(calls: Fields) -> float | None:
     """Return the part of a decode step's layers that kernels read, the others being written out; None where no layer was read.
 
     Args:
@@ -141,7 +140,7 @@ def alike(expected: Outcome, found: Outcome) -> bool:
     return same and distance(expected, found) <= TOLERANCE
 
 
-def compare(subject: Subject, operation: str) -> Found:
+def compare(subject: Subject, operation: str) -> Fields:
     """Return the verdict of an operation: one of BAD, equal, refused, impossible or absent, with figures, messages and the calls of kernels."""
     stock, ours = (outcome(subject, operation, kind) for kind in ("dynamic", PAGED))
     if isinstance(stock, NotOffered):
@@ -158,7 +157,7 @@ def compare(subject: Subject, operation: str) -> Found:
     return {**against_plain(stock, ours, outcome(subject, operation, "plain")), **seen}
 
 
-def against_plain(stock: Outcome | Exception, ours: Outcome, plain: Outcome | Exception) -> Found:
+def against_plain(stock: Outcome | Exception, ours: Outcome, plain: Outcome | Exception) -> Fields:
     """Return the verdict where DynamicCache and pages differ: the plainest model decides, eager attention without a cache."""
     raised = f"DynamicCache raises {words(stock)}; " if isinstance(stock, Exception) else ""
     if isinstance(plain, Exception):
@@ -176,7 +175,7 @@ def against_plain(stock: Outcome | Exception, ours: Outcome, plain: Outcome | Ex
     return {"verdict": verdict, **figures}
 
 
-def quantized(subject: Subject, exact_pages: Found) -> Found:
+def quantized(subject: Subject, exact_pages: Fields) -> Fields:
     """Return whether the logits of 8-bit pages are finite, and near those of DynamicCache.
 
     Args:
@@ -200,16 +199,14 @@ def sensitivity(subject: Subject) -> float | None:
 
     Returns: None where forward() raises.
     """
-    ids = text(1)
-    other = torch.cat([ids[:, :-30], ids[:, -30:-10].flip(1), ids[:, -10:]], 1)
+    ids, other = text(1), text(1)
+    other[:, -30:-10] = ids[:, -30:-10].flip(1)
     try:
         with torch.no_grad():
-            one, two = (
-                {"logits": subject.unswitched(**subject.inputs(read)).logits[:, -1:].float()}
-                for read in (ids, other)
-            )
+            read = [subject.unswitched(**subject.inputs(each)).logits for each in (ids, other)]
     except Exception:
         return None
+    one, two = ({"logits": logits[:, -1:].float()} for logits in read)
     return distance(one, two)
 
 

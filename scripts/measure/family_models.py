@@ -28,13 +28,27 @@ ONE_DIMENSION_STD = 0.05  # biases, norms and gates, many of which begin at zero
 VOCABULARY, HEADS = 200, 4
 TEXT_IDS = (3, 150)  # ids of prompts; special ids of a config move to those above
 DERIVED = "(derived)"
+# options of generate() in place of a family's own
+GREEDY = {
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+    "forced_bos_token_id": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "do_sample": False,
+    "num_beams": 1,
+    "max_length": None,
+    "cache_implementation": None,
+    "use_cache": True,
+}
+Options = dict[str, Any]
 QUERY_HEADS, KV_HEADS = "query heads", "kv heads"
 SPECIAL_ID = re.compile(r"\w*token_(id|index|ids)|\w+_token")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
 @cache
-def overrides() -> dict[str, Any]:
+def overrides() -> Options:
     """Return "rules" and the tables "changes" and "first" of family_overrides.toml, shared options put in."""
     text = Path(__file__).with_name("family_overrides.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
@@ -129,10 +143,7 @@ def settle_generation(model: Any) -> None:
         if hasattr(part, "use_cache"):
             part.use_cache = True
     config = model.generation_config
-    config.eos_token_id = config.forced_eos_token_id = config.forced_bos_token_id = None
-    config.suppress_tokens = config.begin_suppress_tokens = None
-    config.do_sample, config.num_beams, config.max_length = False, 1, None
-    config.cache_implementation, config.use_cache = None, True
+    vars(config).update(GREEDY)
     if config.pad_token_id is None or config.pad_token_id < 0:
         config.pad_token_id = 0
     if model.config.is_encoder_decoder and config.decoder_start_token_id is None:
@@ -141,7 +152,7 @@ def settle_generation(model: Any) -> None:
         config.decoder_start_token_id = config.pad_token_id if start is None else start
 
 
-def shrink(config: Any, changes: dict[str, Any]) -> Any:
+def shrink(config: Any, changes: Options) -> Any:
     """Return a tiny config of the class of `config`, a config of its defaults, sub-configs included.
 
     Args:
@@ -151,13 +162,15 @@ def shrink(config: Any, changes: dict[str, Any]) -> Any:
     for name in (config.model_type, type(config).__name__):  # some parts of a model have no type
         options |= changes.get(name, {})
     # by type first: configs of models whose layers differ do not compare themselves with a string
-    left = {name for name, value in options.items() if isinstance(value, str) and value == DERIVED}
-    return type(config)(**{name: value for name, value in options.items() if name not in left})
+    for name, value in list(options.items()):
+        if isinstance(value, str) and value == DERIVED:
+            del options[name]
+    return type(config)(**options)
 
 
-def shrunk_options(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def shrunk_options(config: Any, changes: Options) -> Options:
     """Return the options of the class of `config` with which it is tiny."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     # whose fields differ from the defaults of its class: those that the config it is a part of has given
     own = vars(type(config)()) if config.model_type not in overrides()["first"] else {}
     count, kept = kept_layers(config)

@@ -7,7 +7,7 @@ import copy
 import inspect
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -23,6 +23,8 @@ from kv_hf.backends import Backend, layout_for, load, register_backend, unregist
 from measure.family_models import TEXT_IDS, twin
 
 Outcome = dict[str, Any]
+Options = Mapping[str, Any]
+NONE: Options = {}
 PAGE_SIZE = 16
 # with 4 sinks and pages of 16 tokens, rows of these lengths seal a page within the new tokens
 LENGTHS = (158, 37, 93)
@@ -85,6 +87,11 @@ def text(rows: int = 2, length: int = LENGTHS[0], seed: int = 0) -> Tensor:
     return torch.randint(*TEXT_IDS, (rows, length), generator=generator)
 
 
+def longer(ids: Tensor) -> Tensor:
+    """Return a text [rows, length] with 30 tokens more."""
+    return torch.cat([ids, text(len(ids), 30, seed=1)], 1)
+
+
 def other_inputs(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """Return what the encoder of a model reads, or images of models that take no text without one; one row of each.
 
@@ -141,7 +148,7 @@ def kernel_calls() -> Iterator[Counter[str]]:
     Yields: "decode" and "several", the calls of attention over pages with one query and with more (up to 16), and "dense", the
         layers that were written out for another attention, once per forward. The same backends as ever do the work.
     """
-    calls: Counter[str] = Counter()
+    calls = Counter[str]()
 
     def counted(name: str) -> Backend:
         kernel, last = load(name), [None]
@@ -159,13 +166,14 @@ def kernel_calls() -> Iterator[Counter[str]]:
 
     layout = layout_for(torch.device("cpu"))
     for place, name in enumerate(BACKENDS):
-        how: dict[str, Any] = {
-            "why_not": partial(why_not, name),
-            "runs_on": "cpu",
-            "layout": layout,
-        }
-        make = cache(partial(counted, name))
-        register_backend(f"counted_{name}", make, priority=1000 - place, **how)
+        register_backend(
+            f"counted_{name}",
+            cache(partial(counted, name)),
+            priority=1000 - place,
+            why_not=partial(why_not, name),
+            runs_on="cpu",
+            layout=layout,
+        )
     try:
         yield calls
     finally:
@@ -197,8 +205,8 @@ def generate(
     ids: Tensor | None = None,
     mask: Tensor | None = None,
     new_tokens: int = NEW_TOKENS,
-    cache_config: dict[str, Any] | None = None,
-    with_cache: dict[str, Any] | None = None,
+    cache_config: Options = NONE,
+    with_cache: Options = NONE,
     **more: Any,
 ) -> Outcome:
     """Generate and return the sequences, and the logits [rows, steps, vocabulary] where there are any.
@@ -214,10 +222,10 @@ def generate(
     if kind == "plain":
         asked["use_cache"] = False
     else:
-        asked |= with_cache or {}
+        asked |= with_cache
     if kind not in STOCK and "past_key_values" not in asked:
         asked["cache_implementation"] = kind
-        asked["cache_config"] = {"page_size": PAGE_SIZE, **(cache_config or {})}
+        asked["cache_config"] = {"page_size": PAGE_SIZE, **cache_config}
     inputs = subject.inputs(text() if ids is None else ids, mask)
     out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **asked)
     found = {"tokens": out.sequences, "pages": pages_held(getattr(out, "past_key_values", None))}
@@ -241,8 +249,7 @@ def two_turns(subject: Subject, kind: str, between: Callable[..., Any] | None = 
     one = generate(subject, kind, text(length=90), with_cache=held)
     if between is not None and kind not in STOCK:
         held = {"past_key_values": between(held["past_key_values"], model)}
-    longer = torch.cat([one["tokens"], text(length=30, seed=1)], 1)
-    two = generate(subject, kind, longer, with_cache=held)
+    two = generate(subject, kind, longer(one["tokens"]), with_cache=held)
     return {"tokens": two["tokens"], "logits": torch.cat([one["logits"], two["logits"]], 1)}
 
 
@@ -265,26 +272,26 @@ def prefix(subject: Subject, kind: str) -> Outcome:
     """A text whose beginning another call has left in a prefix store."""
     store = {"prefix_store": kv_hf.PrefixStore()}
     generate(subject, kind, text(), cache_config=store)
-    longer = torch.cat([text(), text(length=30, seed=1)], 1)
-    return generate(subject, kind, longer, cache_config=store)
+    return generate(subject, kind, longer(text()), cache_config=store)
 
 
 def forwards(
     subject: Subject,
     kind: str,
-    parts: tuple[tuple[int, int], ...] = ((110, 0), (5, 0), (21, 0), (1, 0)),
+    counts: Sequence[int] = (110, 5, 21, 1),
+    keep: Sequence[int] = (0, 0, 0, 0),
     model: Any = None,
 ) -> Outcome:
     """Forwards of several tokens behind a filled cache.
 
     Args:
-        parts: tokens of each forward, and how many logits are asked for (0: all).
+        counts, keep: tokens of each forward, and how many logits are asked for (0: all).
     """
     model = model or subject.of(kind)
-    ids = text(length=sum(count for count, _ in parts))
+    ids = text(length=sum(counts))
     held = new_cache(model, kind)
     found, start = [], 0
-    for count, kept in parts:
+    for count, kept in zip(counts, keep, strict=True):
         inputs = subject.inputs(ids[:, 0 if held is None else start : start + count])
         inputs |= {"logits_to_keep": kept} if kept else {}
         inputs |= {"use_cache": False} if held is None else {"past_key_values": held}
@@ -299,7 +306,7 @@ def logits_to_keep(subject: Subject, kind: str) -> Outcome:
     """Forwards of several tokens behind a filled cache, of which only the last logits are asked for."""
     if "logits_to_keep" not in inspect.signature(subject.model.forward).parameters:
         raise NotOffered("forward() has no logits_to_keep")
-    return forwards(subject, kind, ((110, 1), (5, 1), (7, 2), (9, 3), (1, 1)))
+    return forwards(subject, kind, (110, 5, 7, 9, 1), (1, 1, 2, 3, 1))
 
 
 def after(subject: Subject, kind: str) -> Outcome:

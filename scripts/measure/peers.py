@@ -13,15 +13,25 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, QuantizedCache
 from transformers.cache_utils import QuantoQuantizedLayer
 
-from kv_hf import PagedCache, register_format
+from kv_hf import PagedCache, register_format, unregister_format
 from kv_hf.cache_names import PEERS
 from kv_hf.evaluation import register_peer, unregister_peer
-from kv_hf.formats import WHOLE_HEAD, Format, RangeFormat, Scheme, per_channel, per_token
+from kv_hf.formats import (
+    WHOLE_HEAD,
+    Format,
+    RangeFormat,
+    Scheme,
+    format_names,
+    per_channel,
+    per_token,
+)
 from kv_hf.formats.base import Encoded
 
+Make = Callable[[Any, Mapping[str, Any]], Cache]  # of a model's config and options
 GROUP, RESIDUAL = 32, 128  # of KIVI
 SEED = 42  # of TurboQuant's rotation
 # bits -> levels of least mean squared error for a normal number of variance 1, those above 0
@@ -43,14 +53,14 @@ KIVI = {"keys": per_channel(GROUP), "values": per_token(GROUP)}
 
 
 @functools.cache
-def rotation(dim: int) -> torch.Tensor:
+def rotation(dim: int) -> Tensor:
     """Return a random orthogonal matrix [dim, dim], fp64, the same at every call and shared by all heads."""
     numbers = torch.Generator().manual_seed(SEED)
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=numbers, dtype=torch.float64))
     return q * torch.sign(torch.diagonal(r))
 
 
-def levels(dim: int, bits: int) -> torch.Tensor:
+def levels(dim: int, bits: int) -> Tensor:
     """Return the 2^bits levels of a coordinate of a random unit vector, ascending, fp64: nearly normal from 64 channels on."""
     above = torch.tensor(LEVELS[bits], dtype=torch.float64)
     return torch.cat([-above.flip(0), above]) / dim**0.5
@@ -62,11 +72,14 @@ class TurboQuant(Format):
     The paper's outlier channels (2.5 and 3.5 bits) are left out, and 3-bit codes.
     """
 
+    def __init__(self, bits: int) -> None:
+        self.name, self.bits = f"turboquant_int{bits}", bits
+
     def scheme(self, side: str, group_size: int | None = None) -> Scheme:
         """Return a norm per token and head."""
         return self.made((1, WHOLE_HEAD))
 
-    def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+    def encode(self, numbers: Tensor, scheme: Scheme) -> Encoded:
         """Return the numbers of the nearest levels, and norms [pages, heads, tokens, 1]; those beyond the range are cut."""
         norm = numbers.norm(dim=-1, keepdim=True)
         # fp64: its rounding does not depend on how many rows there are
@@ -78,23 +91,11 @@ class TurboQuant(Format):
         most = torch.finfo(scheme.scale_dtype).max
         return codes, norm.clamp(max=most).to(scheme.scale_dtype), None
 
-    def decode(self, codes: torch.Tensor, scale: Any, offset: Any, scheme: Scheme) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Any, offset: Any, scheme: Scheme) -> Tensor:
         """Look the levels up, rotate them back, and give them the norm."""
         dim = codes.shape[-1]
         found = levels(dim, self.bits).to(codes.device, torch.float32)[codes.int()]
         return found @ rotation(dim).to(found) * scale.float()
-
-
-class TurboQuant4(TurboQuant):
-    """16 levels."""
-
-    name, bits = "turboquant_int4", 4
-
-
-class TurboQuant2(TurboQuant):
-    """4 levels."""
-
-    name, bits = "turboquant_int2", 2
 
 
 class ChannelKeys(QuantoQuantizedLayer):
@@ -107,8 +108,8 @@ class ChannelKeys(QuantoQuantizedLayer):
     """
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append new tokens and return all: what a flush has encoded as it is read, the others exactly."""
         self.cumulative_length += key_states.shape[-2]
         first = not self.is_initialized
@@ -151,38 +152,42 @@ def channel_cache(nbits: int, config: Any, options: Mapping[str, Any]) -> Quanti
     return cache
 
 
-def paged_cache(named: Mapping[str, Any], config: Any, options: Mapping[str, Any]) -> PagedCache:
-    """Return pages with the options `named`; those behind the colon of a cache's name win over them."""
-    return PagedCache.from_implementation(config, "paged_exact", {**named, **options})
+def in_pages(codes: str, **sizes: int) -> Make:
+    """Return what makes pages of a format; the options behind the colon of a cache's name win over these."""
+    own = {"keys": codes, "values": codes, **sizes}
+    return lambda config, given: PagedCache.from_implementation(
+        config, "paged_exact", {**own, **given}
+    )
 
 
 FORMATS = (
     RangeFormat("kivi_int2", 2, KIVI),
     RangeFormat("kivi_int4", 4, KIVI),
-    TurboQuant4(),
-    TurboQuant2(),
+    TurboQuant(4),
+    TurboQuant(2),
 )
-PAGES: dict[str, dict[str, Any]] = {
-    "kivi_int{}": {"page_size": RESIDUAL, "sink_tokens": 0},
-    "kivi_int{}_window": {"page_size": GROUP, "recent_tokens": RESIDUAL, "sink_tokens": 0},
-    "turboquant_int{}": {},
+RULE = {"page_size": RESIDUAL, "sink_tokens": 0}
+WINDOW = {"page_size": GROUP, "recent_tokens": RESIDUAL, "sink_tokens": 0}
+CACHES: dict[str, Make] = {
+    "quanto_int4_channel": functools.partial(channel_cache, 4),
+    "quanto_int2_channel": functools.partial(channel_cache, 2),
+    "kivi_int4": in_pages("kivi_int4", **RULE),
+    "kivi_int2": in_pages("kivi_int2", **RULE),
+    "kivi_int4_window": in_pages("kivi_int4", **WINDOW),
+    "kivi_int2_window": in_pages("kivi_int2", **WINDOW),
+    "turboquant_int4": in_pages("turboquant_int4"),
+    "turboquant_int2": in_pages("turboquant_int2"),
 }
-# name -> what makes a cache of (model config, options)
-CACHES: dict[str, Callable[[Any, Mapping[str, Any]], Cache]] = {}
-for nbits in (4, 2):
-    CACHES[f"quanto_int{nbits}_channel"] = functools.partial(channel_cache, nbits)
-    for name, sizes in PAGES.items():
-        kind = name.removesuffix("_window").format(nbits)
-        options = {"keys": kind, "values": kind, **sizes}
-        CACHES[name.format(nbits)] = functools.partial(paged_cache, options)
 
 
 @contextmanager
 def known_peers() -> Iterator[None]:
-    """Make the formats of this file known, and its caches for a while; what is known already stays."""
+    """Make the formats and caches of this file known for a while; what is known already stays."""
     with ExitStack() as undo:
         for one in FORMATS:
-            register_format(one)
+            if one.name not in format_names():
+                register_format(one)
+                undo.callback(unregister_format, one.name)
         for name, make in CACHES.items():
             if name not in PEERS:
                 register_peer(name, make)

@@ -7,12 +7,14 @@ one text: let caches vary fastest.
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kv_hf.backends import registry
 from kv_hf.backends.base import AttentionCall
@@ -27,25 +29,22 @@ from kv_hf.spec import LANES
 from kv_hf.texts import load_text, text_names
 from measure.models.packaged import packaged_model, resolve_model
 from measure.peers import known_peers
-from measure.runner import Fields, workload
+from measure.runner import Device, Fields, workload
 
 PEERS = ["quantized_fp8", "quanto_int4", "hqq_int4"]  # of transformers
-MODEL: dict[str, list[Any]] = {"model": ["smollm2-135m"], "dtype": ["float32"]}
-WINDOW: dict[str, list[Any]] = {"window": [1600], "prompt": [512]}
+MODEL: Fields = {"model": "smollm2-135m", "dtype": "float32"}
 DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 top1 perplexity_delta"
 COUNTED = "c_counted"
-_held: dict[tuple[Any, ...], LoadedModel] = {}
+_held: dict[Any, LoadedModel] = {}
 
 
-def held(
-    make: Callable[..., LoadedModel], name: str, dtype: str, device: torch.device, **how: Any
-) -> LoadedModel:
-    """Return a model that `make` makes; the one before is let go first."""
-    key = (make, name, dtype, device, *how.items())
+def held(name: str, dtype: str, device: Device) -> LoadedModel:
+    """Return a model; the one before is let go first."""
+    key = name, dtype, device
     if key not in _held:
         _held.clear()
         gc.collect()
-        _held[key] = make(name, getattr(torch, dtype), device, **how)
+        _held[key] = packaged_model(name, getattr(torch, dtype), device)
     return _held[key]
 
 
@@ -75,16 +74,21 @@ quality = functools.partial(workload, state=state_of, timed=False)
     "accuracy",
     grid=[
         MODEL
-        | {"text": ["held_out"], "windows": [2], **WINDOW}
-        | {"cache": [*cache_names(), *PEERS]}
+        | {
+            "text": "held_out",
+            "windows": 2,
+            "window": 1600,
+            "prompt": 512,
+            "cache": [*cache_names(), *PEERS],
+        }
     ],
     file="accuracy_vs_memory",
     columns=DISTANCES,
 )
 @known_peers()
-def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
+def accuracy(device: Device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances from the exact cache, and bytes: a row per cache and text, or set of texts."""
-    loaded = held(packaged_model, model, dtype, device)
+    loaded = held(model, dtype, device)
     return [loaded.accuracy(cache, TextSettings(**text))]
 
 
@@ -92,16 +96,23 @@ def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: A
     "needle",
     grid=[
         MODEL
-        | {"haystack": ["lincoln"], "seed": [0], "task": ["single"]}
-        | {"length": [1024, 2048], "depth": [None], "first_sample": [0], "samples": [4]}
-        | {"caches": [["dynamic", "paged_int8", "paged_int4", "paged_int2"]]}
+        | {
+            "haystack": "lincoln",
+            "seed": 0,
+            "task": "single",
+            "length": [1024, 2048],
+            "depth": None,
+            "first_sample": 0,
+            "samples": 4,
+            "caches": [["dynamic", "paged_int8", "paged_int4", "paged_int2"]],
+        }
     ],
     file="long_context",
     columns="cache found rate_low rate_high nll top1 bytes_per_token",
 )
 @known_peers()
 def needle(
-    device: torch.device,
+    device: Device,
     model: str,
     dtype: str,
     caches: list[str],
@@ -110,7 +121,7 @@ def needle(
     **how: Any,
 ) -> list[Fields]:
     """What is found again of facts hidden in long texts. All caches are asked the same prompts, each prefilled once."""
-    loaded = held(packaged_model, model, dtype, device)
+    loaded = held(model, dtype, device)
     rows = needle_grid(loaded.model, loaded.tokenizer, caches, [length], [depth], **how)
     return [{**row, "model": model, "model_revision": loaded.revision} for row in rows]
 
@@ -123,14 +134,19 @@ PARTS += [f"read_top_p={part}" for part in (0.8, 0.9, 0.95, 0.99)]
     "reading",
     grid=[
         MODEL
-        | {"text": ["held_out"], "windows": [1], "window": [8192], "prompt": [7936]}
-        | {"cache": ["paged_int4", *(f"paged_int4:{part}" for part in PARTS)]}
+        | {
+            "text": "held_out",
+            "windows": 1,
+            "window": 8192,
+            "prompt": 7936,
+            "cache": ["paged_int4", *(f"paged_int4:{part}" for part in PARTS)],
+        }
     ],
     columns="kl_mean kl_low kl_high top1 tokens_read_mean",
 )
-def reading(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
+def reading(device: Device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances where a decode step reads a part of a long text; tokens are counted where a share of the mass decides."""
-    loaded = held(packaged_model, model, dtype, device)
+    loaded = held(model, dtype, device)
     base, given = parse_cache_name(cache)
     options = CacheConfig.from_options(base, given)
     settings, counts = TextSettings(**text), list[int]()
@@ -138,15 +154,21 @@ def reading(device: torch.device, model: str, dtype: str, cache: str, **text: An
     name = f"{cache},kernel={COUNTED}" if counted else cache
     with counted_pages(counts) if counted else nullcontext():
         row = loaded.accuracy(name, settings)
-    row |= {"cache": cache, "read_tokens": options.read_tokens}
-    row |= {"read_top_p": options.read_top_p, "read_from": options.read_from}
+    row |= {
+        "cache": cache,
+        "read_tokens": options.read_tokens,
+        "read_top_p": options.read_top_p,
+        "read_from": options.read_from,
+    }
     if counted:
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
-        exact = [places.exact(at) for at in range(settings.prompt + 1, settings.window + 1)]
-        tokens = torch.tensor(counts, dtype=torch.float64) * places.page_size
-        tokens += sum(exact) / len(exact)
-        row["tokens_read_mean"] = float(tokens.mean())
-        row |= {f"tokens_read_p{q}": float(tokens.quantile(q / 100)) for q in (10, 90)}
+        exact = map(places.exact, range(settings.prompt + 1, settings.window + 1))
+        tokens = places.page_size * torch.tensor(counts, dtype=torch.float64) + fmean(exact)
+        row |= {
+            "tokens_read_mean": float(tokens.mean()),
+            "tokens_read_p10": float(tokens.quantile(0.1)),
+            "tokens_read_p90": float(tokens.quantile(0.9)),
+        }
     return [row]
 
 
@@ -157,16 +179,13 @@ def counted_pages(found: list[int]) -> Iterator[None]:
     assert own.choose_pages is not None
     choose = own.choose_pages
 
-    def counted(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(call: AttentionCall) -> tuple[Tensor, Tensor]:
         table, counts = choose(call)
         found.extend(counts.tolist())
         return table, counts
 
     backend = replace(own, name=COUNTED, choose_pages=counted)
-    why_not = functools.partial(registry.why_not, "c")
-    registry.register_backend(
-        COUNTED, lambda: backend, why_not=why_not, runs_on="cpu", layout=LANES
-    )
+    registry.register_backend(COUNTED, lambda: backend, runs_on="cpu", layout=LANES)
     try:
         yield
     finally:

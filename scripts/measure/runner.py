@@ -2,8 +2,8 @@
 
 A workload is a function that takes a device and one configuration, and yields the fields of its rows:
 
-    @workload("prefix", grid=[{"model": ["smollm2-135m"], "batch": [1, 64]}], gate=same_tokens)
-    def prefix(device: torch.device, model: str, batch: int) -> Iterator[Fields]:
+    @workload("prefix", grid=[{"model": "smollm2-135m", "batch": [1, 64]}], gate=same_tokens)
+    def prefix(device: Device, model: str, batch: int) -> Iterator[Fields]:
         ...
 
 The runner does the rest. Each configuration is measured in a child process, which may take a limited time and may die: the
@@ -36,8 +36,11 @@ from kv_hf.evaluation.memory import in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
 from kv_hf.text_table import table_lines
 
+Device = torch.device
+Call = Callable[[], object]
 Fields = dict[str, Any]
-Grid = Sequence[Mapping[str, Sequence[Any]]]  # products of the fields' values, one behind the other
+# products of the fields' values, one behind the other; what is no list is the only value of its field
+Grid = Sequence[Fields]
 Answer = list[Fields] | str  # the rows, or why there are none
 Task = tuple["Workload", Fields, str, str]  # workload, configuration, device, cell
 Measure = Callable[..., Iterable[Fields]]
@@ -54,7 +57,7 @@ WORKLOADS: dict[str, "Workload"] = {}
 # -- right, and how fast
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
+def timed(run: Call, device: Device) -> float:
     """Return the milliseconds of one call: wall time on a CPU, CUDA events on a GPU.
 
     The events lie in the stream before and behind the call, so that the time holds the launches that the GPU
@@ -76,10 +79,14 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 def spread(samples: Sequence[float], name: str) -> Fields:
     """Return median and spread of samples, in their unit, as fields `name`_p50 and so on."""
     known = torch.tensor(samples, dtype=torch.float64)
-    parts = {f"p{part}": known.quantile(part / 100) for part in (50, 20, 80)}
-    parts |= {"mean": known.mean(), "max": known.max(), "min": known.min()}
-    return {f"{name}_{part}": value.item() for part, value in parts.items()} | {
-        f"{name}_n": len(samples)
+    return {
+        f"{name}_p50": known.quantile(0.5).item(),
+        f"{name}_p20": known.quantile(0.2).item(),
+        f"{name}_p80": known.quantile(0.8).item(),
+        f"{name}_mean": known.mean().item(),
+        f"{name}_max": known.max().item(),
+        f"{name}_min": known.min().item(),
+        f"{name}_n": len(samples),
     }
 
 
@@ -96,6 +103,14 @@ class Verdict:
         """Whether the result is right."""
         return self.error <= self.allowed
 
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3g}, allowed {self.allowed:.3g}"
+
+
+def equal(name: str, found: torch.Tensor, right: torch.Tensor) -> Verdict:
+    """Judge a result that has to be the right one to the last bit."""
+    return Verdict(name, float(not torch.equal(found, right)), 0.0)
+
 
 class WrongResultError(ValueError):
     """A result is wrong, so nothing of its configuration is timed."""
@@ -103,11 +118,7 @@ class WrongResultError(ValueError):
 
 def check(verdicts: Iterable[Verdict]) -> None:
     """Raise WrongResultError naming every result that is wrong."""
-    wrong = [
-        f"{one.name}: error {one.error:.3g}, allowed {one.allowed:.3g}"
-        for one in verdicts
-        if not one.ok
-    ]
+    wrong = [str(one) for one in verdicts if not one.ok]
     if wrong:
         raise WrongResultError(f"wrong results: {'; '.join(wrong)}")
 
@@ -124,8 +135,8 @@ class Contender:
     """
 
     name: str
-    run: Callable[[], object]
-    before: Callable[[], object] = lambda: None
+    run: Call
+    before: Call = lambda: None
     verdict: Callable[[], Verdict] | None = None
     fields: Fields = field(default_factory=dict)
 
@@ -144,7 +155,7 @@ def judge(contenders: Iterable[Contender]) -> None:
 def in_turns(
     contenders: Sequence[Contender],
     rounds: int,
-    device: torch.device,
+    device: Device,
     *,
     label: str = "contender",
     ms: str = "ms",
@@ -173,7 +184,8 @@ def in_turns(
             if number >= 0:
                 wall[place].append(scale * took)
                 thread[place].append(1e3 * scale * (time.thread_time() - start))
-    ratios = torch.tensor(wall[:1], dtype=torch.float64) / torch.tensor(wall, dtype=torch.float64)
+    times = torch.tensor(wall, dtype=torch.float64)
+    ratios = times[:1] / times
     return [
         {
             label: one.name,
@@ -187,6 +199,11 @@ def in_turns(
 
 
 # -- workloads
+
+
+def listed(values: Any) -> list[Any]:
+    """Return the values of a field of a grid."""
+    return values if isinstance(values, list) else [values]
 
 
 def of_this_state(config: Fields) -> object:
@@ -228,9 +245,10 @@ class Workload:
     def values(self) -> dict[str, list[Any]]:
         """Return the values of each field, of all parts of the grid."""
         found: dict[str, list[Any]] = {}
-        for name, own in itertools.chain.from_iterable(part.items() for part in self.grid):
-            known = found.setdefault(name, [])
-            known += [value for value in own if value not in known]
+        for part in self.grid:
+            for name, own in part.items():
+                known = found.setdefault(name, [])
+                known += [value for value in listed(own) if value not in known]
         return found
 
     def configurations(self, only: Mapping[str, Sequence[Any]]) -> list[Fields]:
@@ -249,10 +267,11 @@ class Workload:
         found: list[Fields] = []
         for part in self.grid:
             if set(only) <= set(part):
-                values = [
-                    [v for v in only.get(name, own) if v in own or v not in known[name]]
-                    for name, own in part.items()
-                ]
+                values = []
+                for name, given in part.items():
+                    own = listed(given)
+                    asked = only.get(name, own)
+                    values.append([v for v in asked if v in own or v not in known[name]])
                 found += [dict(zip(part, one, strict=True)) for one in itertools.product(*values)]
         return [config for place, config in enumerate(found) if config not in found[:place]]
 
@@ -306,7 +325,7 @@ def measured(task: Task) -> Answer:
             if work.gate is not None:
                 check(work.gate(place, **config))
             found = list(work.measure(place, **config))
-        rows = [make_row(**{**made, **fields, "cell": cell}) for fields in found]
+        rows = [make_row(**made | fields | {"cell": cell}) for fields in found]
         if not rows:
             raise ValueError("nothing was measured")
         json.dumps(rows, allow_nan=False)
@@ -462,7 +481,7 @@ def run(
                 outcome.failed.append(f"{work.title(config)}: {found}")
                 say(f"no rows for {outcome.failed[-1]}")
                 facts = {"device": torch.device(device).type, "workload": work.name, **config}
-                found = [make_row(**{**facts, "kind": FAILED, "failed": found})]
+                found = [make_row(**facts | {"kind": FAILED, "failed": found})]
             else:
                 outcome.rows += found
             if out is not None:

@@ -5,24 +5,24 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache.prefix_store import PrefixStore
 from kv_hf.evaluation.caches import layer_shapes
-from kv_hf.evaluation.memory import random_prompt
 from kv_hf.texts import load_text
 from measure import shapes
-from measure.runner import Fields, Verdict, workload
+from measure.runner import Device, Fields, Verdict, equal, workload
 from measure.shapes import RANDOM_MODELS, folder_of
 
+Prompts = list[list[int]]
 BATCH = 512  # most tokens of a forward
-MIB = 1 << 20
 BLOCK = 256  # tokens of a block of transformers' own pages
 OWN = "transformers"
 SYSTEM, QUESTION = 2000, 24  # tokens that all prompts of `prefix` share, and of each one's own
@@ -33,12 +33,12 @@ def text_ids(model: str) -> list[int]:
     """Return a long text as a model's token ids; of a random model, which has no tokenizer, random ones."""
     if model in RANDOM_MODELS:
         vocab = RANDOM_MODELS[model].vocab_size
-        return random_prompt(vocab, 1, 3000, torch.device("cpu"))[0].tolist()
+        return random.Random(0).choices(range(3, vocab), k=3000)
     text = "\n\n".join(load_text(name) for name in ("novel", "lincoln_1862"))
     return list(AutoTokenizer.from_pretrained(folder_of(model))(text)["input_ids"])
 
 
-def over_one_prefix(ids: list[int], requests: int, shared: int, own: int) -> list[list[int]]:
+def over_one_prefix(ids: list[int], requests: int, shared: int, own: int) -> Prompts:
     """Return prompts of one prefix of `shared` tokens, each with `own` tokens behind it."""
     return [ids[:shared] + ids[shared + i * own :][:own] for i in range(requests)]
 
@@ -48,12 +48,12 @@ def over_one_prefix(ids: list[int], requests: int, shared: int, own: int) -> lis
 
 def run_requests(
     model: Any,
-    prompts: Sequence[list[int]],
+    prompts: Prompts,
     cache: str,
     batch: int,
     shared: bool,
     new_tokens: int = 1,
-) -> tuple[Fields, torch.Tensor]:
+) -> tuple[Fields, Tensor]:
     """Generate for all prompts of one length, `batch` at a time, keeping every cache; return figures and tokens.
 
     Args:
@@ -80,71 +80,71 @@ def run_requests(
         outs.append(out.sequences[:, ids.shape[1] :])
     seconds, tokens = time.perf_counter() - start, sum(map(len, prompts))
     computed = store.stats().tokens_computed if shared else tokens
-    pools = {id(cache.group.pool): cache.group.pool for cache in caches}.values()
+    pools = {cache.group.pool for cache in caches}
+    pages = sum(pool.num_held for pool in pools)
+    page_bytes = sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec)
     figures = {
         "value": seconds,
         "tokens_computed": computed,
         "skipped": 1 - computed / tokens,
-        "pages": sum(pool.num_held for pool in pools),
-        "page_bytes": sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec),
+        "pages_bytes": pages * page_bytes,
     }
     return figures, torch.cat(outs)
+
+
+def same_tokens(device: Device, model: str, **others: Any) -> Iterator[Verdict]:
+    """Compare 16 tokens of three requests with and without sharing, in fp32."""
+    loaded = shapes.load(model, device, "float32")
+    prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
+    _, alone = run_requests(loaded, prompts, "paged_exact", 1, False, 16)
+    _, shared = run_requests(loaded, prompts, "paged_exact", 1, True, 16)
+    yield equal("tokens with a prefix store", alone, shared)
 
 
 @workload(
     "prefix",
     # without sharing a larger batch computes the same tokens: one way stands for all
     grid=[
-        {"model": ["smollm2-135m"], "requests": [64], "batch": batches, "prefix_store": [shared]}
-        for shared, batches in ((False, [1]), (True, [1, 64]))
+        {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": False},
+        {"model": "smollm2-135m", "requests": 64, "batch": [1, 64], "prefix_store": True},
     ],
-    gate=lambda device, model, **others: same_tokens(device, model),
-    columns="value tokens_computed skipped pages",
+    gate=same_tokens,
+    columns="value tokens_computed skipped pages_bytes",
 )
 def prefix(
-    device: torch.device, model: str, requests: int, batch: int, prefix_store: bool
+    device: Device, model: str, requests: int, batch: int, prefix_store: bool
 ) -> Iterator[Fields]:
     """The prefill of many requests over one system prompt, with and without a prefix store."""
     loaded = shapes.load(model, device, "bfloat16")
     prompts = over_one_prefix(text_ids(model), requests, SYSTEM, QUESTION)
     run_requests(loaded, [prompt[:64] for prompt in prompts[:2]], "paged_int4", 1, True)  # warm-up
     figures, _ = run_requests(loaded, prompts, "paged_int4", batch, prefix_store)
-    config = {
-        "implementation": "paged_int4",
-        "requests": requests,
+    yield {
+        "metric": "prefill",
+        "cache": "paged_int4",
         "system_tokens": SYSTEM,
         "question_tokens": QUESTION,
-        "batch": batch,
-        "prefix_store": prefix_store,
+        "dtype": "bfloat16",
+        **figures,
     }
-    yield {"config": config, "metric": "prefill", "dtype": "bfloat16", **figures}
-
-
-def same_tokens(device: torch.device, model: str) -> Iterator[Verdict]:
-    """Compare 16 tokens of three requests with and without sharing, in fp32."""
-    loaded = shapes.load(model, device, "float32")
-    prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
-    alone, shared = (
-        run_requests(loaded, prompts, "paged_exact", 1, share, 16)[1] for share in (False, True)
-    )
-    yield Verdict("tokens with a prefix store", float(not torch.equal(alone, shared)), 0.0)
 
 
 # -- continuous batching
 
 
-def mixed_prompts(ids: list[int], requests: int, least: int, most: int) -> list[list[int]]:
+def mixed_prompts(ids: list[int], requests: int, least: int, most: int) -> Prompts:
     """Return prompts of `least` to `most` tokens, their logarithms evenly spread, that are cut out of a text."""
     draw = random.Random(0)
-    sizes = [least * (most / least) ** (i / max(1, requests - 1)) for i in range(requests)]
-    draw.shuffle(sizes)
-    starts = [draw.randrange(len(ids) - most) for _ in sizes]
-    return [ids[start : start + round(size)] for start, size in zip(starts, sizes, strict=True)]
+    prompts = []
+    for i in range(requests):
+        size = round(least * (most / least) ** (i / max(1, requests - 1)))
+        start = draw.randrange(len(ids) - most)
+        prompts.append(ids[start : start + size])
+    draw.shuffle(prompts)
+    return prompts
 
 
-def run_load(
-    model: Any, prompts: Sequence[list[int]], answer: int, cache: str, budget: int
-) -> Fields:
+def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int) -> Fields:
     """Run requests that all come at once through continuous batching, on a paged cache or OWN, of `budget` bytes.
 
     Returns: seconds, tokens_per_s (new tokens), first_token_s (median), and capacity_tokens.
@@ -164,10 +164,12 @@ def run_load(
         generation_config=generation, continuous_batching_config=batching
     ) as manager:
         held = manager.batch_processor.cache
-        page = BLOCK if cache == OWN else held.options.page_size
-        pages = held.num_blocks if cache == OWN else held.num_pages
+        if cache == OWN:
+            capacity = BLOCK * held.num_blocks
+        else:
+            capacity = held.options.page_size * held.num_pages
         begin = time.perf_counter()
-        manager.add_requests(list(prompts), max_new_tokens=answer, record_timestamps=True)
+        manager.add_requests(prompts, max_new_tokens=answer, record_timestamps=True)
         while len(results) < len(prompts):
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():
@@ -181,32 +183,38 @@ def run_load(
         "seconds": seconds,
         "tokens_per_s": sum(len(one.generated_tokens) for one in results) / seconds,
         "first_token_s": statistics.median(one.timestamps[0] - begin for one in results),
-        "capacity_tokens": page * pages,
+        "capacity_tokens": capacity,
     }
 
 
-LOAD = {"requests": [32], "least": [128], "most": [2048], "answer": [128]}
+LOAD: Fields = {
+    "model": "smollm2-135m",
+    "requests": 32,
+    "least": 128,
+    "most": 2048,
+    "answer": 128,
+}
 
 
 @workload(
     "serving/batches",
     grid=[
-        {"model": ["smollm2-135m"], "load": loads, "budget": [budget], **LOAD}
-        for loads, budget in ((["mixed", "shared"], 2048 * MIB), (["tight"], 192 * MIB))
+        LOAD | {"load": ["mixed", "shared"], "budget_bytes": 2048 << 20},
+        LOAD | {"load": "tight", "budget_bytes": 192 << 20},
     ],
     kind="batches",
     file="serving",
     columns="cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s",
 )
 def batches(
-    device: torch.device,
+    device: Device,
     model: str,
     load: str,
     requests: int,
     least: int,
     most: int,
     answer: int,
-    budget: int,
+    budget_bytes: int,
 ) -> Iterator[Fields]:
     """Continuous batching on paged caches beside transformers' own pages in the same bytes."""
     loaded, ids = shapes.load(model, device, "bfloat16"), text_ids(model)
@@ -214,15 +222,16 @@ def batches(
         prompts = over_one_prefix(ids, requests, most // 2, 32)
     else:
         prompts = mixed_prompts(ids, requests, least, most)
-    facts = {"prompt_tokens": sum(map(len, prompts)), "batch_tokens": BATCH, "dtype": "bfloat16"}
     own: Fields = {}
     for cache in (OWN, "paged_int4"):
-        found = run_load(loaded, prompts, answer, cache, budget)
+        found = run_load(loaded, prompts, answer, cache, budget_bytes)
         own = own or found
         yield {
-            "cache": cache,
-            **facts,
             **found,
+            "cache": cache,
+            "prompt_tokens": sum(map(len, prompts)),
+            "batch_tokens": BATCH,
+            "dtype": "bfloat16",
             "ratio_to_transformers": found["tokens_per_s"] / own["tokens_per_s"],
             "first_token_ratio": found["first_token_s"] / own["first_token_s"],
         }

@@ -1,27 +1,22 @@
-"""What is measured on: attention shapes of known models, random models of known sizes, and models by name.
+"""What is measured on: attention shapes of known models, random models of known sizes (shapes.toml), and models by name.
 
 Knows no cache. Everything but packaged models needs torch and transformers alone.
 """
 
 import functools
-from collections.abc import Callable
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    LlamaConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from measure.runner import Contender, in_turns
+from measure.runner import Call, Contender, Device, in_turns
 
-SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-LATENT_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any processor's cache
+POSITIONS = 1 << 20
+LISTED = tomllib.loads(Path(__file__).with_name("shapes.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -44,52 +39,28 @@ class AttentionShape:
 
     def config(self, layers: int) -> PreTrainedConfig:
         """Return a config of attention layers of this shape; no model is ever built from it."""
-        hidden = self.num_heads * self.head_dim
-        return _config(LlamaConfig, (8, hidden, 8, layers, self.num_heads, self.num_kv_heads))
+        return LlamaConfig(
+            hidden_size=self.num_heads * self.head_dim,
+            num_hidden_layers=layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            max_position_embeddings=POSITIONS,
+        )
 
 
-def _config(
-    kind: Callable[..., PreTrainedConfig],
-    sizes: tuple[int, ...],
-    latent: tuple[int, ...] = (),
-    queries: int | None = None,
-) -> PreTrainedConfig:
-    """Return a config of SIZES; with `latent`, LATENT_SIZES, of latent attention without experts."""
-    fields: dict[str, Any] = dict(zip(SIZES.split(), sizes, strict=True))
-    if latent:
-        fields |= zip(LATENT_SIZES.split(), latent, strict=True)
-        fields |= {"q_lora_rank": queries, "first_k_dense_replace": fields["num_hidden_layers"]}
-    fields |= {"max_position_embeddings": 1 << 20, "tie_word_embeddings": False}
-    return kind(**fields)
+def random_config(**sizes: Any) -> PreTrainedConfig:
+    """Return the config of a row of shapes.toml."""
+    how: Any = {"max_position_embeddings": POSITIONS, "tie_word_embeddings": False}
+    if "kv_lora_rank" in sizes:
+        how["q_lora_rank"] = None  # the default is that of DeepSeek's largest
+    return AutoConfig.for_model(**how | sizes)
 
 
-SHAPES = {
-    "llama-8b": AttentionShape(32, 8, 128),
-    "smollm2": AttentionShape(9, 3, 64, 30),
-    "qwen2.5-7b": AttentionShape(28, 4, 128, 28),
-    "llama-70b-layer": AttentionShape(64, 8, 128, 1),
-    "heads-96": AttentionShape(8, 2, 96, 1),
-    "heads-80": AttentionShape(8, 2, 80, 1),
-    "heads-256": AttentionShape(8, 2, 256, 1),
-    "tiny": AttentionShape(4, 2, 16, 2),
-}
-V2, V3 = DeepseekV2Config, DeepseekV3Config
-# sizes as published but for DeepSeek's vocabulary, whose logits would outweigh few layers; the weights are random
-RANDOM_MODELS = {
-    "llama-3.1-8b": _config(LlamaConfig, (128256, 4096, 14336, 32, 32, 8)),
-    "deepseek-v2-lite-layer": _config(V2, (1024, 2048, 64, 1, 16, 16), (512, 128, 64, 128)),
-    "deepseek-v3-2-layers": _config(
-        V3, (1024, 7168, 18432, 2, 128, 128), (512, 128, 64, 128), queries=1536
-    ),
-    # cheap in float32, with heads as real models have them
-    "small": _config(LlamaConfig, (512, 512, 512, 2, 8, 2)),
-    "small-latent": _config(V3, (512, 512, 512, 2, 8, 8), (512, 64, 64, 64)),
-    "tiny": _config(LlamaConfig, (128, 64, 96, 2, 4, 2)),
-    "tiny-latent": _config(V3, (128, 64, 96, 2, 4, 4), (32, 16, 8, 16)),
-}
+SHAPES = {name: AttentionShape(**sizes) for name, sizes in LISTED["attention"].items()}
+RANDOM_MODELS = {name: random_config(**sizes) for name, sizes in LISTED["models"].items()}
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype, **changes: Any) -> Any:
+def random_model(name: str, device: Device, dtype: torch.dtype, **changes: Any) -> Any:
     """Build a model of random weights right on `device`, in eval mode; the same weights for the same arguments.
 
     Args:
@@ -103,7 +74,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, **changes:
 
 
 @functools.lru_cache(maxsize=1)
-def load(name: str, device: torch.device, dtype: str) -> Any:
+def load(name: str, device: Device, dtype: str) -> Any:
     """Return a model, kept until another one is asked for: of RANDOM_MODELS, packaged, a hub id or a folder."""
     if name in RANDOM_MODELS:
         return random_model(name, device, getattr(torch, dtype))
@@ -118,7 +89,7 @@ def folder_of(name: str) -> str:
     return str(resolve_model(name))
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
+def captured(run: Call) -> Call:
     """Return a replay of `run` as a CUDA graph: the time of the kernels without that of launching them.
 
     Raises: RuntimeError when the call cannot be captured (it reads from the device, say).
@@ -136,7 +107,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 @functools.lru_cache(maxsize=1)
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth(device: Device) -> float:
     """Return the GB/s (read plus written) of torch copying a large buffer: what memory gives to a plain program."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from measure.family_models import ROLES, families
-from measure.runner import WrongResultError, workload
+from measure.runner import Device, Fields, WrongResultError, workload
 
-Tests = dict[str, dict[str, Any]]
+Tests = dict[str, Fields]
 CHECKOUT = "TRANSFORMERS_CHECKOUT"
 SCRIPTS = Path(__file__).parents[1]
 GENERAL = ("tests/utils/test_cache_utils.py", "tests/generation/test_utils.py")
@@ -54,8 +53,8 @@ def suites() -> list[str]:
     timed=False,
 )
 def transformers_suites(
-    device: torch.device, suite: str, seq_length: int, new_tokens: int
-) -> Iterator[dict[str, Any]]:
+    device: Device, suite: str, seq_length: int, new_tokens: int
+) -> Iterator[Fields]:
     """Run transformers' own tests with paged caches, and with DynamicCache.
 
     Args:
@@ -73,7 +72,7 @@ def transformers_suites(
     yield {**PAGED, "weights": "random", **row}
 
 
-def tested(suite: str, settings: dict[str, Any]) -> Tests:
+def tested(suite: str, settings: Fields) -> Tests:
     """Run a file of tests with one cache; return what the plugin reports, by test name."""
     if CHECKOUT not in os.environ:
         raise ValueError(f"set ${CHECKOUT} to a source checkout of the installed transformers")
@@ -83,7 +82,7 @@ def tested(suite: str, settings: dict[str, Any]) -> Tests:
             "HF_HUB_OFFLINE": "1",  # models of the hub are used where they are there already
             **os.environ,
             "KV_HF_SUITE": json.dumps({**settings, "report": str(report)}),
-            "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)]),
+            "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SCRIPTS.parent}",
         }
         command = [sys.executable, "-m", "pytest", "-p", "measure.suites_plugin", "-q", suite]
         command += ["-p", "no:cacheprovider", "-k", SELECTION, "--continue-on-collection-errors"]
@@ -96,7 +95,7 @@ def tested(suite: str, settings: dict[str, Any]) -> Tests:
     return {re.sub(r"_0+(\d+_)", r"_\1", name): test for name, test in tests.items()}
 
 
-def compared(stock: Tests, ours: Tests) -> dict[str, Any]:
+def compared(stock: Tests, ours: Tests) -> Fields:
     """Return how many tests came to what, the names of those that failed, and what the passed ones used pages for.
 
     Tests of one run alone are made for each name of a cache, of which kv_hf adds some; they are not compared.

@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerationMixin
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("KV_HF_SUITE", '{"cache": "dynamic"}'))
 OPTIONS = {name: SETTINGS[name] for name in ("page_size", "sink_tokens") if name in SETTINGS}
 WORSE = ("passed", "skipped", "failed")
-counts: Counter[str] = Counter()  # of the test that is running
+counts = Counter[str]()  # of the test that is running
 outcomes: dict[str, dict[str, Any]] = {}
 
 

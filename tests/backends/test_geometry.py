@@ -91,7 +91,7 @@ def test_page_group_holds_what_the_rule_says(sizes, steps):
     group = rows_of(sizes)
     width = max(lengths)
     group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
-    for step, columns in enumerate([width - steps] + [1] * steps):
+    for columns in (width - steps, *[1] * steps):
         Forward([group]).begin(len(lengths), columns)
     for row, tokens in zip(group.rows, lengths, strict=True):
         hidden = min(sizes.out_of_sight(tokens), sizes.sealed(tokens))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import paged_inputs
 import pytest
 import torch
-from interpreter import attend_by_operator, call, needs_interpreter, seal
+from interpreter import call, needs_interpreter, seal
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall
@@ -422,52 +422,15 @@ def test_seal_makes_numbers_finite_and_says_so(name, bad):
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
-@needs_interpreter
-@pytest.mark.parametrize("name", ["int4", slow("exact"), "fp8_ds_mla"])
-def test_operator_gives_what_the_launch_gives(name):
-    kv = make_kv(name, rope="int8")
-    query = make_query(kv, 3)
-    by_operator = call(attend_by_operator, AttentionCall(query, kv, 0.1))
-    assert torch.equal(by_operator, call(attend, AttentionCall(query, kv, 0.1), splits=1))
-
-
 @needs_triton
-def test_operator_has_the_shape_of_its_result():
-    from torch._subclasses import FakeTensorMode
-
-    from kv_hf.backends import torch_ops
-
-    kv = make_kv("int4", rope="int8")
-    with FakeTensorMode(allow_non_fake_inputs=False) as fakes:
-
-        def fake(tensors):
-            return {name: fakes.from_tensor(tensor) for name, tensor in tensors.items()}
-
-        names = (
-            "block_table",
-            "num_pages",
-            "residual_keys",
-            "residual_values",
-            "exact_lens",
-            "padding",
-        )
-        parts = fake({name: getattr(kv, name) for name in names})
-        parts |= {"key_pages": fake(kv.key_pages), "value_pages": fake(kv.value_pages)}
-        query = torch.empty(2, 5, 3, 80, dtype=torch.bfloat16)
-        asked = AttentionCall(query, replace(kv, **parts), 0.1)
-        out = torch_ops.attend("triton", torch_ops.spec_name(kv.spec), asked)
-        assert (out.shape, out.dtype) == ((2, 5, 3, 64), torch.bfloat16)
-
-
-@needs_triton
-def test_operator_refuses_softcap():
-    from kv_hf.backends import torch_ops
+def test_latents_refuse_softcap():
+    from kv_hf.backends.registry import load
     from kv_hf.errors import CacheOptionError
 
     kv = make_kv("int4")
     asked = AttentionCall(make_query(kv), kv, 0.1, softcap=5.0)
     with pytest.raises(CacheOptionError, match="softcap: pages of latents"):
-        torch_ops.attend("triton", torch_ops.spec_name(kv.spec), asked)
+        load("triton").attend(asked)
 
 
 # -- whole generation ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch (tracing, compiling, refusing), their launch table, and where they can run."""
+"""The kernels' launch table, and where they can run."""
 
 import itertools
 import sys
@@ -7,11 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from interpreter import call, compiled_step, needs_interpreter
-from paged_inputs import check, make_kv, make_query
+from paged_inputs import make_kv, make_query
 
-from kv_hf.backends import torch_ops
 from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.registry import load
 from kv_hf.backends.triton import device, meta_params, support, tuning
 from kv_hf.backends.triton.support import why_not
 from kv_hf.formats import (
@@ -61,65 +60,14 @@ def latent_spec(name, dtype=torch.bfloat16, rank=512):
     )
 
 
-# -- operators -----------------------------------------------------------------------------------------------------
-
-
-@needs_interpreter
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_operators_compile_into_one_graph_each(backend):
-    """A decode step that appends, seals and attends, compiled without graph breaks; the buffers change in place."""
-    expected, got, graphs = call(compiled_step, backend)
-    assert graphs == 1
-    assert expected.keys() == got.keys()
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_attend_operator_finds_the_spec_by_its_name(name):
-    from interpreter import attend_by_operator
-
-    values = {"int4": "int8", "fp8": "exact"}.get(name, name)
-    kv = make_kv(name, values, key_dim=64, value_dim=32, rows=[(3, 5), (0, 2)])
-    query = make_query(kv, 3, dtype=torch.float32)
-    check(query, kv, lambda asked: call(attend_by_operator, asked))
-
-
-def test_attend_operator_has_the_shape_of_its_result():
-    """Without running: what torch.compile sees."""
-    from torch._subclasses import FakeTensorMode
-
-    kv = make_kv("exact", key_dim=64, value_dim=32)
-    name = torch_ops.spec_name(kv.spec)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        query = torch.empty(5, 4, 3, 64, dtype=torch.bfloat16)
-        out = torch_ops.attend("triton", name, AttentionCall(query, kv, 0.1))
-    assert (out.shape, out.dtype) == ((5, 4, 3, 32), torch.bfloat16)
-    assert out.transpose(1, 2).is_contiguous()
-
-
 @needs_triton
-def test_attend_operator_refuses_cpu_tensors_outside_of_the_interpreter():
+def test_attend_refuses_cpu_tensors_outside_of_the_interpreter():
     from kv_hf.errors import CacheOptionError
 
     kv = make_kv("int4")
     asked = AttentionCall(make_query(kv, dtype=torch.float32), kv, 0.1)
     with pytest.raises(CacheOptionError, match=r"'triton' needs a GPU.*TRITON_INTERPRET=1"):
-        torch_ops.attend("triton", torch_ops.spec_name(kv.spec), asked)
-
-
-def test_operators_declare_what_they_change():
-    def changed(name):
-        schema = getattr(torch.ops.kv_hf, name).default._schema
-        return {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
-
-    fields = {
-        f"{side}_{field}"
-        for side in ("key", "value")
-        for field in ("codes", "scale", "offset", "order")
-    }
-    assert changed("attend") == set()
-    assert changed("write_pair") == {"residual_keys", "residual_values", *fields, "damaged"}
+        load("triton").attend(asked)
 
 
 # -- support -------------------------------------------------------------------------------------------------------

@@ -340,7 +340,9 @@ def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
             with torch.no_grad():
                 given = {"attention_mask": shown, "past_key_values": cache}
                 if padding and start and cache is caches[0]:  # it is not stored: zeros, not numbers
-                    with pytest.raises(kv_hf.InterruptedForwardError, match="behind the other"):
+                    with pytest.raises(
+                        kv_hf.InterruptedForwardError, match="lacks tokens that the other"
+                    ):
                         model(tokens(2, 90)[:, start:end], **given)
                     return
                 model(tokens(2, 90)[:, start:end], **given)

@@ -13,6 +13,7 @@ from tiny_models import make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
+from kv_hf.hf.prefix import read_prompt
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 
@@ -343,6 +344,18 @@ def test_pages_that_a_cache_reads_are_not_given_up():
     assert store.stats().pages <= 6
 
 
+def test_pages_beyond_the_bound_are_not_shared_with_the_row_that_has_them_too():
+    """The store gave up its pages of the same tokens, and then told the row to hold them."""
+    model, store = make_model("llama"), kv_hf.PrefixStore(max_bytes=1)
+    run(model, [SYSTEM], store)
+    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
+    with torch.no_grad():
+        model(torch.tensor([SYSTEM]), past_key_values=cache)
+    assert store.stats().pages > 0
+    store.add(cache, [SYSTEM])
+    cache.check_integrity()
+
+
 def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)
@@ -435,6 +448,14 @@ def test_prompts_that_tokens_do_not_describe_are_not_shared_and_say_so(change, r
         )
     check(found, expected)
     assert store.stats() == before
+
+
+def test_a_list_of_images_keeps_a_prompt_from_being_shared():
+    """Images of several sizes come as a list of tensors; settings of a call hide nothing."""
+    ids = torch.tensor([SYSTEM])
+    images = {"pixel_values": [torch.zeros(3, 8, 8), torch.zeros(3, 8, 4)], "use_cache": True}
+    assert read_prompt(ids, None, images) == "the prompt holds pixel_values beside its tokens"
+    assert read_prompt(ids, None, {"use_cache": True, "logits_to_keep": 1}).rows == [SYSTEM]
 
 
 def test_threads_share_one_store():
@@ -598,11 +619,16 @@ def test_storage_is_not_replaced_under_a_cache_that_has_no_page_yet():
     other.update(*torch.randn(2, 1, 2, 9, 16).bfloat16(), 0)
 
 
+@pytest.mark.parametrize("drafts", ["lookup", "model"])
 @pytest.mark.parametrize("made_by", ["generate", "user"])
-def test_assisted_decoding_says_that_it_does_not_share(made_by):
+def test_assisted_decoding_says_that_it_does_not_share(made_by, drafts):
+    """The options of the target reach the model that drafts, whose pages no store of the target can hold."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
+    drafted = {"prompt_lookup_num_tokens": 2}
+    if drafts == "model":
+        drafted = {"assistant_model": make_model("llama", num_hidden_layers=1)}
     options = {"cache_implementation": "paged_exact", "cache_config": {"prefix_store": store}}
     if made_by == "user":
         options = {"past_key_values": kv_hf.PagedCache(model.config, prefix_store=store)}
     with pytest.warns(kv_hf.KVCacheWarning, match="assisted decoding has no prefill"):
-        model.generate(**batch([SYSTEM]), **GREEDY, prompt_lookup_num_tokens=2, **options)
+        model.generate(**batch([SYSTEM]), **GREEDY, **drafted, **options)

@@ -12,7 +12,7 @@ import kv_hf_cli
 from kv_hf.evaluation import pareto
 from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.models import LoadedModel, revision_of
-from kv_hf.evaluation.recommend import best, front, shown
+from kv_hf.evaluation.recommend import best, front, interval
 from kv_hf.evaluation.rows import read_rows
 
 
@@ -86,7 +86,8 @@ def test_front_and_best_of_rows_that_pareto_takes(tmp_path):
     rows = [{**row, "kl_mean": kl, "stored_bits": bits} for bits, kl in figures]
     assert [one["stored_bits"] for one in front(rows)] == [3, 4]
     assert [best(rows, bits)["stored_bits"] for bits in (3.5, 4, 5)] == [3, 4, 4]
-    assert shown(-0.000001, ".5f") == "0.00000" and shown(-0.01, "+.2f") == "-0.01"
+    small = {"kl_mean": -1e-6, "kl_low": -1e-5, "kl_high": 0.01}
+    assert interval(small) == "0.00000 (-0.00001 to 0.01000)"
 
 
 def test_eval_says_which_cache_gave_no_figures_and_stops_at_an_interrupt(

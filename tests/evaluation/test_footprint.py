@@ -39,7 +39,6 @@ def test_memory_reads_the_cache_behind_prompt_and_steps(name):
     assert found["measured_by"] == "resident" and found["offloaded_bytes"] == 0
     if found["peak_bytes"] is not None:
         assert found["peak_bytes"] == max(found["prefill_peak_bytes"], found["steps_peak_bytes"])
-        assert found["rss_bytes"] == found["steps_grown_bytes"]
     json.dumps(found)
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")

@@ -14,7 +14,6 @@ import rounding
 import tiny_latent
 import tiny_models
 import torch
-from kv_hf.backends.torch_ops import spec_name
 from nf4_format import NF4
 from paths import ROOT
 from transformers import GenerationConfig
@@ -22,7 +21,6 @@ from transformers.generation import configuration_utils
 
 import kv_hf
 from kv_hf import cli, doctor
-from kv_hf.backends import torch_ops
 from kv_hf.backends.cpu import library
 from kv_hf.backends.registry import choose, layout_for
 from kv_hf.cache_names import all_cache_names, parse_cache_name
@@ -549,18 +547,6 @@ def test_formats_are_one_object_each_also_in_copies_and_pickles(nf4):
     kv_hf.unregister_format("nf4")
     kv_hf.register_format(Halved)
     assert key_scheme("nf4", 8) != scheme
-
-
-def test_operators_tell_a_format_from_one_that_took_its_name(nf4):
-    """A compiled step of a cache that lives on holds the name as a constant: it must go on meaning the first format."""
-    first = nf4_spec()
-    name = spec_name(first)
-    assert spec_name(nf4_spec()) == name
-    kv_hf.unregister_format("nf4")
-    kv_hf.register_format(Halved)
-    second = nf4_spec()
-    assert torch_ops._specs[spec_name(second)] == second and torch_ops._specs[name] is first
-    assert spec_name(second) == spec_name(second) != name == spec_name(first)
 
 
 WIDER = RangeFormat("int4_g16", 4, {"keys": per_channel(), "values": per_token(16)})

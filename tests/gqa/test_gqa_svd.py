@@ -8,11 +8,10 @@ from tiny_tokenizer import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kv_hf
-from kv_hf.gqa import values
-from kv_hf.gqa.keys import probe_rotary
+from kv_hf.gqa import svd
+from kv_hf.gqa.components import best_common, choose_groups, find_partners, root
 from kv_hf.gqa.source import Source
 from kv_hf.gqa.structure import find_structure, split
-from kv_hf.gqa.values import choose_groups, fit_outputs, fit_values
 
 DIM, HEADS, KV = 8, 8, 4
 FAMILIES = {
@@ -155,16 +154,18 @@ def test_svd_is_closer_than_the_mean_for_heads_that_share_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
-def test_keys_behind_a_norm_stay_means_and_values_are_merged(tmp_path, family):
+def test_keys_behind_a_norm_begin_at_their_mean(tmp_path, family, monkeypatch):
     source = tmp_path / "source"
     model_of(family).save_pretrained(source)
     exact = AutoModelForCausalLM.from_pretrained(source).eval()
     pooled, found = converted(source, 1, "mean"), converted(source, 1)
-    for one, other in zip(pooled.model.layers, found.model.layers, strict=True):
-        assert torch.equal(one.self_attn.q_proj.weight, other.self_attn.q_proj.weight)
+    assert off(found, exact) < 0.8 * off(pooled, exact)
+    monkeypatch.setattr(svd.Attention, "fit", lambda self, heads, _: self.written(heads))
+    kv_hf.convert_to_gqa(source, tmp_path / "begin", 1, method="svd", calibration=ids())
+    begin = tiny_mha.load(tmp_path / "begin")
+    for one, other in zip(pooled.model.layers, begin.model.layers, strict=True):
         torch.testing.assert_close(one.self_attn.k_proj.weight, other.self_attn.k_proj.weight)
         assert not torch.equal(one.self_attn.v_proj.weight, other.self_attn.v_proj.weight)
-    assert off(found, exact) < off(pooled, exact)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss (sinks, biases)"])
@@ -250,30 +251,18 @@ def test_models_that_cannot_be_calibrated_are_refused(tmp_path):
 # the mathematics
 
 
-def test_fits_of_values_and_outputs_end_where_least_squares_ends(monkeypatch):
-    monkeypatch.setattr(values, "RIDGE", 0.0)
-    monkeypatch.setattr(values, "STEPS", 60)
-    torch.manual_seed(0)
-    heads, tokens, wide, dim, out = 4, 120, 8, 4, 6
-    group_of = torch.tensor([0, 0, 1, 1])
-    contexts = torch.randn(heads, tokens, wide).double()
-    mixed = torch.randn(heads * wide, out).double()
-    target = torch.randn(tokens, out).double() + contexts.transpose(0, 1).flatten(1) @ mixed
-    windows = [(contexts[:, :50], target[:50]), (contexts[:, 50:], target[50:])]
-
-    def features(down):
-        return torch.einsum("htw,hdw->thd", contexts, down[group_of]).flatten(1)
-
-    def missed(down, output):
-        return float((features(down) @ output - target).square().sum())
-
-    down, output = torch.randn(2, dim, wide).double(), torch.randn(heads * dim, out).double()
-    before = missed(down, output)
-    output = fit_outputs(windows, down[group_of], output)
-    best = torch.linalg.lstsq(features(down), target).solution
-    torch.testing.assert_close(output, best, rtol=1e-6, atol=1e-8)
-    fitted = fit_values(windows, down, output, group_of)
-    assert missed(fitted, output) < missed(down, output) < before
+@pytest.mark.parametrize("complex_", [False, True])
+def test_the_best_common_vector_is_that_of_the_largest_singular_values(complex_):
+    dtype = torch.complex128 if complex_ else torch.float64
+    generator = torch.Generator().manual_seed(0)
+    x, half = (torch.randn(*n, generator=generator, dtype=dtype) for n in ((90, 6), (2, 3, 3)))
+    readers = half @ half.mH
+    down, up = best_common(x.T @ x.conj(), readers)
+    y = torch.einsum("gde,tge->td", down, x.unflatten(1, (2, 3)))
+    rest = x.unflatten(1, (2, 3)) - torch.einsum("ged,td->tge", up, y)
+    lost = torch.einsum("tge,gef,tgf->", rest.conj(), readers, rest).real
+    weighted = torch.einsum("gef,tgf->tge", root(readers), x.unflatten(1, (2, 3))).flatten(1)
+    torch.testing.assert_close(lost, torch.linalg.svdvals(weighted)[3:].square().sum())
 
 
 def test_groups_are_those_that_lose_least():
@@ -286,25 +275,13 @@ def test_groups_are_those_that_lose_least():
     assert sorted(found) == [[0, 4], [1, 3], [2, 5]]
 
 
-def test_only_rotations_of_planes_that_all_heads_share_are_found():
+def test_channels_that_positions_mix_are_found_two_by_two():
     angle = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3])
-
-    def heads(rows):
-        return rows.unflatten(-1, (-1, 4)).transpose(0, 1)
-
-    def turned(rows, first=1.0, skew=1.0):
-        x, y = heads(rows)[..., :2], heads(rows)[..., 2:]
-        out = torch.cat(
-            [x * angle.cos() - y * angle.sin(), skew * x * angle.sin() + y * angle.cos()], -1
-        )
-        return torch.cat([first * out[:1], out[1:]])
-
-    found = probe_rotary(lambda kind, rows: turned(rows), 12, {"query": 2, "key": 2}, 4)
-    assert found.planes.tolist() == [[0, 2], [1, 3]] and not len(found.free)
-    for odd in (
-        lambda kind, rows: heads(rows).cumsum(-1),  # mixes four channels
-        lambda kind, rows: heads(rows).sign(),
-        lambda kind, rows: turned(rows, first=2.0),
-        lambda kind, rows: turned(rows, skew=-1.0),
-    ):
-        assert probe_rotary(odd, 12, {"query": 2, "key": 2}, 4) is None
+    rows = torch.randn(1, 12, 11, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = rows[0, :, 3:].unflatten(-1, (2, 4)).transpose(0, 1)  # keys begin in the third column
+    a, b = x[..., :2], x[..., 2:]
+    turned = torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+    assert find_partners(turned, rows, 3).tolist() == [2, 3, 0, 1]
+    assert find_partners(x * 2, rows, 3).tolist() == [0, 1, 2, 3]
+    for odd in (x.cumsum(-1), x / x.norm(dim=-1, keepdim=True)):  # mix four channels
+        assert find_partners(odd, rows, 3) is None

@@ -67,7 +67,8 @@ class Layer:
 
     def take_part(self, step):
         self.seen = step.seen_after
-        self.forward.arrive()
+        self.forward.arrived += 1
+        self.forward.changing = False
 
     def seal(self, jobs, leaving, runs):
         """Copy runs of tokens into pages; return what stays exact of `runs`."""
@@ -194,7 +195,7 @@ def test_append_seals_by_the_documented_rule_at_every_length(sinks, recent, reco
         # while recording, the token may be taken back: the page that it fills is not sealed yet
         sealed = before if recording else full_pages(tokens)
         assert len(group.rows[0].pages) == group.pool.num_held == sealed
-        assert step.is_plain == (sealed == before and step.first is None)
+        assert step.plain == (sealed == before and step.first is None)
         group.confirm()  # a crop of 0: all drafted tokens were accepted
     assert sealed > 3
     assert layer.tokens() == [list(range(1, 150))]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from measure import attention, gpu, runner, serving, shapes, steps  # noqa: F401
-from measure.gpu import part
 from measure.runner import FAILED, WORKLOADS, Budget, Contender, Verdict, Workload, in_turns, run
 from tiny_models import make_model, tokens
 
@@ -168,29 +167,28 @@ def test_bench_refuses_bad_arguments(capsys, tmp_path):
 
 STEP = "step_ms_p50 step_ms_p20 step_ms_p80 kv_bytes ratio_to_dynamic cache model context batch dtype fill"
 LEAST = "contender context dtype ms_min thread_ms_min"
-GPU_STEP = part(model="tiny", context=64, batch=1, cache=["dynamic", "paged_int4"], mode="eager")
-READ = part(context=4300, read_tokens=512)
-REQUESTS = part(requests=2, least=20, most=60, answer=3, budget=4 << 20)
+BOTH, FORMS = ["dynamic", "paged_int4"], ["torch", "int4"]
+GPU_STEP = {"model": "tiny", "context": 64, "batch": 1, "cache": BOTH, "mode": "eager"}
+READ = {"context": 4300, "read_tokens": 512}
+REQUESTS = {"requests": 2, "least": 20, "most": 60, "answer": 3, "budget_bytes": 4 << 20}
 # sizes that take a second
 TINY = {
-    "decode": part(shape="tiny", context=90, batch=2, dtype="float32"),
-    "reading/attention": part(format="int4") | READ,
-    "reading/model": part(model="tiny") | READ,
-    "generate": part(model="tiny", context=64),
-    "latents": part(model="tiny-latent", context=64),
-    "offload": part(model="tiny", keys="int4", context=600, read_tokens=[None, 512]),
-    "memory": part(model="tiny", context=80, cache="paged_int4", steps=2),
-    "prefix": part(model="tiny", requests=2, batch=1, prefix_store=[False, True]),
-    "serving/batches": part(model="tiny", load=["mixed", "shared"]) | REQUESTS,
-    "gpu/pages": gpu.pages_of("tiny", context=80),
-    "gpu/logits": part(model=["tiny", "tiny-latent"], dtype="float32"),
+    "decode": {"shape": "tiny", "context": 90, "batch": 2, "dtype": "float32"},
+    "reading/attention": {"format": "int4"} | READ,
+    "reading/model": {"model": "tiny"} | READ,
+    "generate": {"model": "tiny", "context": 64},
+    "latents": {"model": "tiny-latent", "context": 64},
+    "offload": {"model": "tiny", "keys": "int4", "context": 600, "read_tokens": [None, 512]},
+    "memory": {"model": "tiny", "context": 80, "cache": "paged_int4", "steps": 2},
+    "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": [False, True]},
+    "serving/batches": {"model": "tiny", "load": ["mixed", "shared"]} | REQUESTS,
+    "gpu/pages": gpu.PAGES | {"shape": "tiny", "context": 80},
+    "gpu/logits": {"model": ["tiny", "tiny-latent"], "dtype": "float32"},
     "gpu/warm": GPU_STEP,
     "gpu/steps": GPU_STEP,
     "gpu/compiled": GPU_STEP,
-    "gpu/latents": GPU_STEP | part(model="tiny-latent"),
-    "gpu/kernels": part(
-        shape="tiny", context=70, batch=1, format=["torch", "int4"], read_tokens=None
-    ),
+    "gpu/latents": GPU_STEP | {"model": "tiny-latent"},
+    "gpu/kernels": gpu.KERNELS | {"shape": "tiny", "context": 70, "batch": 1, "format": FORMS},
 }
 MODULES = {f"measure.{name}" for name in ("attention", "gpu", "serving", "steps")}
 
@@ -205,11 +203,11 @@ FIELDS = {
     "generate": STEP,
     "mla": f"{STEP} bytes_per_token transient_bytes weights",
     "reading_speed": f"{LEAST} kind cache read_tokens",
-    "offload": "kind context device_bytes keys offload layers_outside total_bytes resident_bytes resident_peak_stepping "
+    "offload": "kind context device_bytes keys offload layers_outside total_bytes resident_bytes stepping_bytes "
     "step_ms_p50 ratio_to_none page_bytes read_tokens model dtype",
-    "prefix": "metric config value tokens_computed skipped pages page_bytes model dtype",
+    "prefix": "metric requests system_tokens question_tokens batch prefix_store value tokens_computed skipped pages_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
-    "requests prompt_tokens answer budget batch_tokens model dtype",
+    "requests prompt_tokens answer budget_bytes batch_tokens model dtype",
     "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
@@ -294,7 +292,6 @@ def test_decoding_is_generate():
     decoding, found = steps.Decoding(model, cache_kind("paged_exact"), ids, random=False), []
     decoding.token = wanted[:, :1]
     for _ in range(4):
-        decoding.before()
         decoding.step()
         found.append(decoding.token)
     assert torch.equal(torch.cat(found, 1), wanted[:, 1:])

@@ -155,6 +155,16 @@ def test_every_block_of_every_page_is_in_the_list_and_is_what_its_rows_say():
     assert not stale, "run scripts/tables.py"
 
 
+def test_no_row_is_kept_that_no_table_shows():
+    shown = []
+    for one in tables.tables():
+        for rows in one.chosen(tables.rows_of(one.files)):
+            shown += rows
+    for path in (ROOT / "results").glob("*.jsonl"):
+        rows = map(tables.flat, tables.rows_of(path.name))
+        assert not [row for row in rows if row not in shown], path.name
+
+
 def find(page, block):
     return next(one for one in tables.tables() if (one.page, one.block) == (page, block))
 

@@ -144,10 +144,8 @@ def test_levels_reach_the_least_distortion(bits, distortion):
 def test_turboquant_stores_the_nearest_levels_of_a_rotated_direction(peers):
     found = get_format("turboquant_int4")
     numbers = torch.randn(2, 2, 16, 64, generator=torch.Generator().manual_seed(0))
-    numbers[0, 0, 0], numbers[0, 0, 1] = (
-        0.0,
-        60000.0,
-    )  # zeros stay; a norm beyond fp16 is cut, not inf
+    # zeros stay; a norm beyond fp16 is cut, not inf
+    numbers[0, 0, 0], numbers[0, 0, 1] = 0.0, 60000.0
     scheme = found.scheme("values").resolve(16, 64, "values")
     back = found.decode(*found.encode(numbers, scheme), scheme)
     assert torch.equal(back[0, 0, 0], torch.zeros(64)) and torch.isfinite(back).all()

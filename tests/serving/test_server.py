@@ -280,6 +280,31 @@ def test_two_salts_are_status_400(server):
     assert answer.status == 400 and b"must be given once, got 2" in answer.read()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+        ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({}, 200),
+    ],
+    ids=str,
+)
+def test_pages_of_other_sites_get_no_route_of_the_operator(server, headers, status):
+    """A page in a browser of this machine could unload the model, and a name that leads here read the counts."""
+    connection = http.client.HTTPConnection(server.address.partition("://")[2])
+    routes = [("GET", "/kv_hf/stats")]
+    if status == 403:
+        routes += [("POST", "/reset"), ("POST", "/load_model")]
+    for method, route in routes:
+        connection.request(method, route, headers=headers)
+        answer = connection.getresponse()
+        assert (answer.status, bool(answer.read())) == (status, True)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_misspelt_cache_of_a_request_is_status_400_with_the_nearest_name(server, stream):
     config = json.dumps({"max_new_tokens": 4, "cache_implementation": "paged_in4"})

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_server import running, save_model, wait_until
+from transformers import GenerationConfig
 
 from kv_hf.errors import UnsupportedModelError
 from kv_hf.serving.batch_cache import BatchCache
@@ -119,6 +120,14 @@ def test_prompt_without_room_is_status_400_and_others_go_on(server):
                 server.chat(TEXT * 40, stream=stream)
         assert all(other.result() for other in others)
     check_idle(server)
+
+
+def test_an_answer_ends_with_the_context_of_the_model(server):
+    """10**30 tokens kept the batch busy when their client had left."""
+    _, manager = server.serve._generation_state.get_manager.__self__._batches
+    config = GenerationConfig(max_new_tokens=10**30)
+    manager._admit(server.model(), {"input_ids": [5] * 10}, config, "one")
+    assert config.max_new_tokens == 8192 - 10
 
 
 def test_tenants_of_a_header_share_no_prefix(server):

@@ -90,7 +90,8 @@ def test_request_has_no_more_memory_than_the_server_gives():
         prepared(one, cache_implementation="dynamic")
     most = model.config.max_position_embeddings
     free = served(model)
-    assert prepared(free, max_new_tokens=10**30).max_new_tokens == most - 10
+    for asked in ({"max_new_tokens": 10**30}, {"max_new_tokens": None, "max_length": 10**30}):
+        assert prepared(free, **asked).max_new_tokens == most - 10
     asked = prepared(free, cache_config={"recent_tokens": 2**29, "sink_tokens": 2**29}).cache_config
     assert asked == {"recent_tokens": most, "sink_tokens": most}
     for option in ("page_size", "max_pages", "kernel", "device_bytes", "prefix_store"):

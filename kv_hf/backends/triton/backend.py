@@ -20,8 +20,6 @@ def load() -> Backend:
         write_pair.seal_pair,
         dense_launch.dense_side,
         max_queries=64,
-        waits=False,
-        keeps_tensors=False,
         choose_pages=selection_launch.choose_pages,
         reads_index=True,
     )

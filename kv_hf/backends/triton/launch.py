@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CacheOptionError
 from ..base import AttentionCall
-from ..inputs import SHARED, PagedKV
+from ..inputs import PagedKV
 from . import decode_launch, device, direct, latent_launch
 from .decode import decode_kernel
 from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
@@ -124,7 +124,7 @@ def _prepare(query: torch.Tensor, kv: PagedKV, shapes: Shapes, launch: Launch | 
     module = latent_launch if kv.spec.is_latent else decode_launch
     plan = module.prepare(kv, shapes, device.target_isa(where), device.shared_memory(where), launch)
     # zeros made outside of any graph: a graph that captures this plan later need not set its counters
-    if SHARED not in kv.launches and not direct.is_capturing(query.get_device()):
+    if not direct.is_capturing(query.get_device()):
         plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
     return plan
 

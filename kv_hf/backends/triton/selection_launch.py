@@ -13,7 +13,6 @@ from ...notices import warn_once
 from ...spec import PageSpec
 from .. import registry
 from ..base import AttentionCall
-from ..inputs import SHARED
 from . import device, direct
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .launch import refuse_cpu, workspace
@@ -245,7 +244,7 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
         kv.spec, triton_constants(constants), rows, blocks, num_heads * q_len, block, stretch, most
     )
     # as for attention: a graph that captures this plan later need not set its counters
-    if SHARED not in kv.launches and not direct.is_capturing(query.get_device()):
+    if not direct.is_capturing(query.get_device()):
         plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
     return plan
 

@@ -96,13 +96,10 @@ PACKAGED = {
 }
 
 
-def facts(asked: Packaged) -> dict[str, str]:
-    """Return what rows say of a model's weights. Most were quantized to a few bits before they were decoded again."""
-    file, precision = asked.weights
-    return {"model_file": f"{asked.folder}, {file}", "weights_precision": precision}
-
-
-WEIGHTS.update({name: facts(asked) for name, asked in PACKAGED.items()})
+# most were quantized to a few bits before they were decoded again
+for _name, _model in PACKAGED.items():
+    file, precision = _model.weights
+    WEIGHTS[_name] = {"model_file": f"{_model.folder}, {file}", "weights_precision": precision}
 
 
 def resolve_model(name: str) -> str:
@@ -160,8 +157,6 @@ def part_of(package: str, asked: Packaged) -> bytes:
     return found.read_bytes()
 
 
-def packaged_model(
-    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> LoadedModel:
+def packaged_model(name: str, dtype: torch.dtype, device: Any) -> LoadedModel:
     """Return a model that is ready to be measured; `name` may be that of a packaged one."""
     return LoadedModel(name, dtype, device, resolve_model(name))

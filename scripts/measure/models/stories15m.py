@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BYTES_BEGIN, PIECES_BEGIN = 3, 259  # ids of the 256 bytes, of the first piece of text
@@ -44,7 +45,7 @@ def read_model(data: bytes) -> tuple[LlamaForCausalLM, int]:
     )
     at = 28
 
-    def take(*shape: int) -> torch.Tensor:
+    def take(*shape: int) -> Tensor:
         nonlocal at
         count = math.prod(shape)
         found = torch.frombuffer(bytearray(data[at : at + 4 * count]), dtype=torch.float32)
@@ -75,7 +76,7 @@ def read_model(data: bytes) -> tuple[LlamaForCausalLM, int]:
     return model.eval(), at + 4 * length * head_dim
 
 
-def half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def half_split(weight: Tensor, heads: int) -> Tensor:
     """Return projections [layers, heads * head_dim, in] for rotations of (i, i + head_dim / 2) from those of (2i, 2i + 1)."""
     pairs = weight.unflatten(1, (heads, -1, 2))
     return pairs.transpose(2, 3).reshape(weight.shape)

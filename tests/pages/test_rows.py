@@ -216,6 +216,8 @@ def test_tables_show_the_pages_of_every_row():
     assert moved is view.on(torch.device("meta"))
     tensors = (moved.block_table, moved.num_pages, moved.exact_lens, moved.padding)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+    later = layer.append(columns_of([0, 90], 1, 101))[0].view
+    assert later.on(torch.device("meta")) is not moved  # its lengths are others
 
 
 def test_tables_of_an_earlier_step_keep_their_pages():

@@ -37,8 +37,8 @@ from .formats import (
     register_format,
     unregister_format,
 )
-from .serving.batch_counts import BatchCounts
-from .serving.install import install, uninstall
+from .serving import install, uninstall
+from .serving.batch_cache import BatchCounts
 from .spec import MemoryReport, PageSpec, predict_memory
 from .version import __version__
 

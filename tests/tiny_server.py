@@ -12,7 +12,7 @@ from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 from transformers.utils import logging
 
-from kv_hf.serving.server_options import ServerOptions
+from kv_hf.serving.server_model import ServerOptions
 
 WAIT_S = 30.0
 # assistants' turns are written as generation begins them, so that a second turn begins with the first and its answer

@@ -158,15 +158,16 @@ def _needed(cache: Any, view: KVView, mask: torch.Tensor) -> torch.Tensor | None
     group = view.layer.group
     if mask.device.type != "cpu" or mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
         return mask
-    key = (mask.data_ptr(), group.seen, view.sliding_window)
-    if cache.compared[0] != key:
+    key = (mask.data_ptr(), group.step, view.sliding_window)
+    if cache.compared[:3] != key:
         first = torch.from_numpy(group.batch.padding)[:, None]
         if view.sliding_window is not None:
             first = first.clamp(min=group.seen - view.sliding_window)
         columns = torch.arange(mask.shape[-1])
         shown = (columns >= first) & (columns < group.seen)
-        cache.compared = key, bool((mask[:, 0, 0] == shown).all())
-    return None if cache.compared[1] else mask
+        # the mask is held, so that no other one comes to lie at its place
+        cache.compared = (*key, bool((mask[:, 0, 0] == shown).all()), mask)
+    return None if cache.compared[3] else mask
 
 
 for _name, _function in (("append", _append), ("columns", _columns), ("attend", _attend)):

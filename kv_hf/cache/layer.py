@@ -134,7 +134,7 @@ class PagedLayer(DynamicLayer):
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
         group = self.group
         if group.max_length is not None:
-            return (group.max_length if group.seen else query_length), 0
+            return (group.max_length if self.seen else query_length), 0
         offset, step = (0 if group.sizes.window is None else group.offset), group.step
         if step is not None and step.view is not None and self.seen != group.seen:
             offset = step.view.offset  # asked within a forward, before its own update (Inkling)
@@ -149,7 +149,7 @@ class PagedLayer(DynamicLayer):
         raise _of_the_cache("crop")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        """Raise CacheOptionError for any `beam_idx` [rows]: the cache changes the rows of all layers at once."""
         raise _of_the_cache("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -157,7 +157,7 @@ class PagedLayer(DynamicLayer):
         raise _of_the_cache("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
+        """Raise CacheOptionError for any `indices` [n]: the cache changes the rows of all layers at once."""
         raise _of_the_cache("batch_select_indices")
 
     def reset(self) -> None:

@@ -130,7 +130,7 @@ class PagedCache(Origin, DynamicCache):
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     _straight = False  # the forward in progress is one without special cases
     tokens_on: torch.device = torch.device("cpu")  # where the first layer's keys came from
-    started = False  # tokens came since the last reset; compiled code depends on it
+    started = False  # it holds tokens; compiled code depends on it
     fixed: Mapping[Rows, FixedStep] | None = None  # while a step is recorded as a CUDA graph
 
     @shows_options
@@ -203,7 +203,7 @@ class PagedCache(Origin, DynamicCache):
         """Let operators of compiled steps find this cache, where it has a max_length."""
         if self.options.max_length is not None:
             self.number, self.views = compiled.number_of(self), {}
-            self.compared: tuple[Any, bool] = (None, False)
+            self.compared: tuple[Any, ...] = ()
             self.holds_latents = any(isinstance(one, LatentLayer) for one in self.layers)
 
     @property
@@ -337,6 +337,7 @@ class PagedCache(Origin, DynamicCache):
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
         self.started = False
+        self.views, self.compared = {}, ()
         self.forward.changing = True
         for group in self.groups:
             group.reset()
@@ -381,6 +382,7 @@ class PagedCache(Origin, DynamicCache):
                 group.crop(count)
             for layer in self.paged_layers:
                 layer.follow(layer.group.step)
+        self.started = bool(self.group.seen)
         if self.token_ids is not None:
             self.forget_tokens(self.get_seq_length())
 
@@ -652,7 +654,7 @@ class PagedCache(Origin, DynamicCache):
             num_pages = state.groups[pages[one.layer].group].num_pages
             layer.resume(one, state.tensors, num_pages)
         self.forward.resume(len(state.layers))
-        self.started, self.tokens_on = True, state.layers[0].device
+        self.started, self.tokens_on = bool(self.group.seen), state.layers[0].device
         self.check_integrity()
 
     def _group_number(self, layer: Any) -> int:
@@ -666,7 +668,7 @@ class PagedCache(Origin, DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
-        return {**vars(self), "number": None, "views": {}}
+        return {**vars(self), "number": None, "views": {}, "compared": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle: pages that other caches held in it are free here."""

@@ -75,7 +75,7 @@ def kv_hf_attention(
     elif mask is not None and view is not None:
         mask = _checked_mask(mask, view, query, key.shape[2], causal)
     if indices is not None:
-        mask = _chosen(mask, indices, query, key.shape[2], causal)
+        mask = _chosen(mask, indices, query, key.shape[2], _end(view, key.shape[2]), causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if type(view) is TracedView:
         if position_bias is not None or dropout or kwargs.get("output_attentions"):
@@ -163,7 +163,7 @@ def _checked_mask(
     Raises: CacheMismatchError where it shows left padding, which was not stored.
     """
     if mask.ndim == 2:
-        mask = _of_columns(mask, query, kv_len, causal)
+        mask = _of_columns(mask, query, kv_len, _end(view, kv_len), causal)
     group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
     if group is not None:
         padding, seen = group.batch.padding, group.seen
@@ -173,13 +173,19 @@ def _checked_mask(
     return mask
 
 
+def _end(view: View | None, kv_len: int) -> int:
+    """Return the columns up to the newest query's: fewer than there is room for (kv_len) in a cache with max_length."""
+    group = getattr(getattr(view, "layer", None), "group", None)
+    return kv_len if group is None or group.max_length is None else int(group.seen)
+
+
 def _of_columns(
-    columns: torch.Tensor, query: torch.Tensor, kv_len: int, causal: bool
+    columns: torch.Tensor, query: torch.Tensor, kv_len: int, end: int, causal: bool
 ) -> torch.Tensor:
     """Return the mask [batch, 1, 1 or q_len, kv_len] of the mask [batch, columns] that flash attention takes."""
     there = min(kv_len, columns.shape[1])
     mask = torch.nn.functional.pad(columns[:, -kv_len:].bool(), (0, kv_len - there))[:, None, None]
-    return mask & causal_mask(query.shape[2], kv_len, query.device) if causal else mask
+    return mask & causal_mask(query.shape[2], kv_len, end, query.device) if causal else mask
 
 
 def _chosen(
@@ -187,6 +193,7 @@ def _chosen(
     indices: torch.Tensor,
     query: torch.Tensor,
     kv_len: int,
+    end: int,
     causal: bool,
 ) -> torch.Tensor:
     """Hide from `mask` all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
@@ -196,7 +203,7 @@ def _chosen(
     columns = indices.long().masked_fill(indices < 0, kv_len)[:, None]
     chosen = chosen.scatter_(-1, columns, True)[..., :kv_len]
     if mask is None:
-        return chosen & causal_mask(q_len, kv_len, query.device) if causal else chosen
+        return chosen & causal_mask(q_len, kv_len, end, query.device) if causal else chosen
     mask = mask[..., :kv_len]
     if mask.dtype == torch.bool:
         return mask & chosen
@@ -227,7 +234,7 @@ def _kernel_mask(
         if not causal:
             mask = torch.ones(1, 1, 1, kv_len, dtype=torch.bool, device=query.device)
         elif bias is not None:
-            mask = causal_mask(q_len, kv_len, query.device)
+            mask = causal_mask(q_len, kv_len, _end(view, kv_len), query.device)
     if bias is None or mask is None:
         return mask if bias is None else bias
     mask = mask[..., : bias.shape[-1]]

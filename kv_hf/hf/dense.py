@@ -65,10 +65,10 @@ def dense_attention(
     return function(module, query, key, value, mask, **kwargs)
 
 
-def causal_mask(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    """Return [1, 1, q_len, kv_len], bool: what the newest `q_len` of `kv_len` tokens see."""
+def causal_mask(q_len: int, kv_len: int, end: int, device: torch.device) -> torch.Tensor:
+    """Return [1, 1, q_len, kv_len], bool: what the newest `q_len` of `end` tokens see, which have room for `kv_len`."""
     visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
-    return visible.tril(kv_len - q_len)[None, None]
+    return visible.tril(end - q_len)[None, None]
 
 
 def takes_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -139,6 +139,7 @@ class TableView:
     skips: torch.Tensor | None = None
     tables: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _lengths: torch.Tensor | None = None
+    _numbers: npt.NDArray[np.int32] | None = None  # the memory of the CPU's lengths
     _moved: dict[torch.device, "TableView"] = field(default_factory=dict)
 
     @classmethod
@@ -159,7 +160,7 @@ class TableView:
         lengths = np.zeros((len(columns), aligned), dtype=np.int32)
         for place, column in enumerate(columns):
             lengths[place, :rows] = column
-        return cls._unpacked(tables, CPU, torch.from_numpy(lengths), rows, offset)
+        return cls._unpacked(tables, CPU, torch.from_numpy(lengths), rows, offset, lengths)
 
     @classmethod
     def _unpacked(
@@ -169,17 +170,20 @@ class TableView:
         packed: torch.Tensor,
         rows: int,
         offset: int,
+        numbers: npt.NDArray[np.int32] | None = None,
     ) -> "TableView":
         num_pages, exact_lens, padding, *rest = packed[:, :rows].unbind(0)
         starts, skips = rest if rest else (None, None)
         table = tables[device]
-        return cls(table, num_pages, exact_lens, padding, offset, starts, skips, tables, packed)
+        return cls(
+            table, num_pages, exact_lens, padding, offset, starts, skips, tables, packed, numbers
+        )
 
     def advance(self, exact_lens: Numbers, starts: Numbers) -> "TableView":
         """Return this view for another append to the same pages, [rows] each; what it said before is not to be read any more."""
-        assert self._lengths is not None
-        lengths, rows = self._lengths.numpy(), len(starts)
-        lengths[1, :rows], lengths[3, :rows] = exact_lens, starts
+        assert self._numbers is not None
+        rows = len(starts)
+        self._numbers[1, :rows], self._numbers[3, :rows] = exact_lens, starts
         self._moved.clear()
         return self
 

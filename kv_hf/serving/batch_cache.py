@@ -1,36 +1,63 @@
 """The cache of continuous batching: what transformers' scheduler asks of one, over pages of any format."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache.layer import PagedLayer
 from ..cache.paged_cache import PagedCache
-from ..cache.prefix_store import PrefixStore, salted
+from ..cache.prefix_store import PrefixStats, PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row
-from ..pages.storage import PageArena, rewritten
+from ..pages.storage import PageArena
 from ..spec import MemoryReport
-from .batch_attention import attend_in_parts
-from .batch_forward import Forward, Part, run_of
-from .batch_host import HeldRequest
-from .batch_layers import kinds_of, paged_layers
-from .batch_requests import RequestRows
-from .batch_room import BatchRoom
-from .batch_rows import BatchRows
-from .batch_store import BatchStore, Sinks
+from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
+from .batch_store import BatchStore, HostLayer
 
 NO_LIMIT = 2**31 - 1
+NO_STATS = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 KEPT = "continuous batching allocates all pages when it starts, in formats that its first tokens have called for"
 
 
-class _Sectors:
-    """What transformers' scheduler frees before it asks for room; here nothing is kept apart."""
+class HostRows(NamedTuple):
+    """What a request holds on the host: its row in each window, and the tensors of it in each layer, of `nbytes` bytes."""
 
-    def try_to_free_sectors(self) -> None:
-        """Do nothing."""
+    rows: Mapping[int | None, Row]
+    layers: Sequence[HostLayer]
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Request:
+    """What the cache knows of a request.
+
+    Attributes:
+        name: its id.
+        row: in all layers; None where it holds nothing in them.
+        prompt: tokens of its prompt.
+        salt: of the prefixes that it may share.
+        space: the state of the model in which it began, which its prefixes depend on; None before.
+        unknown: tokens of a prompt of which the store knows nothing, to be counted when it begins.
+        promised: pages that it takes in the next forward.
+        held, coming: tokens that it holds before the next forward, and that this one adds.
+        host: what it holds on the host.
+    """
+
+    name: str
+    row: int | None = None
+    prompt: int = 0
+    salt: str = ""
+    space: str | None = None
+    unknown: int = 0
+    promised: int = 0
+    held: int = 0
+    coming: int = 0
+    host: HostRows | None = None
 
 
 class BatchCache:
@@ -44,8 +71,13 @@ class BatchCache:
         model: the model, whose layers are known from `template`.
         template: a paged cache of the same model and options that one forward has gone through.
         room: rows and pages.
-        batch_tokens: most tokens of a forward.
         store: where prefixes are kept and found, or None.
+    Attributes:
+        known: id -> request, from its first mention to its end.
+        requests: those that have a row, in the order of their rows.
+        stream: of the forwards, on devices that have streams: all work on the tensors goes there, in order.
+        requests_evicted, requests_moved: that left a full cache, to be computed anew and for the host.
+        layers_reached: by the last forward.
     Raises: UnsupportedModelError for layers that hold more than keys and values in pages.
     """
 
@@ -57,73 +89,57 @@ class BatchCache:
     bytes_per_sector = 1
 
     def __init__(
-        self,
-        model: Any,
-        template: PagedCache,
-        room: BatchRoom,
-        batch_tokens: int,
-        store: PrefixStore | None,
+        self, model: Any, template: PagedCache, room: BatchRoom, store: PrefixStore | None
     ) -> None:
         self.model, self.room, self.prefix_store = model, room, store
         self.options: CacheConfig = template.options
-        self.max_batch_tokens = batch_tokens
+        self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
-        self.pool = _Sectors()
         self.use_prefix_sharing = self.allow_block_sharing = store is not None
-        layers = paged_layers(template)
-        self.device = layers[0].device
-        self.arena = template.arena if store is not None else PageArena()
         self.kinds = kinds_of(template)
+        self.arena = template.arena if store is not None else PageArena()
         self.groups = {
-            window: BatchRows(kind.sizes, self.arena.pool(window))  # type: ignore[arg-type]
+            window: BatchRows(kind.sizes, self.arena.pool(window))
             for window, kind in self.kinds.items()
         }
+        layers: Sequence[Any] = template.layers
+        self.device = layers[0].device
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
-        # that left a full cache: to be computed anew, and for the host
+        self.known: dict[str, Request] = {}
+        self.requests: list[Request] = []
+        self.stream: Any = None
         self.requests_evicted = self.requests_moved = 0
-        self.requests = RequestRows(self.groups, self.stores, self.device)
-        self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
-        self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
-        self._prompts: dict[str, int] = {}  # tokens of each request's prompt
-        self._away: dict[str, HeldRequest] = {}
-        self._salts: dict[str, str] = {}
-        self._unknown: dict[str, int] = {}  # tokens of prompts that the store knows nothing of
-        self._space = ""  # the state of the model that prefixes depend on
-        self._spaces: dict[str, str] = {}  # that in which each request began
-        self._looked = False
+        self._promised = 0  # pages, to all requests
+        self._space: str | None = None  # the state of the model that prefixes depend on; None: look
+        self._next: list[Request] = []  # of the next forward, in its order
         self._forward: Forward | None = None
-        self.layers_reached: set[int] = set()  # in the last forward
+        self.layers_reached: set[int] = set()
 
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
-        window, group = layer.window, self.groups[layer.window]
-        assert layer.spec is not None
-        asked = layer.storage.asked if layer.storage is not None else layer.spec
+        group, asked = self.groups[layer.window], layer.spec  # what the first tokens called for
+        if layer.storage is not None and self.arena is layer.arena:
+            asked = layer.storage.asked  # it is there, and has become what they called for
+        assert asked is not None
         pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
-        if pages.spec != layer.spec:  # what the first tokens called for, while the storage is empty
-            assert layer.storage is not None
-            wide = rewritten(pages, layer.spec, layer.storage.wider)
-            self.arena.replace(layer.layer_idx, pages, wide)
-            pages = wide
         pages.keeps = KEPT
-        store = BatchStore(
-            layer.layer_idx, layer.formats, self.arena, pages, group.sink_tokens, layer.kernel, window,
-            self.room.rows, group.slots, layer.group.reading.budget,
-        )  # fmt: skip
-        store.make_room(self.room.pages[window])
+        store = BatchStore(layer, self.arena, pages, self.room.rows, group.slots)
+        store.make_room(self.room.pages[layer.window])
         return store
+
+    def request(self, request_id: str) -> Request:
+        """Return what is known of a request; it is known from now on."""
+        found = self.known.get(request_id)
+        if found is None:
+            found = self.known[request_id] = Request(request_id)
+        return found
 
     # -- what fits -------------------------------------------------------------------------------------------
 
     @property
-    def num_pages(self) -> int:
+    def num_blocks(self) -> int:
         """Pages of the full-attention layers, or of the only sliding ones."""
         return self.room.pages.get(None) or next(iter(self.room.pages.values()))
-
-    @property
-    def num_blocks(self) -> int:
-        """Pages, for messages of transformers."""
-        return self.num_pages
 
     @property
     def most_tokens(self) -> int:
@@ -131,131 +147,192 @@ class BatchCache:
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        return self.room.pages[None] * full.page_size + full.sizes.slots - 1
+        return self.room.pages[None] * full.page_size + full.slots - 1
 
-    def _needed(self, request_id: str, tokens: int) -> int:
+    def _needed(self, request: Request, tokens: int) -> int:
         """Return the pages of the full-attention layers that a request lacks for `tokens` tokens."""
         full = self.groups.get(None)
         if full is None:
             return 0
-        row = self.requests.find(request_id)
-        held = 0 if row is None else len(full.batch.pages[row])
+        held = 0 if request.row is None else len(full.batch.pages[request.row])
         return max(0, full.sizes.sealed(tokens) - held)
 
-    def _free_pages(self) -> int:
-        """Return the pages of the full-attention layers that nobody holds or was promised."""
+    def _left(self) -> int:
+        """Return the pages of the full-attention layers that requests neither hold nor were promised.
+
+        Those that the prefix store alone holds are among them: they give way. What generate() or another manager holds in a
+        shared store comes on top of `room`.
+        """
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        held, store = full.pool.num_held, self.options.prefix_store
-        if store is not None:
-            # what generate() or another manager holds there comes on top of `room`
-            with full.pool.lock:
-                held = len(set().union(*full.held_pages(full.pool))) + store.num_spare
-        return self.room.pages[None] - held - sum(self._promised.values())
-
-    def _kept_pages(self) -> int:
-        """Return the pages that the prefix store alone holds, which give way to requests."""
-        return 0 if self.prefix_store is None else self.prefix_store.num_spare
+        return self.room.pages[None] - len(set().union(*full.batch.pages)) - self._promised
 
     def _make_free(self, pages: int) -> bool:
         """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
-        lacking = pages - self._free_pages()
-        if lacking > 0 and self.prefix_store is not None:
-            self.prefix_store.give_up(lacking)
-            lacking = pages - self._free_pages()
+        lacking, store = pages - self._left(), self.prefix_store
+        if store is not None and lacking <= 0:
+            lacking += store.num_spare
+            lacking -= store.give_up(lacking)
         return lacking <= 0
+
+    def _promise(self, request: Request, pages: int) -> None:
+        self._promised += pages - request.promised
+        request.promised = pages
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Say whether `request_len` more tokens of a request have room; if so they are promised it."""
-        request_id, tokens = state.request_id, state.current_len() + request_len
+        tokens = state.current_len() + request_len
         if dry_run:
-            return tokens <= self.most_tokens
-        self._promised.pop(request_id, None)
-        self._prompts[request_id] = len(state.initial_tokens)
-        known = request_id in self.requests
-        needed = self._needed(request_id, tokens)
-        if (not known and len(self.requests) >= self.room.rows) or not self._make_free(needed):
+            return bool(tokens <= self.most_tokens)
+        request = self.request(state.request_id)
+        if request.promised:
+            self._promise(request, 0)
+        request.prompt = len(state.initial_tokens)
+        needed = self._needed(request, tokens)
+        if request.row is None and len(self.requests) >= self.room.rows:
             return False
-        if not known:
-            self._come(request_id)
-            needed = self._needed(request_id, tokens)
-        self._promised[request_id] = needed
+        if needed and not self._make_free(needed):
+            return False
+        if request.row is None:
+            self._come(request)
+            needed = self._needed(request, tokens)
+        if needed:
+            self._promise(request, needed)
         return True
 
     def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
         """Return how many of (request, its tokens behind the next forward), in order, would find room one after the other."""
-        free = self._free_pages() + self._kept_pages()
+        free = self._left()
         for count, (request_id, tokens) in enumerate(needs):
-            free -= self._needed(request_id, tokens)
+            free -= self._needed(self.known[request_id], tokens)
             if free < 0:
                 return count
         return len(needs)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
-        full = self.groups.get(None)
-        if full is None:
+        free, whole = self._left(), self.room.pages.get(None)
+        if whole is None:
             free, whole = self.room.rows - len(self.requests), self.room.rows
-        else:
-            whole = self.room.pages[None]
-            free = whole - len(set().union(*full.batch.pages))
         return free / whole if relative else float(free)
 
     def evict_cached_blocks(self) -> bool:
         """Say that nothing was given up: prefixes are, one after the other, when a request needs their room."""
         return False
 
-    # -- requests that come and go -----------------------------------------------------------------------------
+    @property
+    def pool(self) -> Any:
+        """What transformers frees sectors of before it asks for room."""
+        return self
 
-    def _come(self, request_id: str) -> None:
+    def try_to_free_sectors(self) -> None:
+        """Do nothing: no memory is kept apart."""
+
+    # -- rows that come, go and change places ------------------------------------------------------------------
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        """Return a context in which work on tensors comes behind that of the forwards so far, and before that of the next."""
+        if self.stream is None:
+            return nullcontext()
+        stream: AbstractContextManager[Any] = torch.get_device_module(self.device).stream(
+            self.stream
+        )
+        return stream
+
+    def _come(self, request: Request) -> None:
         """Give a request a row behind the others, with what it left on the host."""
-        away = self._away.pop(request_id, None)
-        if away is None:
-            tokens = self._unknown.pop(request_id, None)
-            if tokens is not None and self.prefix_store is not None:
-                self.prefix_store.count_prompt(tokens, 0)
-            self.requests.admit(request_id)
-        else:
-            away.come_back(self.requests, request_id)
+        if request.unknown and self.prefix_store is not None:
+            self.prefix_store.count_prompt(request.unknown, 0)
+        held, request.host = request.host, None
+        if held is None:
+            self._admit(request, dict.fromkeys(self.groups, Row(0, (), 0)))
+            return
+        row = self._admit(request, held.rows, copied=True)
+        with self.in_order():
+            for store, layer in zip(self.stores.values(), held.layers, strict=True):
+                store.from_host(row, self.groups[store.window].batch.pages[row], layer)
+
+    def _admit(
+        self, request: Request, rows: Mapping[int | None, Row], *, copied: bool = False
+    ) -> int:
+        """Give a request a row behind the others, with the pages of `rows` or as many of its own; return its number."""
+        for window, group in self.groups.items():
+            group.admit(rows[window], copied=copied)
+        request.row, request.unknown = len(self.requests), 0
+        self.requests.append(request)
+        return request.row
+
+    def _drop(self, request: Request) -> None:
+        """Let go of the row of a request, if it has one; the last row takes its place."""
+        self._promise(request, 0)
+        if request.row is not None:
+            order = list(range(len(self.requests)))
+            order[request.row] = order[-1]
+            self._arrange(order[:-1])
+            request.row = None
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        """Let row i continue the former row order[i]; rows that are not named let go of their pages."""
+        self._move([(target, source) for target, source in enumerate(order) if target != source])
+        for group in self.groups.values():
+            group.arrange(order)
+        self.requests = [self.requests[source] for source in order]
+        for row, request in enumerate(self.requests):
+            request.row = row
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy exact windows from row to row, all at once: (target, source)."""
+        if not moves:
+            return
+        with self.in_order():
+            pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
+            for store in self.stores.values():
+                store.move(pairs[0], pairs[1])
+
+    def _put_first(self, chosen: Sequence[Request]) -> None:
+        """Let the rows of `chosen` be the first ones."""
+        count = len(chosen)
+        rows = {request.row for request in chosen}
+        late = [row for row in range(count, len(self.requests)) if row in rows]
+        if not late:
+            return
+        order = list(range(len(self.requests)))
+        for target in (row for row in range(count) if row not in rows):
+            source = late.pop()
+            order[target], order[source] = source, target
+        self._arrange(order)
+
+    # -- requests that come and go -----------------------------------------------------------------------------
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
-        for kept in (
-            self._promised,
-            self._asked,
-            self._away,
-            self._salts,
-            self._spaces,
-            self._unknown,
-            self._prompts,
-        ):
-            kept.pop(request_id, None)
-        if request_id in self.requests:
-            self.requests.drop(request_id)
+        request = self.known.pop(request_id, None)
+        if request is not None:
+            self._drop(request)
+            self._next = [one for one in self._next if one is not request]
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Let go of all requests, and with `clear_ledgers` of all prefixes."""
-        for request_id in (*self.requests.names, *self._away):
-            self.free_blocks(request_id)
+        for request in list(self.known.values()):
+            if request.row is not None or request.host is not None:
+                self.free_blocks(request.name)
         if clear_ledgers and self.prefix_store is not None:
             self.prefix_store.clear()
 
-    def reset(self) -> None:
-        """Let go of all requests."""
-        self.free_all_requests()
+    reset = free_all_requests
 
     def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
-        forked = []
+        parent, forked = self.known[state.request_id], []
+        assert parent.row is not None
         for new_id in new_ids:
-            # a child without a row waits, and shares pages later
-            self.salt(new_id, self.salt_of(state.request_id))
+            child = self.request(new_id)
+            child.salt = parent.salt  # one without a row waits, and shares pages later
             if len(self.requests) < self.room.rows:
-                self.requests.copy(state.request_id, new_id)
-                self._prompts[new_id] = len(state.initial_tokens)
-                if state.request_id in self._spaces:
-                    self._spaces[new_id] = self._spaces[state.request_id]
+                child.prompt, child.space = parent.prompt, parent.space
+                rows = {window: group.rows[parent.row] for window, group in self.groups.items()}
+                self._move([(self._admit(child, rows), parent.row)])
                 forked.append(new_id)
         return forked
 
@@ -266,100 +343,95 @@ class BatchCache:
 
     def bytes_away(self) -> int:
         """Bytes of requests that wait on the host."""
-        return sum(one.nbytes for one in list(self._away.values()))
+        waiting = [request.host for request in list(self.known.values())]
+        return sum(held.nbytes for held in waiting if held is not None)
 
-    def request_bytes(self, request_id: str) -> int:
-        """Bytes of the pages and exact tokens of a request that has a row."""
-        index = self.requests.index_of(request_id)
-        return sum(
-            len(self.groups[window].batch.pages[index]) * kind.page_bytes + kind.window_bytes
+    def take_away(self, request_id: str, most: int) -> bool:
+        """Move what a request holds to the host, its row and its pages are free then; say whether `most` bytes there had room."""
+        request = self.known[request_id]
+        assert request.row is not None
+        rows = {window: group.rows[request.row] for window, group in self.groups.items()}
+        nbytes = sum(
+            len(rows[window].pages) * kind.page_bytes + kind.window_bytes
             for window, kind in self.kinds.items()
         )
+        if self.bytes_away() + nbytes > most:
+            return False
+        with self.in_order():
+            held = [
+                store.to_host(request.row, rows[store.window].pages)
+                for store in self.stores.values()
+            ]
+        self._drop(
+            request
+        )  # its pages stay those of the weights that made them: it keeps its space
+        request.host = HostRows(rows, held, nbytes)
+        self.requests_moved += 1
+        return True
 
-    def take_away(self, request_id: str) -> None:
-        """Move what a request holds to the host; its row and its pages are free afterwards."""
-        nbytes, salt = self.request_bytes(request_id), self.salt_of(request_id)
-        space = self._spaces.get(request_id)
-        away = HeldRequest.of(self.requests, request_id, nbytes)
+    def begin_anew(self, request_id: str) -> None:
+        """Let go of what a request holds; it keeps its salt, and is computed anew."""
+        salt = self.known[request_id].salt
         self.free_blocks(request_id)
-        self._away[request_id] = away
-        self.salt(request_id, salt)
-        if space is not None:  # its pages stay those of the weights that made them
-            self._spaces[request_id] = space
+        self.request(request_id).salt = salt
+        self.requests_evicted += 1
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
-    def salt(self, request_id: str, salt: str) -> None:
-        """Let a request share prefixes with requests of the same salt alone."""
-        self._salts[request_id] = salt
-
-    def salt_of(self, request_id: str) -> str:
-        """Return the salt of a request, "" without one."""
-        return self._salts.get(request_id, "")
-
     def look_again(self) -> None:
         """Compare the model's weights and adapters with those of the prefixes before the next request begins."""
-        self._looked = False
+        self._space = None
 
-    def _space_now(self) -> str:
-        """Return the space of prefixes of the model's state; pages of other weights are let go of."""
-        if not self._looked and self.prefix_store is not None:
-            # requests keep what they have written, too
-            self._space = self.prefix_store.bind_model(self.model, self.options)
-            self._looked = True
-        return self._space
-
-    def _space_of(self, request_id: str) -> str:
-        space = self._spaces.get(request_id)
-        if space is None:
-            space = self._spaces[request_id] = self._space_now()
-        return salted(space, self.salt_of(request_id))
+    def _space_of(self, request: Request, store: PrefixStore) -> str:
+        """Return the space of a request's prefixes: of the model as it was when the request began, and of its salt."""
+        if request.space is None:
+            if self._space is None:  # pages of other weights are let go of
+                self._space = store.bind_model(self.model, self.options)
+            request.space = self._space
+        return salted(request.space, request.salt)
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
-        store = self.prefix_store
-        if store is None or request_id in self.requests or len(self.requests) >= self.room.rows:
+        store, request = self.prefix_store, self.request(request_id)
+        if store is None or request.row is not None or len(self.requests) >= self.room.rows:
             return 0
-        self._spaces.pop(request_id, None)  # it begins now, whenever it came
+        request.space = None  # it begins now, whenever it came
         with store.tree.pool.lock:
-            found = store.find(self._space_of(request_id), prompt_ids)
+            found = store.find(self._space_of(request, store), prompt_ids)
             if not found.pages:  # it may be looked for again before it has room
-                self._unknown[request_id] = len(prompt_ids)
+                request.unknown = len(prompt_ids)
                 return 0
-            self._unknown.pop(request_id, None)
             store.count_prompt(len(prompt_ids), found.tokens)
-            row = Row(0, found.pages, store.tree.sink_tokens)
-            index = self.requests.admit(request_id, {None: row})
-        with self.requests.in_order():
+            row = self._admit(request, {None: Row(0, found.pages, store.tree.sink_tokens)})
+        with self.in_order():
             for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
-                one.put_sinks(index, sinks)
+                one.put_sinks(row, sinks)
         return found.tokens
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         """Return {"pages": n} for the pages that a forward over `request_len` tokens of a request seals."""
-        if self.prefix_store is None:
-            return {}
-        sizes, held = self.groups[None].sizes, state.current_len()
-        count = sizes.sealed(held + request_len) - sizes.sealed(held)
-        return {"pages": int(count)} if count else {}
+        promised = 0 if self.prefix_store is None else self.known[state.request_id].promised
+        return {"pages": promised} if promised else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: Mapping[str, int]) -> None:
         """Keep the sealed pages of a request for others that begin alike; a page that is there already is shared."""
-        store, index = self.prefix_store, self.requests.find(state.request_id)
-        if store is None or not complete_blocks or index is None:
+        store = self.prefix_store
+        if store is None or not complete_blocks:
             return
-        group = self.groups[None]
-        tokens = (state.initial_tokens + state.generated_tokens)[: group.length(index)]
-        pages = group.batch.pages[index]
-        shared = store.keep(
-            self._space_of(state.request_id), tokens, pages, lambda: self.sinks_of(index)
-        )
+        request, group = self.known.get(state.request_id), self.groups[None]
+        if request is None or request.row is None:
+            return
+        row = request.row
+        tokens = (state.initial_tokens + state.generated_tokens)[: int(group.lengths()[row])]
+        pages = group.batch.pages[row]
+        space = self._space_of(request, store)
+        shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
         if shared != pages[: len(shared)]:
-            group.replace_pages(index, shared + pages[len(shared) :])
+            group.replace_pages(row, shared + pages[len(shared) :])
 
-    def sinks_of(self, row: int) -> Sinks:
+    def _sinks_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return copies of the exact first keys and values of a row, for each layer."""
-        with self.requests.in_order():
+        with self.in_order():
             return [store.sinks_of(row) for store in self.stores.values()]
 
     # -- forwards --------------------------------------------------------------------------------------------------
@@ -369,94 +441,96 @@ class BatchCache:
         request_id: str,
         past_length: int,
         query_length: int,
-        read_index: Any,
-        write_index: Any,
+        *indices: Any,
+        **more: Any,
     ) -> None:
         """Note that the next forward has `query_length` tokens of a request, behind those of the requests before."""
-        self._asked[request_id] = (past_length, query_length)
+        request = self.known[request_id]
+        request.held, request.coming = past_length, query_length
+        self._next.append(request)
 
     def begin(self, tokens: int) -> None:
         """Plan the forward whose requests were noted, which has `tokens` tokens.
 
         Raises: InterruptedForwardError where a request holds other tokens than transformers takes it to hold.
         """
-        asked, self._asked = self._asked, {}
-        self._promised.clear()
-        self._check(asked, tokens)
+        coming, self._next = self._next, []
+        for request in self.requests:
+            request.promised = 0
+        self._promised = 0
+        self._check(coming, tokens)
         for group in self.groups.values():
             group.release_read()
-        one = [
-            request_id
-            for request_id, (held, count) in asked.items()
-            if count == 1 and held and not self._in_prompt(request_id, held)
-        ]
-        self.requests.side_by_side(one)
-        places: dict[str, int] = {}
-        first = 0
-        for request_id, (_, count) in asked.items():
-            places[request_id], first = first, first + count
-        parts = []
-        if one:
-            in_order = [places[request_id] for request_id in self.requests.names[: len(one)]]
-            parts.append(Part(0, len(one), 1, run_of(in_order, self.device), prompt=False))
-        decoding = set(one)
-        for request_id, (_, count) in asked.items():
-            if count and request_id not in decoding:
-                first = places[request_id]
-                row = self.requests.index_of(request_id)
-                parts.append(Part(row, 1, count, slice(first, first + count), prompt=True))
-        self.layers_reached = set()
+        reads_part = self.options.reads_part  # but the whole of a prompt, up to its last token
+        steps_of_one = {
+            request: 0
+            for request in coming
+            if request.coming == 1
+            and request.held
+            and not (reads_part and request.held < request.prompt)
+        }
+        self._put_first(list(steps_of_one))
+        parts, place = [], 0
+        for request in coming:
+            if request in steps_of_one:
+                steps_of_one[request] = place
+            elif request.coming:
+                assert request.row is not None
+                there = slice(place, place + request.coming)
+                parts.append(Part(request.row, 1, request.coming, there, prompt=True))
+            place += request.coming
+        if steps_of_one:
+            count = len(steps_of_one)
+            places = [steps_of_one[request] for request in self.requests[:count]]
+            parts.insert(0, Part(0, count, 1, self._run_of(places), prompt=False))
         steps = {
             window: [group.grow(part.first, part.first + part.rows, part.q_len) for part in parts]
             for window, group in self.groups.items()
         }
+        self.layers_reached = set()
         self._forward = Forward(parts, steps, tokens)
 
-    def _in_prompt(self, request_id: str, held: int) -> bool:
-        """Say whether the token behind `held` ones is of the prompt, which reads everything where steps read a part."""
-        return self.options.reads_part and held < self._prompts.get(request_id, 0)
+    def _run_of(self, places: list[int]) -> torch.Tensor | slice:
+        """Return places in a forward as a slice where they follow each other, else as int64 [n] on the device."""
+        first, count = places[0], len(places)
+        if places == list(range(first, first + count)):
+            return slice(first, first + count)
+        return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def _check(self, asked: Mapping[str, tuple[int, int]], tokens: int) -> None:
+    def _check(self, coming: Sequence[Request], tokens: int) -> None:
         """Raise InterruptedForwardError unless the requests hold what transformers takes them to hold."""
-        if sum(count for _, count in asked.values()) != tokens:
+        counts = {request.name: request.coming for request in coming}
+        if sum(counts.values()) != tokens:
             raise InterruptedForwardError(
-                f"a forward of continuous batching has {tokens} tokens, and its requests "
-                f"{ {name: count for name, (_, count) in asked.items()} }"
+                f"a forward of continuous batching has {tokens} tokens, and its requests {counts}"
             )
-        for request_id, (held, _) in asked.items():
-            index = self.requests.find(request_id)
-            for group in self.groups.values():
-                if index is None or group.length(index) != held:
-                    there = "no row" if index is None else f"{group.length(index)} tokens"
-                    raise InterruptedForwardError(
-                        f"request {request_id!r} has {there} in the cache, and transformers takes it to hold {held} tokens"
-                    )
+        lengths = next(iter(self.groups.values())).lengths().tolist()
+        for request in coming:
+            there = 0 if request.row is None else lengths[request.row]
+            if request.row is None or there != request.held:
+                raise InterruptedForwardError(
+                    f"request {request.name!r} has {there} tokens in the cache, and transformers takes it to hold {request.held}"
+                )
 
     def paged_attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **kwargs: Any,
+        self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Append and attend in one layer; see batch_attention.attend_in_parts.
+        """Append and attend in one layer (BatchStore.attend).
 
         Args:
             module: the attention module, whose layer_idx says which layer it is.
-            query: [1, num_heads, tokens, head_dim].
-            key, value: [1, num_kv_heads, tokens, head_dim], of this forward.
+            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, head_dim], of this forward.
         Returns: ([1, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError for a layer without pages.
         """
-        layer = getattr(module, "layer_idx", None)
-        store = self.stores.get(layer)  # type: ignore[arg-type]
+        layer: Any = getattr(module, "layer_idx", None)
+        store = self.stores.get(layer)
         if store is None or self._forward is None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
             )
-        self.layers_reached.add(store.layer_idx)
-        return attend_in_parts(store, self._forward, module, query, key, value, kwargs)
+        self.layers_reached.add(layer)
+        return store.attend(self._forward, module, states, kwargs)
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
@@ -465,22 +539,21 @@ class BatchCache:
 
         "other" are the exact first tokens of the prefixes that a store of the manager's own keeps, which `room` does not count.
         """
-        specs = [store.pages.spec for store in self.stores.values()]
-        payload = scales = 0
-        for store in self.stores.values():
-            capacity = store.pages.capacity
-            payload += capacity * sum(side.payload_bytes for side in store.pages.spec.sides)
-            scales += capacity * sum(side.scale_bytes for side in store.pages.spec.sides)
-        tail = sum(one.tokens.nbytes for store in self.stores.values() for one in store.residuals)
-        held = sum(group.pool.num_held for group in self.groups.values())
+        stores = list(self.stores.values())
+        pages = [
+            (store.pages.capacity, side) for store in stores for side in store.pages.spec.sides
+        ]
+        payload = sum(capacity * side.payload_bytes for capacity, side in pages)
+        scales = sum(capacity * side.scale_bytes for capacity, side in pages)
+        tail = sum(one.tokens.nbytes for store in stores for one in store.windows)
+        kept = NO_STATS if self.prefix_store is None else self.prefix_store.stats()
+        other = kept.bytes - kept.pages * next(iter(self.kinds.values())).page_bytes
         first = next(iter(self.groups.values()))
-        tokens = int(first.lengths().sum())  # one read: a forward changes `batch`
-        kept = None if self.prefix_store is None else self.prefix_store.stats()
-        other = 0 if kept is None else kept.bytes - kept.pages * self.kinds[None].page_bytes
-        assert specs
         return MemoryReport(
-            payload=payload, scales=scales, tail=tail, tables=0, other=other, pages_held=held,
-            pages_allocated=sum(self.room.pages.values()), tokens=tokens, offloaded=self.bytes_away(),
+            payload=payload, scales=scales, tail=tail, tables=0, other=other,
+            pages_held=sum(group.pool.num_held for group in self.groups.values()),
+            pages_allocated=sum(self.room.pages.values()),
+            tokens=int(first.lengths().sum()), offloaded=self.bytes_away(),
         )  # fmt: skip
 
     def check_integrity(self) -> None:
@@ -489,4 +562,89 @@ class BatchCache:
             group.pool.check_integrity()
             if len(group) != len(self.requests):
                 raise ValueError(f"{len(group)} rows for {len(self.requests)} requests")
-        self.requests.check_integrity()
+        for row, request in enumerate(self.requests):
+            if request.row != row or self.known.get(request.name) is not request:
+                raise ValueError(f"row {row} is not that of its request {request.name!r}")
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """The cache of a manager of continuous batching at one moment. Pages are those of the full-attention layers.
+
+    Attributes:
+        requests, rows: requests that hold tokens, and how many may at once.
+        tokens: that they hold, shared ones as often as they are.
+        pages, pages_allocated: pages that requests or the prefix store hold, and pages there are.
+        pages_shared: pages that two requests or more hold.
+        pages_kept: pages that the prefix store alone holds; they give way to requests.
+        bytes_pages, bytes_exact: allocated for sealed pages, and for the exact tokens of all rows.
+        bytes_host: of requests that wait on the host.
+        prompts, prompts_hit, prompt_tokens, prompt_tokens_computed: that the prefix store was asked for, those of which it had
+            a page, their tokens, and those that went through the model.
+        pages_evicted: pages that the prefix store gave up.
+        requests_evicted, requests_moved: that left a full cache to be computed anew, and for the host.
+    """
+
+    requests: int
+    rows: int
+    tokens: int
+    pages: int
+    pages_allocated: int
+    pages_shared: int
+    pages_kept: int
+    bytes_pages: int
+    bytes_exact: int
+    bytes_host: int
+    prompts: int
+    prompts_hit: int
+    prompt_tokens: int
+    prompt_tokens_computed: int
+    pages_evicted: int
+    requests_evicted: int
+    requests_moved: int
+
+    @classmethod
+    def of(cls, manager: Any) -> "BatchCounts":
+        """Return the counts of a manager that `init_continuous_batching` made with a paged cache, once it has started.
+
+        Raises: UnsupportedModelError for a manager without one.
+        """
+        cache = getattr(getattr(manager, "batch_processor", None), "cache", None)
+        if not isinstance(cache, BatchCache):
+            raise UnsupportedModelError(
+                "this manager has no paged cache: it has not started, or its generation_config names none"
+            )
+        return cls.of_cache(cache)
+
+    @classmethod
+    def of_cache(cls, cache: BatchCache) -> "BatchCounts":
+        """Return the counts of a manager's cache."""
+        group = next(iter(cache.groups.values()))
+        with group.pool.lock:
+            batch, held = group.batch, group.pool.num_held
+        uses = Counter(page for pages in batch.pages for page in pages)
+        memory, store = cache.memory(), cache.prefix_store
+        stats = NO_STATS if store is None else store.stats()
+        return cls(
+            requests=len(batch),
+            rows=cache.room.rows,
+            tokens=int(group.lengths(batch).sum()),
+            pages=held,
+            pages_allocated=cache.num_blocks,
+            pages_shared=sum(count > 1 for count in uses.values()),
+            pages_kept=max(0, held - len(uses)),
+            bytes_pages=memory.payload + memory.scales,
+            bytes_exact=memory.tail,
+            bytes_host=memory.offloaded,
+            prompts=stats.rows,
+            prompts_hit=stats.rows_hit,
+            prompt_tokens=stats.tokens,
+            prompt_tokens_computed=stats.tokens_computed,
+            pages_evicted=stats.evictions,
+            requests_evicted=cache.requests_evicted,
+            requests_moved=cache.requests_moved,
+        )
+
+    def as_metrics(self) -> dict[str, int]:
+        """Return the counts under names for OpenTelemetry or Prometheus: "kv_hf.cache.pages" and so on."""
+        return {f"kv_hf.cache.{name}": value for name, value in asdict(self).items()}

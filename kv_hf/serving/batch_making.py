@@ -1,5 +1,6 @@
-"""Make the cache of a manager of continuous batching: formats from a few first tokens, room from its budget."""
+"""Make the cache of a manager of continuous batching: formats from a few first tokens, room from its budget, and a trial."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +11,10 @@ from ..cache.layer_formats import warn_of_two_bits
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig, given_options
-from ..errors import CacheOptionError
+from ..errors import CacheOptionError, UnsupportedModelError
 from ..hf.prefix import last_logit
 from .batch_cache import BatchCache
-from .batch_layers import check_layers, kinds_of, paged_layers
-from .batch_room import BatchRoom
-from .batch_trial import try_model
+from .batch_rows import BatchRoom, check_layer, kinds_of
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 _MEASURE = "get_device_and_memory_breakdown"
@@ -34,23 +33,22 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     template, store = _probed(model, options, batching)
     kinds = kinds_of(template)
     batch_tokens = batching.max_batch_tokens or BATCH_TOKENS
-    warn_of_two_bits([layer.formats for layer in paged_layers(template)])
-    numbers: dict[str, Any] = {
-        "most_rows": min(batching.max_requests_per_batch, batch_tokens),
-        "batch_tokens": batch_tokens,
-    }
+    layers: Any = template.layers
+    warn_of_two_bits([layer.formats for layer in layers])
+    size: dict[str, int] = {}
     if options.max_bytes is not None:
-        room = BatchRoom.of(kinds, budget=options.max_bytes, **numbers)
+        size["budget"] = options.max_bytes
     elif None in kinds and options.max_pages is not None:
-        room = BatchRoom.of(kinds, pages=options.max_pages, **numbers)
+        size["pages"] = options.max_pages
     elif None in kinds and batching.num_blocks is not None:
-        tokens = batching.num_blocks * batching.page_size
-        room = BatchRoom.of(kinds, pages=-(-tokens // options.page_size), **numbers)
+        size["pages"] = -(-batching.num_blocks * batching.page_size // options.page_size)
     else:
-        room = BatchRoom.of(kinds, budget=_free_bytes(batching.max_memory_percent), **numbers)
+        size["budget"] = _free_bytes(batching.max_memory_percent)
+    most_rows = min(batching.max_requests_per_batch, batch_tokens)
+    room = BatchRoom.of(kinds, most_rows, batch_tokens, **size)
     if store is not None and options.prefix_store is None:
         store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
-    cache = BatchCache(model, template, room, batch_tokens, store)
+    cache = BatchCache(model, template, room, store)
     template.reset()
     with torch.no_grad():
         try_model(model, cache)
@@ -62,40 +60,31 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
 def _probed(
     model: Any, options: CacheConfig, batching: Any
 ) -> tuple[PagedCache, PrefixStore | None]:
-    """Return a paged cache that a few tokens have gone through, and the prefix store, if there shall be one."""
+    """Return a paged cache that tokens for two pages have gone through, and the prefix store, if there shall be one."""
     plain = given_options(options)
-    for name in ("max_pages", "max_bytes", "prefix_store"):
-        plain.pop(name, None)
+    store = plain.pop("prefix_store", None)
+    plain = {k: v for k, v in plain.items() if k not in ("max_pages", "max_bytes")}
     plain["cuda_graph"] = "never"
-    alone = CacheConfig(**plain)
-    empty = _empty(model, alone)
-    check_layers(empty)
-    sliding = any(getattr(layer, "window", None) is not None for layer in empty.layers)
+    config = model.config.get_text_config(decoder=True)
+    cache = PagedCache.from_options(config, CacheConfig(**plain))
+    for index, layer in enumerate(cache.layers):
+        check_layer(index, layer)
+    sliding = any(group.window is not None for group in cache.groups)
     if sliding or not batching.allow_block_sharing:
-        if options.prefix_store is not None:
+        if store is not None:
             why = "this model has sliding-window layers" if sliding else "allow_block_sharing=False"
             raise CacheOptionError(
                 f"prefix_store shares pages between requests, and {why}; leave one of them out"
             )
-        return _through(model, alone), None
-    store = options.prefix_store or PrefixStore()
-    return _through(model, CacheConfig(**plain, prefix_store=store)), store
-
-
-def _empty(model: Any, options: CacheConfig) -> PagedCache:
-    return PagedCache.from_options(model.config.get_text_config(decoder=True), options)
-
-
-def _through(model: Any, options: CacheConfig) -> PagedCache:
-    """Return a cache of these options that tokens for two pages have gone through: layers with keys too large are then wider."""
-    cache = _empty(model, options)
-    config = model.config.get_text_config(decoder=True)
+    else:
+        store = PrefixStore() if store is None else store
+        cache = PagedCache.from_options(config, CacheConfig(**plain, prefix_store=store))
     count = options.sink_tokens + options.recent_tokens + 2 * options.page_size + 1
     count = min(count, getattr(config, "max_position_embeddings", None) or count)
     tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
     with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache, use_cache=True, **last_logit(model))
-    return cache
+    return cache, store
 
 
 def _free_bytes(part: float) -> int:
@@ -104,3 +93,91 @@ def _free_bytes(part: float) -> int:
     measure = modules[1].get(_MEASURE) or modules[0][_MEASURE]
     _, total, reserved, allocated = measure()
     return int((total - max(allocated, reserved)) * part)
+
+
+# -- the trial of a model before it serves -----------------------------------------------------------------------------
+
+# tokens of two requests, and those of them that each of two forwards takes
+_TEXTS = ([1, 4, 2, 5, 3], [3, 5, 1, 2])
+_FIRST, _REST = ((0, 3), (0, 2)), ((3, 5), (2, 4))
+# of the logits' standard deviation, root mean square: attention that mixes two requests up is off by 0.5 and more
+_MOST = {torch.float64: 0.01, torch.float32: 0.02}
+_MOST_OTHERS = 0.2  # half precision rounds in another order
+
+
+def try_model(model: Any, cache: BatchCache) -> None:
+    """Run two small requests through `cache` together, and compare with each alone; the cache is empty again afterwards.
+
+    Raises: UnsupportedModelError where an attention layer did not get the cache, or requests influence each other.
+    """
+    name = type(model).__name__
+    most = model.config.get_text_config(decoder=True).vocab_size - 1
+    texts = [[min(token, most) for token in text] for text in _TEXTS[: cache.room.rows]]
+    reached: set[int] = set()
+    found, failed = [], None
+    try:
+        for spans in (_FIRST, _REST):
+            found.append(_forward(model, cache, texts, spans))
+            reached |= cache.layers_reached
+    except UnsupportedModelError:
+        raise
+    except Exception as raised:
+        failed, reached = raised, cache.layers_reached
+    finally:
+        cache.free_all_requests()
+    missing = sorted(set(cache.stores) - reached)
+    if missing:
+        raise UnsupportedModelError(
+            f"{name} does not hand continuous batching's cache down to its attention (layers {missing} did not get it), so that "
+            "requests would not find their own tokens; use generate()"
+        ) from failed
+    if failed is not None:
+        raise UnsupportedModelError(
+            f"{name} cannot take the tokens of several requests in one row, as continuous batching passes them: "
+            f"{type(failed).__name__}: {failed}"
+        ) from failed
+    together = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
+    rows = [_row(model, text) for text in texts]
+    alone = torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
+    error = (together - alone).float().square().mean().sqrt()
+    far = float(error / alone.float().std().clamp(min=1e-6))
+    if not far <= _MOST.get(model.dtype, _MOST_OTHERS):
+        raise UnsupportedModelError(
+            f"{name} computes other numbers for two requests in one row than for each alone (logits differ by {far:.2g} of their "
+            "standard deviation): its attention or its positions take the row for one text. Use generate()"
+        )
+
+
+def _forward(
+    model: Any, cache: BatchCache, texts: Sequence[list[int]], spans: Sequence[tuple[int, int]]
+) -> tuple[torch.Tensor, ...]:
+    """Run the tokens first .. last - 1 of each text in one row; return the logits [tokens, vocabulary] of each."""
+    ids: list[int] = []
+    positions: list[int] = []
+    for number, (text, (first, last)) in enumerate(zip(texts, spans, strict=False)):
+        name = f"trial {number}"
+        state = batching_requests.RequestState(name, text, position_offset=first)
+        if not cache.can_store_request_tokens(state, last - first):
+            raise UnsupportedModelError(
+                "the cache has no room for two short requests; give it more"
+            )
+        cache.extend_read_and_write_indices(name, first, last - first)
+        ids += text[first:last]
+        positions += range(first, last)
+    cache.begin(len(ids))
+    row = _row(model, ids)
+    out = model(
+        input_ids=row,
+        position_ids=_row(model, positions),
+        attention_mask=row.new_zeros((1, 1, len(ids), 0), dtype=torch.bool),
+        use_cache=False,
+        cache=cache,
+    )
+    counts = [last - first for first, last in spans[: len(texts)]]
+    logits: tuple[torch.Tensor, ...] = out.logits[0].split(counts)
+    return logits
+
+
+def _row(model: Any, numbers: list[int]) -> torch.Tensor:
+    """Return [1, n], int64, on the model's device."""
+    return torch.tensor([numbers], device=model.device)

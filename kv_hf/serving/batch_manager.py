@@ -4,40 +4,28 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from ..cache.model_shape import attention_config
-from ..config import CacheConfig
+from ..cache.model_shape import attention_config, is_encoder_decoder
+from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, cache_names
-from ..hf.models import takes_handles, use_paged_attention
+from ..formats import ATTENTION_NAME, cache_names, is_cache_name
+from ..hf.models import takes_handles, use_paged_attention, why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache
 from .batch_making import new_cache
-from .batch_offload import BatchOffload
-from .batch_options import check_batching, check_model, options_of
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
-_PATCHED: tuple[tuple[type, str], ...] = (
-    (Manager, "__init__"),
-    (Manager, "switch_to_cb_friendly_attn"),
-    (Manager, "_create_batch_processor"),
-    (Manager, "stop"),
-    (Manager, "add_request"),
-    (Mixin, "init_continuous_batching"),
-    (Mixin, "generate_batch"),
-)
-_MODULE: Any = continuous_api
-_CACHE = "PagedAttentionCache"  # the class that _create_batch_processor finds in its module
-_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
-
+_originals: dict[tuple[Any, str], Any] = {}
 _managers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # on quantized pages
 # `make`: what this thread's manager makes its cache by, None where transformers makes it
 _here = threading.local()
@@ -47,16 +35,22 @@ def install() -> None:
     """Let continuous batching take the names of paged caches; a second call changes nothing."""
     if _originals:
         return
-    wraps = (
-        *(_with_options, _with_pages, _processor, _handing_over),
-        *(_with_salt, _checked_manager, _named_batch),
-    )
-    for (owner, name), wrap in zip(_PATCHED, wraps, strict=True):
-        _originals[owner, name] = getattr(owner, name)
-        setattr(owner, name, wrap(_originals[owner, name]))
-    own = vars(continuous_api)["PagedAttentionCache"]
-    _originals[_MODULE, _CACHE] = own
-    setattr(continuous_api, _CACHE, functools.partial(_made, own))
+    made = functools.partial(_made, vars(continuous_api)["PagedAttentionCache"])
+    for owner, name, ours in (
+        (continuous_api, "ContinuousBatchingManager", BatchManager),
+        (continuous_api, "PagedAttentionCache", made),
+        (Mixin, "init_continuous_batching", _checked_manager(Mixin.init_continuous_batching)),
+        (Mixin, "generate_batch", _named_batch(Mixin.generate_batch)),
+    ):
+        _originals[owner, name] = vars(owner)[name]
+        setattr(owner, name, ours)
+
+
+def uninstall() -> None:
+    """Give continuous batching its own classes and methods back."""
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
+    _originals.clear()
 
 
 def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
@@ -65,11 +59,7 @@ def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
     return make(**kwargs)
 
 
-def uninstall() -> None:
-    """Give continuous batching its own methods back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
+# -- what is asked, and refused before anything is changed ---------------------------------------------------------------
 
 
 def fits_transformers() -> bool:
@@ -85,98 +75,157 @@ def check_here() -> None:
         )
 
 
-# -- the methods of transformers, with what comes before or in their place --------------------------------------------
+def options_of(generation_config: Any) -> CacheConfig | None:
+    """Return the options of the paged cache that `generation_config` names, or None where it names none.
+
+    Raises: CacheOptionError for options that continuous batching cannot follow.
+    """
+    name = getattr(generation_config, "cache_implementation", None)
+    if name is None or not is_cache_name(name):
+        return None
+    options = CacheConfig.from_options(name, generation_config.cache_config)
+    for option in names_of("call"):
+        if getattr(options, option) not in (None, 0):
+            raise CacheOptionError(
+                f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "
+                "starts (cache_config={'max_bytes': ..}, and cpu_offload_space of the ContinuousBatchingConfig for requests that "
+                "find no room). Leave it out"
+            )
+    if options.cuda_graph == "always":
+        raise CacheOptionError(
+            "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"
+        )
+    return options
 
 
-def _with_options(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ContinuousBatchingManager.__init__: options are checked before the model is touched."""
+def _check_batching(config: Any) -> None:
+    """Raise CacheOptionError for what a ContinuousBatchingConfig asks and pages cannot do."""
+    for name in (
+        *("use_cuda_graph", "use_async_batching", "varlen_compile_config", "decode_compile_config"),
+        *("default_compile_level", "q_padding_interval_size", "kv_padding_interval_size"),
+    ):
+        value = getattr(config, name)
+        if any(value) if isinstance(value, tuple | list) else value:
+            raise CacheOptionError(
+                f"{name}={value!r} of the ContinuousBatchingConfig: forwards over pages are neither compiled nor captured in "
+                "graphs, and run one after the other; leave it out"
+            )
 
-    @functools.wraps(original)
-    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
-        options = options_of(bound["generation_config"])
-        self.kv_hf_options, self.kv_hf_salts = options, {}
-        if options is not None:
+
+def check_model(model: Any) -> None:
+    """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
+    name = type(model).__name__
+    reason = why_not_pages(model)
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if is_encoder_decoder(model.config):
+        why = f"is for decoders, and {name} has an encoder"
+    elif reason is not None:
+        why = f"on pages needs attention that reads them, which {name} has not: {reason}"
+    elif getattr(model, "_device_mesh", None) is not None:
+        why = "on pages runs in one process; this model is spread by tensor parallelism"
+    elif len(devices) > 1:
+        why = f"runs on one device, and the weights of {name} lie on {', '.join(devices)}"
+    else:
+        return
+    raise UnsupportedModelError(f"continuous batching {why}")
+
+
+def _check_attention(model: Any) -> None:
+    """Raise UnsupportedModelError where the attention of `model` is no longer one that reads pages."""
+    now = attention_config(model.config)._attn_implementation
+    if not takes_handles(now):
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} was set to {now!r}, which does not read pages, while continuous batching "
+            "runs on them; stop the manager first"
+        )
+
+
+# -- transformers' manager -------------------------------------------------------------------------------------------------
+
+
+class BatchManager(Manager):
+    """transformers' manager, in its place: on pages where its generation config names a paged cache, else as it is.
+
+    Attributes:
+        kv_hf_options: of the paged cache, None without one.
+        kv_hf_salts: of requests that were added and have not come to the cache yet.
+    """
+
+    def __init__(
+        self, model: Any, generation_config: Any, continuous_batching_config: Any, **kwargs: Any
+    ) -> None:
+        self.kv_hf_options = options_of(generation_config)
+        self.kv_hf_salts: dict[str, str] = {}
+        if self.kv_hf_options is not None:  # checked before the model is touched
             check_here()
-            check_batching(bound["continuous_batching_config"])
+            _check_batching(continuous_batching_config)
             check_model(model)
-        original(self, model, *args, **kwargs)
-        if options is not None:
+        super().__init__(model, generation_config, continuous_batching_config, **kwargs)
+        if self.kv_hf_options is not None:
             _managers.add(self)
 
-    return init
-
-
-def _with_pages(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap switch_to_cb_friendly_attn, which knows a closed list of attentions."""
-
-    @functools.wraps(original)
-    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Give a model an attention for these pages; transformers' own method knows a closed list of them."""
         before = model.config._attn_implementation
-        if self.kv_hf_options is None:
-            if before == ATTENTION_NAME:
-                # a call of generate() has switched it; 16-bit pages are not read by it
-                if _running_beside(self, model):
+        if self.kv_hf_options is not None:
+            use_paged_attention(model)
+        else:
+            if before == ATTENTION_NAME:  # a call of generate() has switched it
+                if self._beside(model):
                     raise UnsupportedModelError(
                         f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
                         "not read by; stop it first"
                     )
                 model.set_attn_implementation("eager")
-            original(self, model, *args, **kwargs)
-            if before == ATTENTION_NAME:
-                self._original_attn_impl = before
-        else:
-            use_paged_attention(model)
-            if model.config._attn_implementation != before:
-                self._original_attn_impl = before
+            super().switch_to_cb_friendly_attn(model, *args, **kwargs)
+            if before != ATTENTION_NAME:
+                return
+        if model.config._attn_implementation != before:
+            self._original_attn_impl = before
 
-    return switch
+    def _beside(self, model: Any) -> Any:
+        """Return another manager that runs on quantized pages of `model`, or None."""
+        others = (one for one in list(_managers) if one is not self and one.model is model)
+        return next((one for one in others if one.is_running()), None)
 
-
-def _running_beside(manager: Any, model: Any) -> Any:
-    """Return another manager that runs on quantized pages of `model`, or None."""
-    others = (one for one in list(_managers) if one is not manager and one.model is model)
-    return next((one for one in others if one.is_running()), None)
-
-
-def _handing_over(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap stop, which gives a model its attention back: the last manager of several shall."""
-
-    @functools.wraps(original)
-    def stop(self: Any, *args: Any, **kwargs: Any) -> None:
-        other = _running_beside(self, self.model)
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop; of several managers on pages of a model the last one gives it its attention back."""
+        other = self._beside(self.model)
         if self.kv_hf_options is not None and other is not None:
             if other._original_attn_impl is None:
                 other._original_attn_impl = self._original_attn_impl
             self._original_attn_impl = None
-        original(self, *args, **kwargs)
+        super().stop(*args, **kwargs)
 
-    return stop
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause the forwards; the model is looked at again afterwards, as it may have been changed in place."""
+        with super().pause():
+            try:
+                yield
+            finally:
+                if self.kv_hf_options is not None:
+                    self._look_again()
 
+    def _look_again(self) -> None:
+        processor: Any = self.batch_processor
+        processor.cache.look_again()
 
-def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap _create_batch_processor, which makes the cache."""
-
-    @functools.wraps(original)
-    def create(self: Any) -> Any:
-        if self.kv_hf_options is None:
-            return original(self)
+    def _create_batch_processor(self) -> Any:
+        """Make the batch processor with its cache, or empty the one that is there."""
+        options = self.kv_hf_options
+        if options is None:
+            return super()._create_batch_processor()
         self.switch_to_cb_friendly_attn(self.model)  # stop() has switched it back
         if self.batch_processor is not None:
-            self.batch_processor.cache.look_again()
-            return original(self)
-        made: list[BatchCache] = []
-
-        def make(**kwargs: Any) -> BatchCache:
-            made.append(new_cache(self.model, self.kv_hf_options, self.continuous_batching_config))
-            return made[0]
-
+            self._look_again()
+            return super()._create_batch_processor()
         batching = self.continuous_batching_config
         space = batching.cpu_offload_space
         batching.cpu_offload_space = 0.0  # no buffer of 16-bit pages
-        _here.make = make
+        _here.make = lambda **kwargs: new_cache(self.model, options, batching)
         try:
-            processor = original(self)
+            processor = super()._create_batch_processor()
         except BaseException:
             if self._original_attn_impl is not None:
                 self.model.set_attn_implementation(self._original_attn_impl)
@@ -188,28 +237,97 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
         # the bytes that transformers would take: its sectors are bytes here
         most = batching.cpu_offload_space_safety_threshold
         host_bytes = processor.offloading_manager._compute_num_cpu_sectors(space, most)
-        _join(processor, made[0], host_bytes, self.kv_hf_salts)
+        _join(processor, host_bytes, self.kv_hf_salts)
         return processor
 
-    return create
+    def add_request(self, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
+        """Add a request; `cache_salt`, a string, keeps its prefixes apart from those of other salts."""
+        if cache_salt is None:
+            return super().add_request(*args, **kwargs)
+        if self.kv_hf_options is None or not isinstance(cache_salt, str):
+            raise CacheOptionError(
+                f"cache_salt={cache_salt!r} must be a string, and is read by continuous batching on a paged cache alone"
+            )
+        given = inspect.signature(super().add_request).bind_partial(*args, **kwargs).arguments
+        given |= given.pop("logit_processor_kwargs", {})
+        name = given.get("request_id")
+        if name is None:
+            with self._request_lock:
+                name = given["request_id"] = f"req_{self._request_counter}"
+                self._request_counter += 1
+        self.kv_hf_salts[name] = cache_salt  # before the request can be taken
+        taken = super().add_request(**given)
+        if taken is None:  # the manager is stopping
+            self.kv_hf_salts.pop(name, None)
+        return taken
 
 
-def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, str]) -> None:
-    """Let a batch processor run its forwards on `cache`.
+def _checked_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap init_continuous_batching, which gives a manager back that was kept, whatever its cache is."""
+
+    @functools.wraps(original)
+    def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        held, own = getattr(kept, "kv_hf_options", None), "transformers' own 16-bit pages"
+        asked = options_of(generation_config or self.generation_config)
+        if kept is not None and asked != held:
+            raise CacheOptionError(
+                f"a manager with {held or own} was kept for this model, and this call asks for {asked or own}; call "
+                "model.destroy_cached_continuous_batching_manager() first"
+            )
+        return original(self, generation_config, *args, **kwargs)
+
+    return init
+
+
+def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap generate_batch, which drops keyword arguments that it does not know: the name of a cache among them."""
+
+    @functools.wraps(original)
+    def generate_batch(
+        self: Any,
+        inputs: Any,
+        generation_config: Any = None,
+        *args: Any,
+        cache_implementation: str | None = None,
+        cache_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if cache_implementation is not None:
+            chosen = generation_config or self.generation_config
+            named = {**chosen.to_dict(), "cache_implementation": cache_implementation}
+            generation_config = type(chosen).from_dict(named)
+            generation_config.cache_config = cache_config
+        elif cache_config is not None:
+            raise CacheOptionError(
+                f"cache_config={cache_config!r} was given without cache_implementation; name one of {', '.join(cache_names())}"
+            )
+        return original(self, inputs, generation_config, *args, **kwargs)
+
+    return generate_batch
+
+
+# -- its batch processor ---------------------------------------------------------------------------------------------------
+
+
+def _join(processor: Any, host_bytes: int, salts: dict[str, str]) -> None:
+    """Let a batch processor run its forwards on the BatchCache that it was made with.
 
     Args:
+        host_bytes: that requests may take on the host.
         salts: of requests that were added and have not come here yet.
     """
-    cache.requests.stream = processor.inputs_and_outputs.compute_stream
-    processor.offloading_manager = BatchOffload(cache, processor.scheduler, host_bytes)
+    cache: BatchCache = processor.cache
+    cache.stream = processor.inputs_and_outputs.compute_stream
     scheduler, compute = processor.scheduler, processor.model_runner.compute_batch
+    processor.offloading_manager = BatchOffload(cache, scheduler, host_bytes)
     enqueue, clear = scheduler.add_waiting_request, scheduler.clear_cancelled_requests
 
     def run(model: Any, batch: dict[str, Any]) -> None:
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
         _check_attention(model)
         count = batch["input_ids"].shape[1]
-        with cache.requests.in_order():
+        with cache.in_order():
             cache.begin(count)
         if not count:  # a request that was found as a whole, and waits to be forked
             return
@@ -222,14 +340,14 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
 
     def add(state: Any) -> None:
         """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
-        salt = salts.pop(state.request_id, None)
+        salt = salts.pop(state.request_id, "")
         if state.request_id in scheduler.active_requests | scheduler.waiting_requests:
             raise CacheOptionError(
                 f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
             )
         _check_length(cache, state)
-        if salt is not None:
-            cache.salt(state.request_id, salt)
+        if salt:
+            cache.request(state.request_id).salt = salt
         enqueue(state)
 
     def clear_cancelled() -> Any:
@@ -239,33 +357,8 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
             scheduler.block_new_requests = False
         return gone
 
-    status = processor.background_thread_status
-    wait = getattr(type(status), "pause_and_wait", None)  # not of a processor before this one
-
-    alive = weakref.ref(cache)  # the status outlives a manager's stop, which frees the cache
-
-    def paused() -> None:
-        """Look at the model again afterwards: it may have been changed in place."""
-        assert wait is not None
-        wait(status)
-        held = alive()
-        if held is not None:
-            held.look_again()
-
-    if wait is not None:
-        status.pause_and_wait = paused
     processor.model_runner.compute_batch = run
     scheduler.add_waiting_request, scheduler.clear_cancelled_requests = add, clear_cancelled
-
-
-def _check_attention(model: Any) -> None:
-    """Raise UnsupportedModelError where the attention of `model` is no longer one that reads pages."""
-    now = attention_config(model.config)._attn_implementation
-    if not takes_handles(now):
-        raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} was set to {now!r}, which does not read pages, while continuous batching "
-            "runs on them; stop the manager first"
-        )
 
 
 def _check_length(cache: BatchCache, state: Any) -> None:
@@ -286,82 +379,65 @@ def _check_length(cache: BatchCache, state: Any) -> None:
         state._new_tokens_limit = most - prompt
 
 
-def _with_salt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap add_request: `cache_salt`, a string, keeps a request's prefixes apart from those of other salts."""
+class BatchOffload:
+    """What transformers' continuous batching asks of its OffloadingManager (5.23), for a BatchCache.
 
-    @functools.wraps(original)
-    def add(self: Any, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
-        if cache_salt is None:
-            return original(self, *args, **kwargs)
-        if self.kv_hf_options is None or not isinstance(cache_salt, str):
-            raise CacheOptionError(
-                f"cache_salt={cache_salt!r} must be a string, and is read by continuous batching on a paged cache alone"
-            )
-        bound = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
-        given = {
-            name: one
-            for name, one in bound.items()
-            if name not in ("self", "logit_processor_kwargs")
-        }
-        if given.get("request_id") is None:
-            with self._request_lock:
-                given["request_id"] = f"req_{self._request_counter}"
-                self._request_counter += 1
-        self.kv_hf_salts[given["request_id"]] = cache_salt
-        taken = original(self, **given, **bound.get("logit_processor_kwargs", {}))
-        if taken is None:  # the manager is stopping
-            self.kv_hf_salts.pop(given["request_id"], None)
-        return taken
+    A request that leaves is the newest of those that found no room. On the host it keeps its pages as they are stored, so
+    that it goes on later as if it had never left; computed anew, its sealed pages are found again if the prefix store still
+    has them.
 
-    return add
+    Args:
+        host_bytes: that requests may take on the host; 0: they are computed anew.
+    """
 
+    def __init__(self, cache: BatchCache, scheduler: Any, host_bytes: int) -> None:
+        self.cache, self.scheduler, self.host_bytes = cache, scheduler, host_bytes
 
-def _checked_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap init_continuous_batching, which gives a manager back that was kept, whatever its cache is."""
+    def offload_requests(self) -> bool:
+        """Let the newest starved requests leave until the others find room; say whether one left."""
+        starved = self.scheduler.starved_requests
+        needs = [(state.request_id, state.current_len() + count) for state, count in starved]
+        active = len(self.scheduler.active_requests)
+        gone: list[tuple[RequestState, RequestState]] = []
+        while starved and active - len(gone) > 1:
+            if self.cache.count_storable_requests(needs) == len(starved):
+                break
+            state, _ = starved.pop()
+            needs.pop()
+            gone.append((state, self._leave(state)))
+        for old, new in reversed(gone):
+            self.scheduler.active_requests.pop(old.request_id, None)
+            self.scheduler.add_waiting_request(new)
+        if gone:
+            self.scheduler.block_new_requests = True
+        return bool(gone)
 
-    @functools.wraps(original)
-    def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kept = getattr(self, "_cached_continuous_batching_manager", None)
-        if kept is not None:
-            chosen = self.generation_config if generation_config is None else generation_config
-            asked, held = options_of(chosen), getattr(kept, "kv_hf_options", None)
-            if asked != held:
-                raise CacheOptionError(
-                    f"a manager with {_words(held)} was kept for this model, and this call asks for {_words(asked)}; call "
-                    "model.destroy_cached_continuous_batching_manager() first"
-                )
-        return original(self, generation_config, *args, **kwargs)
+    def _leave(self, state: RequestState) -> RequestState:
+        """Take a request's row from it; return the request that waits in its place."""
+        if not self.cache.take_away(state.request_id, self.host_bytes):
+            self.cache.begin_anew(state.request_id)
+            fresh = state.create_equivalent_initial_request()
+            state._status = RequestStatus.FINISHED
+            return fresh
+        if state._status == RequestStatus.DECODING:
+            # the next token is known: computed again on return, it goes on where it was
+            state.remaining_prefill_tokens = state.tokens_to_process[:]
+        state._status = RequestStatus.PENDING  # not by the setter, which stamps times
+        state.is_cpu_offloaded = True
+        return state
 
-    return init
+    def restore_scheduled_requests(self, requests_in_batch: Sequence[Any]) -> None:
+        """Note which requests are back; the cache took them in when it promised them room."""
+        for future in requests_in_batch:
+            future.state.is_cpu_offloaded = False
 
+    def free_request_cpu_cache(self, state: RequestState) -> None:
+        """Forget what a cancelled request holds on the host."""
+        self.cache.free_blocks(state.request_id)
 
-def _words(options: CacheConfig | None) -> str:
-    return "transformers' own 16-bit pages" if options is None else str(options)
+    def reset(self) -> None:
+        """Forget all requests on the host."""
+        for request_id in list(self.scheduler.waiting_requests):
+            self.cache.free_blocks(request_id)
 
-
-def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap generate_batch, which drops keyword arguments that it does not know: the name of a cache among them."""
-
-    @functools.wraps(original)
-    def generate_batch(
-        self: Any,
-        inputs: Any,
-        generation_config: Any = None,
-        *args: Any,
-        cache_implementation: str | None = None,
-        cache_config: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if cache_implementation is None and cache_config is not None:
-            raise CacheOptionError(
-                f"cache_config={cache_config!r} was given without cache_implementation; name one of {', '.join(cache_names())}"
-            )
-        if cache_implementation is not None:
-            chosen = self.generation_config if generation_config is None else generation_config
-            generation_config = type(chosen).from_dict(
-                {**chosen.to_dict(), "cache_implementation": cache_implementation}
-            )
-            generation_config.cache_config = cache_config
-        return original(self, inputs, generation_config, *args, **kwargs)
-
-    return generate_batch
+    free_all_waiting_cpu_caches = reset

@@ -1,13 +1,65 @@
-"""The rows of a batch that requests join and leave, of the layers that share a sliding window; plans parts of a forward."""
+"""The rows of a batch that requests join and leave, the parts of a forward that they grow by, and the memory that they take."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from ..pages.pool import PagePool
+from ..cache.layer import PagedLayer
+from ..cache.paged_cache import PagedCache
+from ..errors import CacheOptionError, UnsupportedModelError
 from ..pages.rows import NO_ROWS, Batch, Rows, RowSizes, plan_append
 from ..pages.step import Row, Step, Tables
+from ..spec import PageSpec
+from ..units import format_bytes
+
+# of the budget, where full-attention layers share it with windows and sliding layers: these take no more
+FIXED_PART = 0.25
+
+
+class Part(NamedTuple):
+    """Neighbouring rows that grow by as many tokens of a forward.
+
+    Attributes:
+        first: row.
+        rows: how many.
+        q_len: tokens of each row.
+        tokens: where they lie in the forward, [rows * q_len], int64, on the device; or a slice.
+        prompt: whether they may be of a prompt, and read everything.
+    """
+
+    first: int
+    rows: int
+    q_len: int
+    tokens: torch.Tensor | slice
+    prompt: bool
+
+    def cut(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the part of queries, keys or values [1, heads, tokens, head_dim] as [rows, heads, q_len, head_dim]."""
+        heads, head_dim = states.shape[1], states.shape[3]
+        if isinstance(self.tokens, slice):
+            found = states[0, :, self.tokens]
+        else:
+            found = states[0].index_select(1, self.tokens)
+        if self.rows == 1:
+            return found[None]
+        return found.reshape(heads, self.rows, self.q_len, head_dim).transpose(0, 1).contiguous()
+
+
+class Forward(NamedTuple):
+    """The parts of one forward.
+
+    Attributes:
+        parts: all tokens of the forward, each in one part.
+        steps: sliding window (None: full attention) -> the change of the rows of each part.
+        tokens: of all parts.
+    """
+
+    parts: Sequence[Part]
+    steps: Mapping[int | None, Sequence[Step]]
+    tokens: int
 
 
 class BatchRows(Rows):
@@ -15,36 +67,16 @@ class BatchRows(Rows):
 
     A part of a forward is a run of neighbouring rows that grow by as many tokens. It is planned as an append to a batch of
     its own, whose rows are padded on the left up to the longest: kernels read it as they read any batch.
-
-    Args:
-        sizes: where the tokens of a row lie.
-        pool: of the page ids.
     """
 
-    def __init__(self, sizes: RowSizes, pool: PagePool) -> None:
-        super().__init__(sizes, pool)
-        self.touched = True
-
-    def length(self, index: int) -> int:
-        """Return the tokens of a row, those of dropped pages included."""
-        batch = self.batch
-        held = int(batch.dropped[index]) + len(batch.pages[index])
-        return int(batch.exact[index]) + held * self.page_size
-
-    # -- rows that come, go and change places --------------------------------------------------------------
-
-    def admit(self, row: Row) -> None:
-        """Add `row` behind the others, and hold its pages."""
+    def admit(self, row: Row, *, copied: bool) -> None:
+        """Add `row` behind the others with its pages, or as many pages of its own."""
         with self.pool.lock:
-            self.pool.share(row.pages)
+            if copied:
+                row = replace(row, pages=tuple(self.pool.allocate(len(row.pages))))
+            else:
+                self.pool.share(row.pages)
             self.batch = Batch.of((*self.batch.rows, row))
-
-    def admit_copy(self, row: Row) -> tuple[int, ...]:
-        """Add a row like `row` behind the others, with pages of its own; return their ids, in order."""
-        with self.pool.lock:
-            pages = tuple(self.pool.allocate(len(row.pages)))
-            self.batch = Batch.of((*self.batch.rows, replace(row, pages=pages)))
-        return pages
 
     def arrange(self, order: Sequence[int]) -> None:
         """Let row i continue the former row order[i]; rows that are not named let go of their pages."""
@@ -54,37 +86,150 @@ class BatchRows(Rows):
                 self.pool.release(rows[gone].pages)
             self.batch = Batch.of([rows[index] for index in order]) if order else NO_ROWS
 
-    # -- forwards --------------------------------------------------------------------------------------------
-
     def grow(self, first: int, last: int, q_len: int) -> Step:
         """Let the rows first .. last - 1 grow by `q_len` tokens each; return what that does, the rows counted from 0.
 
         Raises: PagePoolExhaustedError with the rows unchanged.
         """
-        part = self._part(first, last)
-        seen = int((part.padding + self.lengths(part)).max())
-        plan = plan_append(self.sizes, part, seen, q_len, 0)
+        whole, chosen = self.batch, slice(first, last)
+        exact, dropped, pages = whole.exact[chosen], whole.dropped[chosen], whole.pages[chosen]
+        nothing = np.zeros_like(exact)
+        part = Batch(nothing, exact, dropped, nothing, pages)
+        lengths = self.lengths(part)
+        longest = int(lengths.max())
+        part = replace(part, padding=longest - lengths)
+        plan = plan_append(self.sizes, part, longest, q_len, 0)
         with self.pool.lock:
-            ids = self.pool.allocate(plan.num_pages)
             tables = self._tables if last - first > 1 else Tables()
-            step, after, leaving = self.step_of(plan, ids, tables)
-            self._put(first, last, after)
+            step, after, leaving = self.step_of(plan, self.pool.allocate(plan.num_pages), tables)
+            exact, dropped = whole.exact.copy(), whole.dropped.copy()
+            exact[chosen], dropped[chosen] = after.exact, after.dropped
+            held = (*whole.pages[:first], *after.pages, *whole.pages[last:])
+            self.batch = replace(whole, exact=exact, dropped=dropped, pages=held)
             self._leaving = (*self._leaving, *leaving)
         return step
 
-    def _part(self, first: int, last: int) -> Batch:
-        """Return rows as a batch that is padded up to its longest row."""
-        whole, chosen = self.batch, slice(first, last)
-        exact, dropped = whole.exact[chosen], whole.dropped[chosen]
-        nothing = np.zeros_like(exact)
-        rows = Batch(nothing, exact, dropped, nothing, whole.pages[chosen])
-        lengths = self.lengths(rows)
-        return replace(rows, padding=lengths.max() - lengths)
 
-    def _put(self, first: int, last: int, part: Batch) -> None:
-        """Hold what the rows first .. last - 1 hold after an append."""
-        whole, chosen = self.batch, slice(first, last)
-        exact, dropped = whole.exact.copy(), whole.dropped.copy()
-        exact[chosen], dropped[chosen] = part.exact, part.dropped
-        held = (*whole.pages[:first], *part.pages, *whole.pages[last:])
-        self.batch = replace(whole, exact=exact, dropped=dropped, pages=held)
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class LayersOfKind(NamedTuple):
+    """The layers of one sliding window (None: full attention), as far as their memory is concerned.
+
+    Attributes:
+        sizes: where the tokens of a row lie.
+        specs: of each layer.
+    """
+
+    sizes: RowSizes
+    specs: Sequence[PageSpec]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of each layer."""
+        return sum(spec.page_bytes for spec in self.specs)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the exact tokens of one row in all layers."""
+        return sum(spec.window_bytes(1, self.sizes.slots) for spec in self.specs)
+
+    def sliding_pages(self, rows: int, batch_tokens: int) -> int:
+        """Return the pages that `rows` rows hold at most, with those that a forward of `batch_tokens` tokens still reads."""
+        assert self.sizes.window is not None
+        size = self.sizes.page_size
+        return rows * (self.sizes.window // size + 4) + batch_tokens // size + 1
+
+
+Kinds = Mapping[int | None, LayersOfKind]
+
+
+def kinds_of(template: PagedCache) -> dict[int | None, LayersOfKind]:
+    """Return the layers of each sliding window, full attention first.
+
+    Raises: UnsupportedModelError where a layer holds more than keys and values in pages, or none of its own.
+    """
+    specs: dict[int | None, list[PageSpec]] = {}
+    layers: Sequence[Any] = template.layers
+    for index, layer in enumerate(layers):
+        check_layer(index, layer)
+        if layer.spec is None:
+            raise UnsupportedModelError(
+                f"layer {index} of this model stores no keys and values of its own; use generate()"
+            )
+        specs.setdefault(layer.window, []).append(layer.spec)
+    options = template.options
+    numbers = options.page_size, options.sink_tokens, options.recent_tokens
+    ordered = sorted(specs, key=lambda window: window or 0)
+    return {window: LayersOfKind(RowSizes(*numbers, window), specs[window]) for window in ordered}
+
+
+def check_layer(index: int, layer: object) -> None:
+    """Raise UnsupportedModelError where a layer holds more than keys and values in pages."""
+    if type(layer) is not PagedLayer:
+        raise UnsupportedModelError(
+            f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
+            f"{type(layer).__name__}; use generate()"
+        )
+
+
+@dataclass(frozen=True)
+class BatchRoom:
+    """What continuous batching has room for; allocated as a whole when a manager starts.
+
+    Attributes:
+        rows: requests that may hold tokens at once.
+        pages: sliding window (None: full attention) -> pages of each of its layers.
+        nbytes: bytes of all pages and exact windows.
+        batch_tokens: most tokens of a forward.
+    """
+
+    rows: int
+    pages: Mapping[int | None, int]
+    nbytes: int
+    batch_tokens: int
+
+    @classmethod
+    def of(
+        cls, kinds: Kinds, most_rows: int, batch_tokens: int, budget: int = 0, pages: int | None = None
+    ) -> "BatchRoom":  # fmt: skip
+        """Return the room within `budget` bytes, or for `pages` pages of the full-attention layers.
+
+        Args:
+            most_rows: requests that are wanted at once; fewer where their exact windows would take over a quarter of a budget.
+            batch_tokens: most tokens of a forward.
+        Raises: CacheOptionError where not even one request has room.
+        """
+        full = kinds.get(None)
+        page_bytes = 0 if full is None else full.page_bytes
+        none, one = (_fixed_bytes(kinds, count, batch_tokens) for count in (0, 1))
+        part = budget if full is None else int(budget * FIXED_PART)
+        rows = min(most_rows, max(0, part - none) // (one - none) if pages is None else pages)
+        fixed = _fixed_bytes(kinds, rows, batch_tokens)
+        if full is not None and pages is None:
+            pages = (budget - fixed) // page_bytes
+        if rows < 1 or (pages is not None and pages < 1):
+            least = one if full is None else max(int(one / FIXED_PART), one + page_bytes)
+            raise CacheOptionError(
+                f"continuous batching has {format_bytes(budget) if budget else 'no pages'} for its cache, and one request of this "
+                f"model takes at least {format_bytes(least)}: give it more (cache_config={{'max_bytes': ..}}, or "
+                "max_memory_percent of the ContinuousBatchingConfig)"
+            )
+        found: dict[int | None, int] = {
+            window: kind.sliding_pages(rows, batch_tokens)
+            for window, kind in kinds.items()
+            if window is not None
+        }
+        if pages is not None:
+            found[None] = pages
+        return cls(rows, found, fixed + (pages or 0) * page_bytes, batch_tokens)
+
+
+def _fixed_bytes(kinds: Kinds, rows: int, batch_tokens: int) -> int:
+    """Return the bytes of windows and sliding layers."""
+    sliding = sum(
+        kind.sliding_pages(rows, batch_tokens) * kind.page_bytes
+        for window, kind in kinds.items()
+        if window is not None
+    )
+    return sliding + rows * sum(kind.window_bytes for kind in kinds.values())

@@ -1,126 +1,178 @@
-"""The tensors of one layer in a batch that requests join and leave: pages, and an exact window for each row."""
+"""The tensors of one layer in a batch that requests join and leave, and attention over them: each part as a batch of its own."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.layer_formats import LayerFormats
+from ..bridge.handles import KVView, LazyKV
+from ..bridge.masks import LazyMask
+from ..cache.layer import PagedLayer
 from ..cache.store import LayerStore, Residual
 from ..cache.widening import Widening
+from ..errors import UnsupportedModelError
+from ..hf.attention import kv_hf_attention
+from ..hf.dense import causal_mask
 from ..pages.cpu_memory import mapped_zeros
-from ..pages.moved import persistent_tensors
+from ..pages.persistent import persistent_tensors
 from ..pages.step import Step
 from ..pages.storage import PageArena, PageStorage, Pair
-from ..read_budget import ReadBudget
+from .batch_rows import Forward, Part
 
-Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
+# what transformers' continuous batching hands down for attention functions of its own
+FOR_OTHERS = (
+    "cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal",
+)  # fmt: skip
+
+
+class HostLayer(NamedTuple):
+    """What a row holds in one layer, on the host.
+
+    Attributes:
+        pages: side -> field -> encoded pages [n, ..].
+        windows: exact keys and values [num_kv_heads, slots, head_dim].
+    """
+
+    pages: Sequence[Mapping[str, torch.Tensor]]
+    windows: Sequence[torch.Tensor]
 
 
 class BatchStore(LayerStore):
     """Pages and windows of one layer; windows are there for all rows from the start.
 
     Args:
-        layer_idx: position in the model.
-        formats: of the layer.
+        layer: of a paged cache of the same model and options.
         arena, pages: where the sealed pages lie.
-        sink_tokens: slots at the front of the windows that are never sealed.
-        kernel: CacheConfig.kernel.
-        window: sliding window, None for full attention.
         rows, slots: windows, and exact tokens that each has room for.
-        budget: how much of a row a decode step reads, None for everything.
     """
 
     revision = 0  # attention reads a part before the layer changes again (KVView)
 
     def __init__(
-        self,
-        layer_idx: int,
-        formats: LayerFormats,
-        arena: PageArena,
-        pages: PageStorage,
-        sink_tokens: int,
-        kernel: str,
-        window: int | None,
-        rows: int,
-        slots: int,
-        budget: ReadBudget | None = None,
+        self, layer: PagedLayer, arena: PageArena, pages: PageStorage, rows: int, slots: int
     ) -> None:
-        watch = Widening.of(layer_idx, formats, arena)
-        super().__init__(layer_idx, pages, sink_tokens, kernel, watch)
-        self.window = window
-        self.slots = slots
-        self.budget = budget
+        watch = Widening.of(layer.layer_idx, layer.formats, arena)
+        super().__init__(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, watch)
+        self.window, self.slots = layer.window, slots
+        self.budget = layer.group.reading.budget  # how much of a row a decode step reads
+        self.windows = self.residuals
         with persistent_tensors():
-            for residual in self.residuals:
-                residual.tokens = _windows(residual, rows, slots)
+            for window in self.windows:
+                window.tokens = _windows(window, rows, slots)
 
-    def append_part(self, step: Step, first: int, new: Pair) -> Pair:
-        """Write new tokens of the rows from `first` on and seal pages; return, per side, the exact tokens that they read.
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        forward: Forward,
+        module: torch.nn.Module,
+        states: Sequence[torch.Tensor],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, None]:
+        """Append the layer's new tokens to its pages, and attend to all tokens of each request.
 
         Args:
-            new: keys and values [rows of the part, num_kv_heads, q_len, head_dim].
-        Returns: [rows of the part, num_kv_heads, slots or more, head_dim] each, to be read before `finish_part`.
+            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, ..], of this forward.
+            kwargs: all further arguments of the attention function.
+        Returns: ([1, tokens, num_heads, value_dim], None).
+        Raises: UnsupportedModelError where the model hands over other tokens than the forward has.
+        """
+        query, key, value = states
+        if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == forward.tokens:
+            raise UnsupportedModelError(
+                f"continuous batching passes {forward.tokens} tokens in one row, and attention of layer {self.layer_idx} got queries "
+                f"{tuple(query.shape)} and keys {tuple(key.shape)}: this model changes them on the way. Use generate()"
+            )
+        given = {name: one for name, one in kwargs.items() if name not in FOR_OTHERS}
+        out = None
+        for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
+            keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
+            attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
+            if (
+                not step.fits or step.moves_rest
+            ):  # windows made anew, and the old ones are read by now
+                self._keep_rest(part)
+            if len(forward.parts) == 1 and isinstance(part.tokens, slice):
+                return attended.reshape(1, forward.tokens, *attended.shape[2:]), None
+            if out is None:
+                out = attended.new_empty(1, forward.tokens, *attended.shape[2:])
+            out[0, part.tokens] = attended.reshape(-1, *attended.shape[2:])
+        assert out is not None
+        return out, None
+
+    def _append(
+        self, step: Step, part: Part, new: Pair
+    ) -> tuple[torch.Tensor, torch.Tensor, LazyMask]:
+        """Write new tokens of a part's rows and seal pages; return keys and values that it attends to, and their mask.
+
+        The mask hides what comes later, and other rows' padding.
         """
         self.check(*new)
-        if step.capacity > self._room:
-            self.make_room(step.capacity)
-        parts = self._windows(first, new[0].shape[0])
-        with nullcontext() if step.seal is None else self._sealing():
-            if step.fits:
-                runs = parts[0].tokens, parts[1].tokens
-                assert step.view is not None
-                view = step.view.on(self.device)
-                self.pages.write_pair(
-                    self.kernel, runs, new, view, step.seal, self.damaged, self.launches
-                )
-            else:
-                runs = parts[0].run(step, new[0]), parts[1].run(step, new[1])
-                if step.seal is not None:
-                    self._seal(step.seal, runs)
-            if step.seal is not None:
-                self._widen(step.seal, runs, new[0].shape[2])
-        if step.seal is not None:
-            self._look_for_damage()
-        return runs
+        last = part.first + part.rows
+        keys, values = (window.part(part.first, last) for window in self.windows)
+        self.residuals = keys, values
+        runs = self.append(step, *new, self.slots)
+        seen, padding, window = part.q_len, None, self.window
+        causal = window is None or seen <= window
+        if step.seen_before:  # else a prompt's first tokens: exact, as in generate()
+            assert step.view is not None
+            # the tokens of a prompt read everything, however many of them came into this forward
+            kv = self.kv(step.view, *runs, step.columns, None if part.prompt else self.budget)
+            new = LazyKV.pair(KVView(kv, self, self.revision, self.kernel, window))
+            seen, padding, causal = kv.seen, kv.padding, part.rows == 1 and window is None
 
-    def finish_part(self, step: Step, first: int, runs: Pair) -> None:
-        """Keep the tokens of `runs` that the step did not seal, once attention has read them."""
-        if step.fits and not step.moves_rest:
-            return
-        for part, run in zip(self._windows(first, runs[0].shape[0]), runs, strict=True):
-            window = part.tokens
-            part.keep_rest(step, run, self.slots, self.sink_tokens)
-            window.copy_(part.tokens)
+        def visible() -> torch.Tensor:
+            """Return [rows, 1, q_len, seen], bool: the columns that the newest queries see."""
+            found = causal_mask(part.q_len, seen, seen, self.device)
+            if window is not None:
+                found = found.triu(seen - part.q_len - window + 1)
+            if padding is not None:
+                columns = torch.arange(seen, device=self.device)
+                found = found & (columns >= padding.to(self.device)[:, None, None, None])
+            return found.expand(part.rows, -1, -1, -1)
 
-    def _windows(self, first: int, rows: int) -> tuple[Residual, Residual]:
-        """Return the windows of the rows from `first` on, which share memory with those of all rows."""
-        keys, values = (residual.part(first, first + rows) for residual in self.residuals)
-        return keys, values
+        shape = (part.rows, 1, part.q_len, seen)
+        return *new, LazyMask(shape, self.device, visible, causal=causal)
+
+    def _keep_rest(self, part: Part) -> None:
+        """Take the windows of a part's rows over into those of all rows."""
+        for window, residual in zip(self.windows, self.residuals, strict=True):
+            window.tokens[part.first : part.first + part.rows] = residual.tokens
+        self.residuals = self.windows
+
+    # -- rows that come, go and change places --------------------------------------------------------------------------
 
     def move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
         """Let the windows of the rows `targets` [n] become what those of `sources` [n] are, all at once; int64."""
-        for residual in self.residuals:
+        for residual in self.windows:
             tokens = residual.tokens
             tokens.index_copy_(0, targets, tokens.index_select(0, sources))
 
     def put_sinks(self, row: int, sinks: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Let a row begin with exact keys and values [num_kv_heads, sink_tokens, head_dim]."""
-        for residual, first in zip(self.residuals, sinks, strict=True):
+        for residual, first in zip(self.windows, sinks, strict=True):
             residual.tokens[row, :, : first.shape[1]] = first
 
     def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, head_dim]."""
-        keys, values = (
-            residual.tokens[row, :, : self.sink_tokens].clone() for residual in self.residuals
-        )
+        keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.windows)
         return keys, values
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of pages and windows."""
-        pages = sum(sum(side.nbytes.values()) for side in self.pages.sides)
-        return pages + sum(residual.tokens.nbytes for residual in self.residuals)
+    def to_host(self, row: int, pages: Sequence[int]) -> HostLayer:
+        """Return copies on the host of a row's window, and of its sealed `pages` as they are stored."""
+        sides = [side.take(pages) for side in self.pages.sides]
+        fields = [{name: field.cpu() for name, field in side.items()} for side in sides]
+        return HostLayer(fields, [one.tokens[row].to("cpu", copy=True) for one in self.windows])
+
+    def from_host(self, row: int, pages: Sequence[int], held: HostLayer) -> None:
+        """Let a row, whose pages these are, hold what `to_host` has returned."""
+        places = [[page] for page in pages]
+        for side, fields in zip(self.pages.sides, held.pages, strict=True):
+            for name, encoded in fields.items():
+                side.spread(0, name, encoded, places)
+        for residual, tokens in zip(self.windows, held.windows, strict=True):
+            residual.tokens[row].copy_(tokens)
 
 
 def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:

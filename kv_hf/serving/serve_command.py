@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from ..errors import KVCacheError
 from ..hub import why_not_model
 from ..printable import tell_error
-from .server_interface import serve_class
-from .server_options import STORE, ServerOptions, json_object
+from .server import serve_class, start
+from .server_model import STORE, ServerOptions, json_object
 
 # parameters of transformers' `Serve` that are ours to set
 _OURS = {"self", "force_model", "non_blocking"}
@@ -70,8 +70,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf serve") -> int:
             bool(args.get("continuous_batching")),
         )
         _check(model, args)
-        from .server import start
-
         start(options, model, **args)
     except (KVCacheError, ImportError, OSError, ValueError) as error:
         tell_error(prog, error)

@@ -5,18 +5,80 @@ exchanged, a route for the counts is added, and errors of a request's options be
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
-from ..errors import CacheOptionError, PagePoolExhaustedError
-from ..hf.asked import with_hint
-from .server_interface import check_server, serve_class
-from .server_options import ServerOptions
-from .server_tenants import STATS_ROUTE, Tenants
+import transformers
 
-# what a client can mend by sending another request
-_OF_THE_REQUEST = (CacheOptionError, PagePoolExhaustedError)
+from ..errors import CacheOptionError, KVCacheError, PagePoolExhaustedError
+from ..extras import extra
+from ..hf.asked import with_hint
+from .server_model import ServerOptions
+
+TESTED = "5.17 to 5.23"
+_STREAMS = ("model", "processor", "inputs", "gen_config", "request_id")
+# class or function of transformers.cli.serving -> the parameters that are passed or read by these names
+_USED = {
+    "serve.Serve": ("force_model", "continuous_batching", "host", "port", "non_blocking"),
+    "serving.server.build_server": ("model_manager", "generation_state"),
+    "serving.utils.GenerationState.get_manager": ("model_id", "use_cb"),
+    "serving.utils.CBGenerateManager.init_cb": ("model", "gen_config"),
+    "serving.utils.CBGenerateManager.is_alive": (),
+    "serving.utils.CBGenerateManager.scheduler": (),
+    "serving.utils.GenerateManager.generate_streaming": (*_STREAMS, "response_parser"),
+    "serving.utils.GenerateManager.generate_non_streaming": _STREAMS,
+    "serving.utils.GenerateManager.submit": ("fn", "args", "kwargs"),
+    "serving.utils.GenerateManager.async_submit": ("fn", "args", "kwargs"),
+}
+
+
+class ServerInterfaceError(KVCacheError):
+    """The installed transformers has no server, or one with another interface."""
+
+
+def serve_class() -> Any:
+    """Return transformers' `Serve`, the command that starts its server; it needs typer, not fastapi.
+
+    Raises: ServerInterfaceError naming the installed version and the versions that fit.
+    """
+    with extra("serving", "kv-hf serve"):
+        import typer  # noqa: F401
+    try:
+        from transformers.cli.serve import Serve
+    except ImportError as error:
+        raise _other_version(f"it has no transformers.cli.serve ({error})") from error
+    return Serve
+
+
+def check_server() -> None:
+    """Check packages and interface of transformers' server.
+
+    Raises: ImportError naming the missing package and the extra; ServerInterfaceError as `serve_class`.
+    """
+    with extra("serving", "kv-hf serve"):
+        import fastapi  # noqa: F401
+        import openai  # noqa: F401
+        import pydantic  # noqa: F401
+        import uvicorn  # noqa: F401
+    serve_class()
+    for path, names in _USED.items():
+        try:
+            found = resolve_name(f"transformers.cli.{path}")
+        except (ImportError, AttributeError):
+            raise _other_version(f"it has no transformers.cli.{path}") from None
+        for name in names:
+            if name not in inspect.signature(found).parameters:
+                raise _other_version(f"transformers.cli.{path} has no parameter {name}")
+
+
+def _other_version(why: str) -> ServerInterfaceError:
+    return ServerInterfaceError(
+        f"kv-hf serve starts the server of transformers {TESTED}, and transformers {transformers.__version__} is "
+        f"installed: {why}. Install a version that fits"
+    )
 
 
 def start(options: ServerOptions, model: str, **arguments: Any) -> Any:
@@ -50,7 +112,7 @@ def paged_server(options: ServerOptions) -> Iterator[None]:
 
 def _with_pages(original: Callable[..., Any], options: ServerOptions) -> Callable[..., Any]:
     """Wrap transformers' build_server."""
-    from .server_managers import PagedManagers
+    from .server_managers import STATS_ROUTE, PagedManagers, Tenants
 
     @functools.wraps(original)
     def build(model_manager: Any, *args: Any, generation_state: Any, **kwargs: Any) -> Any:
@@ -61,26 +123,26 @@ def _with_pages(original: Callable[..., Any], options: ServerOptions) -> Callabl
         app = original(model_manager, *args, generation_state=generation_state, **kwargs)
         app.add_api_route(STATS_ROUTE, managers.stats, methods=["GET"])
         app.add_middleware(Tenants)
-        for error in _OF_THE_REQUEST:
+        # what a client can mend by sending another request
+        for error in (CacheOptionError, PagePoolExhaustedError, ValueError):
             app.add_exception_handler(error, _bad_request)
-        app.add_exception_handler(ValueError, _bad_value)
         return app
 
     return build
 
 
 async def _bad_request(request: Any, error: Exception) -> Any:
-    """Answer with status 400 and the reason, in the form that OpenAI's clients read."""
+    """Answer with status 400 and the reason, in the form that OpenAI's clients read.
+
+    Also a cache's name that transformers refuses; every other ValueError stays what it is.
+    """
     from fastapi.responses import JSONResponse
 
+    if not isinstance(error, (CacheOptionError, PagePoolExhaustedError)):
+        assert isinstance(error, ValueError)
+        told = with_hint(error)
+        if told is error:
+            raise error
+        error = told
     found = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": found}, status_code=400)
-
-
-async def _bad_value(request: Any, error: Exception) -> Any:
-    """Answer a cache's name that transformers refuses like a wrong option; every other ValueError stays what it is."""
-    assert isinstance(error, ValueError)
-    told = with_hint(error)
-    if told is error:
-        raise error
-    return await _bad_request(request, told)

@@ -1,30 +1,34 @@
-"""The generation managers of transformers' server, with the cache of each request set. Imported when a server starts."""
+"""The generation managers of transformers' server, with the cache of each request set, and whose request it is. Imported when a server starts."""
 
 import asyncio
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import asdict
+from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    CBGenerateManager,
-    GenerateManager,
-)
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
 from ..errors import CacheOptionError
 from ..texts import longest_context
-from .batch_counts import BatchCounts
-from .batch_manager import check_here
-from .batch_options import check_model, options_of
-from .server_model import ServedModel, check_room, end_with_context
-from .server_options import ServerOptions
-from .server_tenants import tenant
+from .batch_cache import BatchCache, BatchCounts
+from .batch_manager import check_here, check_model, options_of
+from .server_model import ServedModel, ServerOptions, check_room, end_with_context
 
+HEADER = "x-cache-salt"
+STATS_ROUTE = "/kv_hf/stats"
+OF_THE_OPERATOR = {"/reset", "/load_model", STATS_ROUTE}
 POLL_S = 0.01
+# the salt of the request's prefixes, "" without the header
+tenant: ContextVar[str] = ContextVar("kv_hf_tenant", default="")
 _numbers = itertools.count()  # of all batched requests of this process
 
 
@@ -63,19 +67,30 @@ class PagedGenerateManager(GenerateManager):
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Queue a call for the inference thread; return its future."""
-        return super().submit(_reported, self._take_current(), fn, *args, **kwargs)
+        return super().submit(self._reported(fn), *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
         """Queue a call for the inference thread; return its awaitable future."""
-        return super().async_submit(_reported, self._take_current(), fn, *args, **kwargs)
+        return super().async_submit(self._reported(fn), *args, **kwargs)
 
-    def _take_current(self) -> ServedModel | None:
-        """Return the model of the request that is queued now, and forget it: the store of an unloaded model must go."""
-        current, self._current = self._current, None
-        return current
+    def _reported(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn`, which logs in the inference thread what it took from the prefix store."""
+        # forgotten here: the store of a model that is unloaded must go
+        served, self._current = self._current, None
+        if served is None:
+            return fn
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = served.stats()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                served.report(before)
+
+        return run
 
 
-class PagedBatchManager(BaseGenerateManager):
+class PagedBatchManager:
     """transformers' manager of continuous batching, with the server's cache named in the config of its batches.
 
     Args:
@@ -101,19 +116,12 @@ class PagedBatchManager(BaseGenerateManager):
                 )
         vars(gen_config).update(served)
         self._batches.init_cb(model, gen_config)
-        pause = threading.Event()
-        while self._cache() is None and self._batches.is_alive():
-            pause.wait(POLL_S)
+        while self.cache is None and self._batches.is_alive():
+            time.sleep(POLL_S)
 
-    def generate_streaming(  # type: ignore[override]
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        **named: Any,
-    ) -> Any:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **named: Any
+    ) -> Any:  # fmt: skip
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
         own = self._admit(model, inputs, gen_config, request_id)
         return self._batches.generate_streaming(model, processor, inputs, gen_config, own, **named)
@@ -125,46 +133,28 @@ class PagedBatchManager(BaseGenerateManager):
         own = self._admit(model, inputs, gen_config, request_id)
         return await self._batches.generate_non_streaming(model, processor, inputs, gen_config, own)
 
-    def stop(self) -> None:
-        """Stop the batches."""
-        self._batches.stop()
-
-    def counts(self) -> dict[str, int] | None:
-        """Return the counts of the batches' cache (BatchCounts), None before they have one."""
-        cache = self._cache()
-        return None if cache is None else asdict(BatchCounts.of_cache(cache))
-
-    def _cache(self) -> Any:
-        """Return the cache of the batches, None before they have one."""
+    @property
+    def cache(self) -> BatchCache | None:
+        """The cache of the batches, None before they have one."""
         try:
-            return self._batches.scheduler.cache
+            found: Any = self._batches.scheduler.cache
         except RuntimeError:
             return None
+        return found
 
     def _admit(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
         """Check that a prompt has room, and note the salt of its prefixes for when the batches take it.
 
         Returns: an id that no other request has, whatever its client calls it: answers are handed out by it.
         """
-        own, cache = f"{request_id}/{next(_numbers)}", self._cache()
+        own, cache = f"{request_id}/{next(_numbers)}", self.cache
         prompt_tokens = len(inputs["input_ids"])
         end_with_context(gen_config, prompt_tokens, longest_context(model.config))
         if cache is not None:
             check_room(prompt_tokens + 1, cache.most_tokens)
             if tenant.get():
-                cache.salt(own, tenant.get())
+                cache.request(own).salt = tenant.get()
         return own
-
-
-def _reported(served: ServedModel | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fn` in the inference thread, and log what it took from the prefix store."""
-    if served is None:
-        return fn(*args, **kwargs)
-    before = served.stats()
-    try:
-        return fn(*args, **kwargs)
-    finally:
-        served.report(before)
 
 
 class PagedManagers:
@@ -180,8 +170,9 @@ class PagedManagers:
         self._batching: Callable[..., Any] = state.get_manager
         self._plain: dict[str, PagedGenerateManager] = {}
         self._batches: tuple[str, PagedBatchManager] | None = None
-        self._models: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
-        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[Any, tuple[str, ServedModel]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.Lock()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
@@ -201,10 +192,8 @@ class PagedManagers:
         """Raise KVCacheError where pages cannot be the model's cache."""
         if self.options.batching:
             check_here()
-            asked = SimpleNamespace(
-                cache_implementation=self.options.name, cache_config=self.options.cache_config
-            )
-            options_of(asked)
+            name, config = self.options.name, self.options.cache_config
+            options_of(SimpleNamespace(cache_implementation=name, cache_config=config))
             check_model(model)
         else:
             self.served(model, model_id)
@@ -215,24 +204,71 @@ class PagedManagers:
         Raises: KVCacheError where pages cannot be the model's cache.
         """
         with self._lock:
-            found = self._models.get(model)
-            if found is None:
-                found = self._models[model] = ServedModel(model, self.options)
-                self._names[model] = model_id
-            return found
+            if model not in self._models:
+                self._models[model] = model_id, ServedModel(model, self.options)
+            return self._models[model][1]
 
     def stats(self) -> dict[str, Any]:
         """Return the server's cache, and the counts of each model's prefix store or batches, in JSON types."""
         with self._lock:
-            served = {self._names[model]: one for model, one in self._models.items()}
+            served = dict(self._models.values())
         models: dict[str, Any] = {
             name: {"prefix_store": one.counts()} for name, one in served.items()
         }
         if self._batches is not None:
             name, manager = self._batches
-            models.setdefault(name, {})["batches"] = manager.counts()
+            cache = manager.cache
+            counts = None if cache is None else asdict(BatchCounts.of_cache(cache))
+            models.setdefault(name, {})["batches"] = counts
         return {
             "cache": self.options.name,
             "cache_config": dict(self.options.cache_config),
             "models": models,
         }
+
+
+class Tenants:
+    """ASGI middleware: each request runs with the salt of its header as `tenant`; web pages get no route of the operator.
+
+    Args:
+        app: the application behind it.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass one request on."""
+        headers = Headers(raw=list(scope.get("headers", ())))
+        salts, path = headers.getlist(HEADER), scope.get("path")
+        refused = None
+        if len(salts) > 1:  # a proxy that adds its own must not lose to one that the client sent
+            refused = 400, f"{HEADER} must be given once, got {len(salts)} of it"
+        elif path in OF_THE_OPERATOR and _is_foreign(headers, scope.get("server") or ("",)):
+            refused = 403, f"{path} is not for web pages: Host or Origin names another machine"
+        if refused is not None:
+            status, words = refused
+            answer = JSONResponse({"error": {"message": words}}, status_code=status)
+            await answer(scope, receive, send)
+            return
+        before = tenant.set("".join(salts))
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            tenant.reset(before)
+
+
+def _is_foreign(headers: Headers, server: Any) -> bool:
+    """Say whether Origin is another site's, or Host a name that somebody made lead to this machine's loopback address."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    foreign = origin is not None and origin.partition("://")[2] != host
+    return foreign or (_is_loopback(server[0]) and not _is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    """Say whether a host, with or without a port, is this machine to itself."""
+    try:
+        name = urlsplit(f"//{host}").hostname or host
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False

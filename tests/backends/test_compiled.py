@@ -3,8 +3,10 @@
 Most tests use the backends "eager" and "aot_eager", which trace as any backend does and compile nothing.
 """
 
+import gc
 import itertools
 import logging
+import weakref
 
 import pytest
 import rounding
@@ -300,6 +302,57 @@ def test_a_compiled_step_past_the_end_is_an_error(backend):
         step(tokens(2, 1), past_key_values=cache)
     with pytest.raises(kv_hf.CacheMismatchError, match=f"{LENGTH} columns are held"):
         model(tokens(2, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_mask_changed_in_place_is_compared_anew():
+    """A step over another mask at the same place and length (a crop before) left out what that mask hid."""
+    model, ids, token = paged_model(num_hidden_layers=1), tokens(1, 30), tokens(1, 1, seed=3)
+    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    for one in (cache, stock):
+        model(ids, past_key_values=one)
+    mask = torch.zeros(1, 1, 1, LENGTH, dtype=torch.bool)
+    for first in (0, 20):
+        mask[..., :first], mask[..., first:31] = False, True
+        found = step(token, attention_mask=mask, past_key_values=cache).logits
+        wanted = model(token, attention_mask=mask[..., :31], past_key_values=stock).logits
+        rounding.assert_close(found, wanted)
+        cache.crop(-1)
+        stock.crop(-1)
+
+
+@torch.no_grad()
+def test_a_cache_cropped_to_nothing_begins_anew():
+    """A compiled forward looked for pages of no tokens: AttributeError of NoneType."""
+    model, inputs = paged_model(num_hidden_layers=1), {"input_ids": tokens(1, 9)}
+    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model(**inputs, past_key_values=cache)
+    step(tokens(1, 1), past_key_values=cache)
+    cache.crop(-10)
+    for part in (tokens(1, 3), tokens(1, 1)):
+        found, wanted = (
+            call(part, past_key_values=one).logits for call, one in ((step, cache), (model, stock))
+        )
+        rounding.assert_close(found, wanted)
+
+
+@torch.no_grad()
+def test_reset_after_a_compiled_step_gives_all_tensors_back():
+    """What the step's operators had left for each other kept pages and windows alive."""
+    model = paged_model(num_hidden_layers=1)
+    cache = preallocated(model)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model(tokens(1, 40), past_key_values=cache)
+    step(tokens(1, 1), past_key_values=cache)
+    store = cache.layers[0].store
+    windows = [weakref.ref(one.tokens) for one in store.residuals]
+    pages = [weakref.ref(one) for fields in store.pages.fields for one in fields.values()]
+    del store
+    cache.reset()
+    gc.collect()
+    assert not any(one() is not None for one in windows + pages)
 
 
 # -- what cannot be traced says so ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def counted(steps=70, *, batch=1, context=300, **options):
     ("options", "plain", "sealing"),
     [
         ({"reserve_tokens": 512, "batch": 5, "ragged": True}, 2, 3),
-        ({"max_length": 512}, 3, 3),
+        ({"max_length": 512}, 2, 3),
         ({"reserve_tokens": 8192, "context": 4200, "batch": 2, "read_tokens": 512}, 3, 4),
     ],
     ids=["ragged", "preallocated", "chosen pages"],

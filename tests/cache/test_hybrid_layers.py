@@ -50,14 +50,18 @@ def test_generate_equals_dynamic_cache(family, lengths, more):
     cache.check_integrity()
 
 
-def test_layers_that_ask_for_mask_sizes_within_a_forward_equal_dynamic_cache():
-    """Inkling makes its position bias from the sizes of each sliding layer, when others have been updated already."""
+@pytest.mark.parametrize("options", [{}, {"max_length": 200}], ids=["growing", "max_length"])
+def test_layers_that_ask_for_mask_sizes_within_a_forward_equal_dynamic_cache(options):
+    """Inkling makes its position bias from the sizes of each sliding layer, when others have been updated already.
+
+    With max_length its prompt stopped at another size, and causality of a chunk began at the last column there is room for.
+    """
     if "inkling_text" not in FAMILIES:
         pytest.skip("the installed transformers has no such family")
     torch.manual_seed(0)
     config = make_config("inkling_text", sliding_window_size=24)
     model = AutoModelForCausalLM.from_config(config).eval()
-    ours, stock, ids = paged(model), DynamicCache(config=config), tokens(2, 170)
+    ours, stock, ids = paged(model, **options), DynamicCache(config=config), tokens(2, 170)
     with torch.no_grad():
         for part in (ids[:, :90], ids[:, 90:150], *ids[:, 150:].split(1, 1)):
             expected = model(part, past_key_values=stock).logits

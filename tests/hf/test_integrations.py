@@ -210,7 +210,7 @@ def test_a_model_of_another_dtype_after_its_first_use(dtype):
     found = model.generate(**PADDED, **GREEDY, **PAGES)
     assert torch.equal(found, expected)
     text = torch.cat([first.sequences, tokens(3, 5)], 1)
-    with pytest.raises(kv_hf.CacheMismatchError, match="one cache per model and dtype"):
+    with pytest.raises(kv_hf.CacheMismatchError, match="one cache per model, dtype and adapters"):
         model.generate(text, past_key_values=first.past_key_values, **GREEDY)
 
 

@@ -70,7 +70,6 @@ def test_layers_of_mllama_answer_whether_they_have_keys_during_a_forward():
         text(input_ids=ids, past_key_values=cache)
         cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
     assert cache.layers[2].keys.shape == (1, 2, 30, 16)
-    with pytest.raises(kv_hf.InterruptedForwardError):
-        cache.layers[2].keys.clone()
+    assert cache.layers[2].keys.clone().shape == (1, 2, 30, 16)  # as long as it is not reached
     cache.update(*torch.randn(2, 1, 2, 1, 16), 2)
     assert cache.layers[2].keys.clone().shape == (1, 2, 31, 16)

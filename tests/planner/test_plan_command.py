@@ -82,7 +82,7 @@ def test_lists(capsys, monkeypatch):
     [
         (["./llama-3.1-8b.json"], "there is no file or folder"),
         ([LLAMA, "--cache", "paged_int7"], "cache must be one of"),
-        (["deepseek-v3", "--cache", "paged_int4:max_length=9000"], "max_length"),
+        ([LLAMA, "--cache", "paged_int4:max_length=0"], "max_length"),
     ],
 )
 def test_errors_say_their_reason(arguments, words, capsys):

@@ -378,7 +378,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
         assert not [one.error for one in found.values() if one.error]
         memory = cache.memory()
         assert memory.total - memory.offloaded - memory.other == nbytes
-        while cache.requests.names:
+        while cache.requests:
             time.sleep(0.01)
         assert pages_in_use(manager) == (0, set())
         assert cache.groups[None].pool.num_held == cache.prefix_store.stats().pages

@@ -11,9 +11,9 @@ import pytest
 from paths import ROOT
 from tiny_server import WAIT_S, Running, free_port, save_model
 
-from kv_hf.serving import serve_command, server_interface
-from kv_hf.serving.server_interface import ServerInterfaceError, check_server, serve_class
-from kv_hf.serving.server_options import ServerOptions
+from kv_hf.serving import serve_command, server
+from kv_hf.serving.server import ServerInterfaceError, check_server, serve_class
+from kv_hf.serving.server_model import ServerOptions
 
 
 def refused(capsys, *argv):
@@ -119,14 +119,14 @@ def test_other_server_is_refused_with_the_versions_that_fit(monkeypatch):
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     check_server()
-    gone = {**server_interface._USED, "serving.utils.GenerateManager.run": ("model",)}
-    monkeypatch.setattr(server_interface, "_USED", gone)
+    gone = {**server._USED, "serving.utils.GenerateManager.run": ("model",)}
+    monkeypatch.setattr(server, "_USED", gone)
     with pytest.raises(
         ServerInterfaceError, match="5.17 to 5.23, and transformers .* no transformers.cli"
     ):
         check_server()
     other = {"serving.utils.GenerationState.get_manager": ("model_id", "device")}
-    monkeypatch.setattr(server_interface, "_USED", other)
+    monkeypatch.setattr(server, "_USED", other)
     with pytest.raises(ServerInterfaceError, match="get_manager has no parameter device"):
         check_server()
 

@@ -9,8 +9,7 @@ from tiny_models import make_model, shared_model, tokens
 from transformers import GenerationConfig
 
 import kv_hf
-from kv_hf.serving.server_model import ServedModel
-from kv_hf.serving.server_options import ServerOptions
+from kv_hf.serving.server_model import ServedModel, ServerOptions
 
 
 def served(model, config=None, store="0", cache="paged_int8"):

@@ -14,7 +14,7 @@ from ..errors import UnsupportedModelError
 from ..hf.attention import kv_hf_attention
 from ..hf.dense import causal_mask
 from ..pages.cpu_memory import mapped_zeros
-from ..pages.persistent import persistent_tensors
+from ..pages.moved import persistent_tensors
 from ..pages.step import Step
 from ..pages.storage import PageArena, PageStorage, Pair
 from .batch_rows import Forward, Part

@@ -310,7 +310,7 @@ class PagedLayer(DynamicLayer):
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} lacks tokens that the other layers hold: read it outside of a forward"
             )
-        view = step.view.before(self.seen)
+        view = step.view.before()
         columns = group.max_length or self.seen - view.offset
         return store.kv(view, keys, values, columns)
 

@@ -187,11 +187,10 @@ class TableView:
         self._moved.clear()
         return self
 
-    def before(self, seen: int) -> "TableView":
-        """Return where the tokens of a layer lie that has seen `seen` columns and has not appended this forward's."""
+    def before(self) -> "TableView":
+        """Return where the tokens of a layer lie that has not appended this forward's yet; for rows without padding."""
         assert self.starts is not None
-        padding = self.padding.clamp(max=seen - self.offset)
-        lengths = torch.stack([self.num_pages, self.starts, padding])
+        lengths = torch.stack([self.num_pages, self.starts, self.padding])
         rows = self.num_pages.shape[0]
         return self._unpacked(self.tables, CPU, lengths, rows, self.offset)
 

@@ -20,7 +20,7 @@ from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolEx
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Batch, Rows, RowSizes
-from kv_hf.pages.step import CPU, FixedStep, Tables
+from kv_hf.pages.step import CPU, FixedStep, Row, Tables
 from kv_hf.spec import sealed_pages
 
 PAGE, WINDOW = 16, 40
@@ -216,6 +216,8 @@ def test_tables_show_the_pages_of_every_row():
     assert moved is view.on(torch.device("meta"))
     tensors = (moved.block_table, moved.num_pages, moved.exact_lens, moved.padding)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+    later = layer.append(columns_of([0, 90], 1, 101))[0].view
+    assert later.on(torch.device("meta")) is not moved  # its lengths are others
 
 
 def test_tables_of_an_earlier_step_keep_their_pages():
@@ -253,6 +255,21 @@ def test_fixed_step_holds_the_numbers_of_the_last_step_alone():
         jobs = [job for job in standing.seal.jobs.tolist() if job != [-1] * 3]
         assert jobs == ([] if step.seal is None else step.seal.jobs.tolist())
         assert fixed.seen == column
+
+
+def test_append_in_chunks_skips_what_a_row_of_a_longer_shared_prefix_holds():
+    group, first = one()
+    first.append(columns_of([0], 36))
+    pages = group.rows[0].pages
+    rows = Rows(group.sizes, group.pool)
+    rows.adopt((Row(0, pages[:1], 4), Row(0, pages, 4, ahead=16)), 20)
+    layer = Layer(rows, Forward([rows]), 0)
+    layer.pages, layer.windows, layer.seen = first.pages, [[0, 1, 2, 3]] * 2, 20
+    for start in range(20, 55, 7):
+        new = list(range(start, start + 7))
+        _, reads = layer.append([new, [n if n >= 36 else PADDING for n in new]])
+        assert reads == [list(range(start + 7)), list(range(max(36, start + 7)))]
+        rows.check_integrity()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
@@ -411,6 +428,15 @@ def test_observe_padding_cannot_change_stored_tokens():
     group.observe_padding(mask_of([30, 30], 40))
     layer.append(columns_of([0, 0], 20, 40))
     assert layer.tokens() == columns_of([0, 0], 60)
+
+
+def test_observe_padding_of_a_refused_forward_is_forgotten():
+    group, layer = one(max_pages=3)
+    group.observe_padding(mask_of([0, 30], 60))
+    with pytest.raises(PagePoolExhaustedError):
+        layer.append(columns_of([0, 30], 60))
+    layer.append(columns_of([0, 0], 20))
+    assert layer.tokens() == columns_of([0, 0], 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)

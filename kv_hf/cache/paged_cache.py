@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from ..backends.registry import choose, layout_for
 from ..bridge.handles import view_of, warn_dense
@@ -346,8 +346,7 @@ class PagedCache(Origin, DynamicCache):
                 layer.forget()
             else:
                 layer.reset()
-                if isinstance(layer, DynamicLayer):
-                    forget_tokens(layer)
+                forget_tokens(layer)
         self.arena.clear()
         self.forward.clear()
 

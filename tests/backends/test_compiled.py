@@ -363,8 +363,8 @@ def test_steps_run_while_another_thread_compiles(monkeypatch):
     step = torch.compile(model.forward, fullgraph=True, backend="eager")
     for one in (cache, stock):
         model(tokens(1, 20), past_key_values=one)
-    for call in (step, step, model):
-        found = call(tokens(1, 1), past_key_values=cache).logits
+    for one in (step, step, model):
+        found = one(tokens(1, 1), past_key_values=cache).logits
         rounding.assert_close(found, model(tokens(1, 1), past_key_values=stock).logits)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 

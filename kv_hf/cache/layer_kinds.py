@@ -120,23 +120,23 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         return super().rows_held
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append indexer keys [batch, q_len, index_head_dim]; return all of them.
+        """Append indexer keys [batch, q_len, index_head_dim]; return all of them, with max_length as many columns as masks have.
 
         Raises: InterruptedForwardError where an earlier forward has stored tokens without their indexer keys.
         """
         new = indexer_key_states.detach()
         start = self._first_new(new.shape[1])
-        end = start + new.shape[1]
+        end, most = start + new.shape[1], self.group.max_length
         held = self._index if start else None  # an empty one may be of another batch
         index = held
         if index is None or held is None or end > held.shape[1]:
-            room = end if held is None else end + end // 8 + 64
-            index = new.new_empty((new.shape[0], room, new.shape[2]))
+            room = most or (end if held is None else end + end // 8 + 64)
+            index = new.new_zeros((new.shape[0], max(room, end), new.shape[2]))
             if held is not None:
                 index[:, :start] = held[:, :start]
         index[:, start:end] = new
         self._index, self._indexed = index, end
-        return index[:, :end]
+        return index[:, : most if most is not None and start else end]
 
     def _first_new(self, q_len: int) -> int:
         """Return the column of the next indexer key: models hand them over behind a layer's latents, or before."""

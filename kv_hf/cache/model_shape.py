@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..errors import UnsupportedModelError
 
@@ -44,12 +45,16 @@ def removed_by_crop(tokens_to_remove: int, seen: int) -> int:
 
 
 def forget_tokens(layer: Any) -> None:
-    """Drop the tensors of a DynamicLayer of transformers that was reset.
+    """Drop the tensors of a layer of transformers that was reset.
 
-    5.17 zeroes them, so that the next update would append to zeros (cache_utils, DynamicLayer.reset).
+    5.17 zeroes them, so that the next update would append to zeros (cache_utils, DynamicLayer.reset), and states keep the
+    rows that they had (LinearAttentionLayer).
     """
-    layer.keys = layer.values = None
-    layer.is_initialized = False
+    if isinstance(layer, DynamicLayer):
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    elif type(layer) is LinearAttentionLayer:
+        LinearAttentionLayer.__init__(layer, layer.number_of_states)
 
 
 def is_dummy(layer: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from ..backends.registry import choose, layout_for
 from ..bridge.handles import view_of, warn_dense
@@ -251,7 +251,7 @@ class PagedCache(Origin, DynamicCache):
         Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
         Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
         """
-        if torch.compiler.is_compiling() and self.number is not None:
+        if torch.compiler.is_dynamo_compiling() and self.number is not None:
             return compiled.update(self, key_states, value_states, layer_idx)
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
@@ -307,7 +307,7 @@ class PagedCache(Origin, DynamicCache):
 
         While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
         """
-        if torch.compiler.is_compiling() and self.number is not None and self.started:
+        if torch.compiler.is_dynamo_compiling() and self.number is not None and self.started:
             return compiled.columns(self)
         if self.fixed is not None:
             return next(iter(self.fixed.values())).seen
@@ -320,7 +320,7 @@ class PagedCache(Origin, DynamicCache):
 
         The length also says where the mask function reports left padding.
         """
-        if torch.compiler.is_compiling() and self.number is not None:
+        if torch.compiler.is_dynamo_compiling() and self.number is not None:
             most = self.options.max_length or 0
             return (most if self.started else query_length), 0
         if self.fixed is not None:
@@ -352,8 +352,7 @@ class PagedCache(Origin, DynamicCache):
                 layer.forget()
             else:
                 layer.reset()
-                if isinstance(layer, DynamicLayer):
-                    forget_tokens(layer)
+                forget_tokens(layer)
         self.arena.clear()
         self.forward.clear()
 

@@ -130,6 +130,18 @@ def test_any_split_into_forwards_equals_dynamic_cache(data, kind):
     assert cache.get_seq_length() == 90
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm5_next"])
+def test_indexers_score_as_many_columns_as_masks_have(kind):
+    """The second forward stopped: indexer keys of the text so far met a mask with room for all of it."""
+    model, ids = model_of(kind), tokens(2, 40)
+    cache = kv_hf.PagedCache(model.config, page_size=16, max_length=60)
+    dynamic = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in (ids[:, :20], ids[:, 20:37], *ids[:, 37:].split(1, 1)):
+            found, wanted = (model(part, past_key_values=c).logits for c in (cache, dynamic))
+            rounding.assert_close(found, wanted)
+
+
 def addresses(cache):
     stores = [layer.store for layer in cache.layers]
     return [one.data_ptr() for s in stores for side in s.pages.fields for one in side.values()]

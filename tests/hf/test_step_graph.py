@@ -354,7 +354,9 @@ def test_a_graph_of_the_users_own_is_refused_while_it_is_captured(options, monke
     model(tokens(1, 20), past_key_values=cache)
     with monkeypatch.context() as patched:
         patched.setattr(moved, "is_recorded", lambda device: True)
-        with pytest.raises(CacheOptionError, match="CUDA graph of a forward .* outside of the capt"):
+        with pytest.raises(
+            CacheOptionError, match="CUDA graph of a forward .* outside of the capt"
+        ):
             model(tokens(1, 1), past_key_values=cache)
     model(tokens(1, 1), past_key_values=cache)
     assert cache.get_seq_length() == 21

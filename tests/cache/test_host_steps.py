@@ -1,10 +1,14 @@
 """What a whole decode step launches and waits for, on a GPU that is not here."""
 
+import os
+import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
+from tiny_models import make_model, tokens
 
+import kv_hf
 from kv_hf.bridge.masks import within_generate
 from kv_hf.pages.step import Tables, block_table
 
@@ -57,3 +61,33 @@ def test_tables_write_new_pages_in_place_and_follow_every_other_change():
     wider, moved_on = ((1, 2, 5), (3, 4)), ((7, 2, 5), (3, 4))
     for pages in (grown, wider, moved_on, ((3, 4), (7, 2, 5)), ((3,), (7,)), ((), ())):
         assert torch.equal(tables.show(pages)[cpu], block_table(pages))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 256}], ids=["growing", "max_length"])
+def test_a_layer_of_a_decode_step_makes_few_python_calls(options):
+    """Short texts are bound by the host: each call counts, those of the backends apart."""
+    model = make_model("llama", num_hidden_layers=4)
+    cache = kv_hf.PagedCache(model.config, keys="int8", **options)
+    calls = {-1: 0}
+
+    def count(frame, event, arg):
+        code = frame.f_code
+        ours = f"{os.sep}kv_hf{os.sep}" in code.co_filename
+        if event != "call" or not ours or f"{os.sep}backends{os.sep}" in code.co_filename:
+            return
+        if code.co_qualname == "PagedCache.update":
+            calls[frame.f_locals["layer_idx"]] = 0
+        calls[max(calls)] += 1
+
+    with torch.no_grad():
+        for length in (100, 1, 1):
+            model(tokens(1, length), past_key_values=cache)
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            model(tokens(1, 1), past_key_values=cache)
+        finally:
+            sys.setprofile(before)
+    assert calls[-1] <= 16
+    assert calls[0] <= 31
+    assert all(calls[layer] <= 15 for layer in (1, 2, 3)), calls

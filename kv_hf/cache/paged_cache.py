@@ -250,7 +250,7 @@ class PagedCache(Origin, DynamicCache):
         Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
         Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
         """
-        if torch.compiler.is_compiling() and self.number is not None:
+        if torch.compiler.is_dynamo_compiling() and self.number is not None:
             return compiled.update(self, key_states, value_states, layer_idx)
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
@@ -301,7 +301,7 @@ class PagedCache(Origin, DynamicCache):
 
         While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
         """
-        if torch.compiler.is_compiling() and self.number is not None and self.started:
+        if torch.compiler.is_dynamo_compiling() and self.number is not None and self.started:
             return compiled.columns(self)
         if self.fixed is not None:
             return next(iter(self.fixed.values())).seen
@@ -314,7 +314,7 @@ class PagedCache(Origin, DynamicCache):
 
         The length also says where the mask function reports left padding.
         """
-        if torch.compiler.is_compiling() and self.number is not None:
+        if torch.compiler.is_dynamo_compiling() and self.number is not None:
             most = self.options.max_length or 0
             return (most if self.started else query_length), 0
         if self.fixed is not None:

@@ -263,7 +263,7 @@ class LayerStore:
         """Return the shape of `keys` [rows, num_kv_heads, q_len, head_dim]. Raises CacheMismatchError unless both fit this layer."""
         shape = keys.shape
         if (
-            torch.compiler.is_compiling()
+            torch.compiler.is_dynamo_compiling()
         ):  # what was seen before would become a guard of the compiled step
             if self.fits(keys, values) and shape[:3] == values.shape[:3]:
                 return shape

@@ -178,7 +178,7 @@ class Widening:
 
 def may_wait(device: torch.device) -> bool:
     """Say whether numbers on `device` may be read now: not while a forward is traced or captured."""
-    if torch.compiler.is_compiling() or device.type == "meta":
+    if torch.compiler.is_dynamo_compiling() or device.type == "meta":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

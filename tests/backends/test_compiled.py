@@ -355,6 +355,20 @@ def test_reset_after_a_compiled_step_gives_all_tensors_back():
     assert not any(one() is not None for one in windows + pages)
 
 
+@torch.no_grad()
+def test_steps_run_while_another_thread_compiles(monkeypatch):
+    """torch says to all threads that it compiles: operators of a step that ran called themselves, RecursionError."""
+    model = paged_model(num_hidden_layers=1)
+    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    for one in (cache, stock):
+        model(tokens(1, 20), past_key_values=one)
+    for one in (step, step, model):
+        found = one(tokens(1, 1), past_key_values=cache).logits
+        rounding.assert_close(found, model(tokens(1, 1), past_key_values=stock).logits)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+
 # -- what cannot be traced says so ---------------------------------------------------------------------------------
 
 

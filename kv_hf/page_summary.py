@@ -28,8 +28,7 @@ MIDDLE_TOKENS = 4
 class Summary(IntEnum):
     """Where the range and the middle of a channel come from.
 
-    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS, and groups of
-        fewer than 16 tokens.
+    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS.
     SCALES: range and middle from the channel's scales and offsets (unsigned codes per channel).
     OFFSETS: the offset is the middle, the range that of the codes (8 bits).
     TOKENS: exact numbers; the middle is the mean of MIDDLE_TOKENS tokens.
@@ -53,10 +52,8 @@ def summary_of(keys: SideSpec) -> Summary:
     if scheme.native_number is None or scheme.scale_group is None or scheme.rotated:
         return Summary.ALL_CHANNELS
     if scheme.code == "unsigned":
-        tokens, channels = scheme.scale_group
-        per_channel = channels == 1 and scheme.offset_group == scheme.scale_group
-        # scales of fewer tokens are no smaller than the codes, and kernels read vectors of 16
-        if not per_channel or tokens < 16 or scheme.scale_bits != 16:
+        per_channel = scheme.scale_group[1] == 1 and scheme.offset_group == scheme.scale_group
+        if not per_channel or scheme.scale_bits != 16:
             return Summary.ALL_CHANNELS
         return Summary.ORDER if scheme.wide_channels else Summary.SCALES
     whole = (keys.page_size, keys.head_dim)

@@ -77,7 +77,9 @@ class LayerView(KVView):
     def handle(self, side: str) -> "LazyKV":
         """Return the handle [rows, num_kv_heads, seen, head_dim] of one side."""
         layer, spec = self.layer, getattr(self.layer.spec, side)
-        return LazyKV(self, spec, layer.rows_held, layer.get_seq_length(), layer.device)
+        handle = LazyKV(self, spec, layer.rows_held, layer.get_seq_length(), layer.device)
+        handle.side = side  # of latents the spec has other names
+        return handle
 
 
 class LazyKV(torch.Tensor):

@@ -32,7 +32,7 @@ import torch
 
 from ..errors import OffloadError
 
-LEAST_BYTES = 32 << 10  # smaller fields stay in the heap: a mapping costs 4 KiB, and a call
+LEAST_BYTES = 256 << 10  # smaller fields stay in the heap: a mapping costs 4 KiB, and a call
 AHEAD = 2  # a mapping has addresses for so many times the pages that are asked for
 
 TRIM_VARIABLE = "KV_HF_MALLOC_TRIM"  # "never": the heap is left alone

@@ -167,7 +167,7 @@ def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int)
         if cache == OWN:
             capacity = BLOCK * held.num_blocks
         else:
-            capacity = held.options.page_size * held.num_pages
+            capacity = held.options.page_size * held.num_blocks
         begin = time.perf_counter()
         manager.add_requests(prompts, max_new_tokens=answer, record_timestamps=True)
         while len(results) < len(prompts):

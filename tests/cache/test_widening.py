@@ -356,17 +356,6 @@ def test_a_preallocated_cache_is_widened_at_its_first_prompt():
     assert formats_of(held) == [("int4", "int4"), ("int4", "fp8")] and widened(held) == [1]
 
 
-def test_a_preallocated_cache_that_was_made_before_says_why_it_stays():
-    held = cache_of(max_length=512)
-    fed(plain(), held, words(2, 100), 300)
-    held.reset()
-    with pytest.warns(
-        kv_hf.KVCacheWarning, match="Layer 1 .* keeps values int4: its tensors were made"
-    ):
-        fed(loud(), held, words(2, PROMPT + 10), 300)
-    assert widened(held) == []
-
-
 def test_offloaded_pages_say_why_they_stay():
     held = cache_of(offload="disk", device_bytes=311_296)
     with pytest.warns(

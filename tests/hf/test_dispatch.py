@@ -266,7 +266,7 @@ def test_chunks_and_masks_of_flash_attention(flash, kernels):
     rounding.assert_close(logits[1], logits[0])
     assert len(kernels) == 2 * model.config.num_hidden_layers
     assert kv_hf.hf.attention._of_columns(
-        torch.tensor([[0, 1, 1]]), torch.empty(1, 2, 2, 4), 3, True
+        torch.tensor([[0, 1, 1]]), torch.empty(1, 2, 2, 4), 3, 3, True
     ).tolist() == [[[[False, True, False], [False, True, True]]]]
 
 

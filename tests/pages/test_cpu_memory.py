@@ -77,8 +77,10 @@ def test_grown_stays_in_its_memory_as_long_as_there_are_addresses():
     before = dict(storage.fields)
     storage.fields = storage.grown(PAGES + 1)
     check(storage, PAGES, PAGES + 1)
+    assert AHEAD * before["codes"].nbytes >= LEAST_BYTES
     for name, field in storage.fields.items():
-        assert field.data_ptr() == before[name].data_ptr()
+        stays = AHEAD * before[name].nbytes >= LEAST_BYTES
+        assert (field.data_ptr() == before[name].data_ptr()) or not stays
         assert len(before[name]) == PAGES  # whoever reads these goes on
     storage.fields = storage.grown(AHEAD * PAGES)
     check(storage, PAGES, AHEAD * PAGES)

@@ -7,6 +7,7 @@ import torch
 from ...page_summary import summary_of, summary_words, turned_by
 from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
+from ..reference import selection
 from .abi import CHOOSE, DECODE
 from .arguments import raise_for, take_block
 from .decode import is_packed, pack_shapes, pack_sides
@@ -31,6 +32,9 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """
     query, kv, sink_logits, budget = call.query, call.kv, call.sink_logits, call.kv.budget
     assert budget is not None
+    scheme = kv.spec.keys.scheme
+    if scheme.code == "unsigned" and scheme.scale_group is not None and scheme.scale_group[0] < 16:
+        return selection.choose_pages(call)  # the kernel reads the scales of 16 tokens at once
     keys, values = kv.key_pages, kv.value_pages
     if type(keys) is not PageFields or type(values) is not PageFields:
         keys, values = PageFields(keys), PageFields(values)

@@ -86,9 +86,7 @@ class Meter:
 
 def kernel_of(cache: Any) -> str | None:
     """Return the name of the kernel that a paged cache's attention runs on, None for other caches."""
-    if not isinstance(cache, PagedCache):
-        return None
-    store = cache.paged_layers[0].store
+    store = cache.paged_layers[0].store if isinstance(cache, PagedCache) else None
     return None if store is None else store.kernel.name
 
 

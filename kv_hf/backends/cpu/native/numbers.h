@@ -87,7 +87,7 @@ INLINE void store_float(void *to, int dtype, int64_t i, float x) {
         ((uint16_t *)to)[i] = dtype == F16 ? float_to_half(x) : float_to_bfloat(x);
 }
 
-/* x [dim] -> H x, in runs of `size` channels, a power of two: the sums and differences of quant/rotation.py. */
+/* x [dim] -> H x, in runs of `size` channels, a power of two: the sums and differences of quant/codec.py. */
 INLINE void hadamard(float *x, int64_t dim, int64_t size) {
     for (int64_t step = 1; step < size; step *= 2)
         for (int64_t first = 0; first < dim; first += 2 * step)

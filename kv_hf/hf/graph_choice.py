@@ -27,7 +27,6 @@ class Generation:
     Attributes:
         rows: of the cache.
         length: columns of prompt and new tokens.
-        mask: the attention_mask [batch, columns] of the prompt, or None.
     """
 
     model: Any
@@ -35,22 +34,19 @@ class Generation:
     mode: Any
     rows: int
     length: int
-    mask: Any = None
 
     @classmethod
     def of(
         cls,
         model: Any,
         config: Any,
-        model_kwargs: dict[str, Any],
         generation_mode: Any,
         batch_size: int,
         max_cache_length: int,
     ) -> "Generation":
-        """Take over the arguments of `_prepare_cache_for_generation`, which some models (MusicGen, RAG) give by name."""
+        """Take over arguments of `_prepare_cache_for_generation`, which some models (MusicGen, RAG) give by name."""
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
-        mask = model_kwargs.get("attention_mask")
-        return cls(model, config, generation_mode, batch_size * copies, max_cache_length + 1, mask)
+        return cls(model, config, generation_mode, batch_size * copies, max_cache_length + 1)
 
 
 def with_room(options: CacheConfig, asked: Generation) -> PagedCache | None:
@@ -142,8 +138,6 @@ def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
         return "prepare_inputs_for_generation was replaced, and may make the text longer"
     if not type(asked.model).__module__.startswith("transformers."):
         return f"{type(asked.model).__name__}, whose code is not transformers' own, may make the text longer"
-    if asked.mask is not None and not _hides_left_padding_only(asked.mask):
-        return "the attention_mask hides more than left padding, and a preallocated cache follows left padding only"
     if config.return_dict_in_generate:
         return "the cache is returned, and another generation may make it grow"
     if config.prefill_chunk_size is not None:
@@ -151,14 +145,6 @@ def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
     if config.max_new_tokens is not None and config.max_new_tokens < PAYS_FROM:
         return f"fewer than {PAYS_FROM} new tokens"
     return None
-
-
-def _hides_left_padding_only(mask: Any) -> bool:
-    """Say whether all columns of a mask [batch, columns] behind the first visible one are visible; waits for the device."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        return False
-    seen = (mask != 0).cumsum(-1) > 0
-    return bool(((mask != 0) == seen).all())
 
 
 def _allocated(options: CacheConfig, asked: Generation) -> tuple[PagedCache | None, str | None]:

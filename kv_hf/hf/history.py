@@ -150,8 +150,7 @@ class Text:
         front = 0 if self.is_whole else self.seen
         end, seen = front + self.ids.shape[1], self.cache.get_seq_length()
         # a model may have put other columns into the cache than its tokens
-        as_given = not isinstance(seen, int) or seen == end
-        if not self.is_known or not as_given or self.cache.known_columns < front:
+        if not self.is_known or seen != end or self.cache.known_columns < front:
             return None
         self.cache.note_text(self.ids, front, end)
         return front

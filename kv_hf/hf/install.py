@@ -1,11 +1,11 @@
-"""Register kv_hf's names with transformers and take them back: the only place that patches anything.
+"""Register kv_hf's names with transformers and take them back: the only place that patches generate().
 
 Six seams are patched, all idempotently: the closed list of cache implementations that
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
-wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a prefix store comes in; _valid_auto_compile_criteria (GenerationMixin)
-and get_compiled_call (PreTrainedModel), by which generate() decides what runs a decode step, and where CUDA graphs come
-in. The attention and mask functions are wrapped where transformers registers them (dispatch.py).
+wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a
+prefix store comes in; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
+generate() decides what runs a decode step, and where CUDA graphs come in. The attention and mask functions are wrapped where transformers registers them (dispatch.py).
 """
 
 import functools
@@ -116,15 +116,15 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         paged = [half for half in paged_halves(given) if half is not None]
         if paged and name is None:
             _check_given(self, given)
+            asked = Generation.of(self, generation_config, *args, **kwargs)
             if paged[0] is given and given.max_length is not None:
-                asked = Generation.of(self, generation_config, model_kwargs, *args, **kwargs)
                 decide(given, asked)
-                check_length(self, given, generation_config, model_kwargs, *args, **kwargs)
+                check_length(given, asked, model_kwargs)
             for half in paged:
                 if half.max_length is None:
                     refuse_growing(half.options)
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, given, model_kwargs, generation_config, *args, **kwargs)
+            _make_ready(given, asked, model_kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
@@ -133,15 +133,15 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 generation_config.cache_implementation = name
         elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
-            asked = Generation.of(self, generation_config, model_kwargs, *args, **kwargs)
-            cache = _new_cache(self, generation_config, asked)
+            asked = Generation.of(self, generation_config, *args, **kwargs)
+            cache = _new_cache(asked)
             if isinstance(cache, PagedCache) and cache.max_length is not None:
                 if not cache.captured:
                     decide(cache, asked)
-                check_length(self, cache, generation_config, model_kwargs, *args, **kwargs)
+                check_length(cache, asked, model_kwargs)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(self, cache, model_kwargs, generation_config, *args, **kwargs)
+            _make_ready(cache, asked, model_kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -190,12 +190,11 @@ def _check_paged_cross(model: Any) -> None:
         )
 
 
-def _new_cache(
-    model: Any, generation_config: Any, asked: Generation
-) -> PagedCache | PagedEncoderDecoderCache:
+def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
+    model, generation_config = asked.model, asked.config
     name = generation_config.cache_implementation or WITHOUT_NAME
-    named = "mamba" in type(model).__name__.lower()
-    if named or not model._supports_default_dynamic_cache():
+    is_mamba = "mamba" in type(model).__name__.lower()
+    if is_mamba or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
             "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
@@ -229,15 +228,9 @@ def _takes_a_cache(model: Any) -> bool:
     )
 
 
-def _make_ready(
-    model: Any,
-    cache: Any,
-    model_kwargs: dict[str, Any],
-    generation_config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
+def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> None:
     """Check the kernels, give the model attention over pages, and tell the cache of the text's own tokens what comes."""
+    model = asked.model
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
@@ -248,8 +241,7 @@ def _make_ready(
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
     use_paged_attention(model)
-    asked = Generation.of(model, generation_config, model_kwargs, *args, **kwargs)
     if own is not None:
         if is_assisted(asked.mode):
             _before_drafts(model, own, cache, model_kwargs)
-        expect_length(model, own, model_kwargs, generation_config, asked.length - 1)
+        expect_length(model, own, model_kwargs, asked.config, asked.length - 1)

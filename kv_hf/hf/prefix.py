@@ -184,8 +184,7 @@ def note_origin(model: Any, cache: Any) -> None:
 
     Raises: CacheMismatchError where another model has filled it.
     """
-    seen = cache.get_seq_length()
-    started = not isinstance(seen, int) or seen > 0  # a preallocated cache counts on the device
+    started = cache.get_seq_length() > 0
     if not started:
         cache.forget_origin()
     cache.note_model(ModelId.of(model))

@@ -103,11 +103,6 @@ class StepGraph:
         self._run()
         return self._result()
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether steps are replayed from now on."""
-        return self._replay is not None
-
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Say whether `inputs` are one token per row for a cache that holds some."""
         if inputs.get(CACHE) is not self.cache or not self.cache.started:
@@ -144,7 +139,8 @@ class StepGraph:
         self._structure = structure
         own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: cache}
         layers = cache.paged_layers
-        most = max(cache.max_length or 0, 1)
+        most = cache.max_length
+        assert most is not None
         self._fixed = {
             group: FixedStep(len(group), group.reserve, most, layers[0].device)
             for group in cache.groups

@@ -53,7 +53,7 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(made, torch.Tensor) and kwargs.get("custom_generate") is None:
             for cache, front, kept in filled:
                 if made.ndim == 2 and made.shape[0] == cache.num_rows:
-                    cache.note_text(made, front, int(cache.get_seq_length()))
+                    cache.note_text(made, front, cache.get_seq_length())
                     if kept:
                         _keep(cache)
         return result

@@ -16,6 +16,7 @@ from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.memory import kernel_of, random_prompt
 from kv_hf.formats import cache_names, is_cache_name
 from kv_hf.hf.latent import prepare_latents
+from kv_hf.hf.step_graph import StepGraph
 from measure.attention import Step, cold_layers, paged, speeds, stock
 from measure.runner import WARMUP, Contender, Device, Fields, check, judge, workload
 from measure.shapes import captured, load, random_model
@@ -149,25 +150,34 @@ timed("gpu/latents", LATENTS, file="latents", limit=50)(steps)
 def decoding_of(model: Any, context: int, batch: int, cache: str, mode: str) -> Decoding:
     """Return a model with a filled cache, whose `run` decodes a token of each row in this mode.
 
-    A paged cache in a graph or compiled is the preallocated one (`max_length`).
-
-    Raises: ValueError for a graph on a device that has none.
+    A paged cache in a graph or compiled is the preallocated one (`max_length`), and its graph is the one of generate().
+    Where that gives up, `run` raises RuntimeError: steps of Python are no figure for a graph.
     """
-    if mode == "graph" and model.device.type != "cuda":
-        raise ValueError(f"a graph needs a CUDA device, got {model.device}")
-    room = ROUNDS + WARMUP + 20
-    if mode != "eager" and is_cache_name(parse_cache_name(cache)[0]):
+    room, is_paged = ROUNDS + WARMUP + 20, is_cache_name(parse_cache_name(cache)[0])
+    if mode != "eager" and is_paged:
         cache += f":max_length={context + room}"
     prompt = random_prompt(model.config.vocab_size, batch, context, model.device)
     decoding = Decoding(model, cache_kind(cache), prompt, room=room)
     if any(isinstance(layer, LatentLayer) for layer in decoding.cache.layers):
         prepare_latents(model, decoding.cache.options)  # as generate() does: no prompt went through
     ids = decoding.token.clone()
-    if mode == "graph":
+    how = {"past_key_values": decoding.cache, "use_cache": True, "logits_to_keep": 1}
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        logits: torch.Tensor = call(input_ids=ids, **how).logits
+        if reason := getattr(call, "given_up", None):
+            raise RuntimeError(f"no graph: {reason}")
+        return logits
+
+    if mode == "graph" and is_paged:
+        call: Any = StepGraph(model, decoding.cache)
+        decoding.run = run
+    elif mode == "graph":
         decoding.run, decoding.verdict = captured(lambda: decoding.logits(ids)), None
     elif mode == "compiled":
         torch._dynamo.reset()
-        compiled = torch.compile(model.forward, mode="reduce-overhead")
-        how = {"past_key_values": decoding.cache, "use_cache": True, "logits_to_keep": 1}
-        decoding.run = lambda: compiled(input_ids=ids, **how).logits
+        # inductor's own graphs would replay no Python, which plans each step of a paged cache
+        call = torch.compile(model.forward, mode=None if is_paged else "reduce-overhead")
+        decoding.run = run
     return decoding

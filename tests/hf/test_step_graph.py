@@ -37,6 +37,7 @@ def gpu(monkeypatch):
 
     tape.use_taped_kernels(monkeypatch)
     monkeypatch.setattr(moved, "is_host", lambda device: False)
+    monkeypatch.setattr(moved, "is_recorded", lambda device: tape.Tape.active is not None)
     monkeypatch.setattr(graph_choice, "why_not_captured", lambda model: None)
     monkeypatch.setattr(graph_choice, "free_memory", lambda device: 1 << 40)
     monkeypatch.setattr(cuda_graph, "capture", capture)
@@ -269,13 +270,13 @@ def test_generate_lets_virtual_tokens_grow_and_captures_other_adapters(method, c
     assert gpu["captures"] == captures
 
 
-def test_generate_lets_the_cache_grow_under_a_mask_with_holes(gpu):
+def test_generate_captures_steps_under_a_mask_with_holes(gpu):
     """As generate() makes one of a prompt in which the padding token occurs."""
     inputs = left_padded([37, 20])
     inputs["attention_mask"][:, 25:28] = 0
     grown, made = both(shared_model("llama"), inputs)
     assert torch.equal(grown, made)
-    assert gpu["captures"] == 0
+    assert gpu["captures"] == 1
 
 
 def test_generate_lets_the_cache_grow_where_inputs_are_prepared_by_others(gpu):
@@ -337,8 +338,13 @@ def test_always_raises_on_a_cpu(monkeypatch):
         )
 
 
-def test_bytes_of_are_those_that_memory_reports():
-    model = shared_model("llama")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: shared_model("llama"), lambda: tiny_latent.make_model("deepseek_v3")],
+    ids=["llama", "latent"],
+)
+def test_bytes_of_are_those_that_memory_reports(make):
+    model = make()
     cache = static_cache(model)
     with torch.no_grad():
         model(input_ids=tokens(3, 20), past_key_values=cache)
@@ -361,3 +367,26 @@ def test_a_graph_of_the_users_own_is_refused_while_it_is_captured(options, monke
     model(tokens(1, 1), past_key_values=cache)
     assert cache.get_seq_length() == 21
     cache.check_integrity()
+
+
+def test_bench_times_the_graph_of_generate(gpu):
+    from measure.gpu import decoding_of
+
+    decoding = decoding_of(shared_model("llama"), 40, 2, "paged_int4", "graph")
+    logits = [decoding.run() for _ in range(6)]
+    assert gpu == {"captures": 1, "replays": 5}
+    assert all(torch.isfinite(one).all() for one in logits)
+    assert decoding.cache.get_seq_length() == 46
+
+
+def test_bench_times_no_python_in_place_of_a_graph(gpu, monkeypatch):
+    from measure.gpu import decoding_of
+
+    monkeypatch.setattr(step_graph, "_agree", lambda expected, found: False)
+    decoding = decoding_of(shared_model("llama"), 40, 2, "paged_int4", "graph")
+    decoding.run()
+    with (
+        pytest.raises(RuntimeError, match="no graph: its replay gave other logits"),
+        pytest.warns(KVCacheWarning),
+    ):
+        decoding.run()

@@ -52,13 +52,6 @@ def place_of(token: int, pages: int, *, page_size: int, sink_tokens: int) -> Pla
     return Place(page, slot) if page < pages else Place(None, token - pages * page_size)
 
 
-def token_at(place: Place, pages: int, *, page_size: int, sink_tokens: int) -> int:
-    """Return which token lies at a place: the inverse of `place_of`."""
-    if place.page is None:
-        return window_token(place.slot, pages, page_size=page_size, sink_tokens=sink_tokens)
-    return page_start(place.page, page_size=page_size, sink_tokens=sink_tokens) + place.slot
-
-
 @dataclass(frozen=True)
 class Geometry:
     """The numbers that decide where the tokens of a row lie.
@@ -99,3 +92,8 @@ class Geometry:
         if self.window is None:
             return tokens * 0
         return full_pages(tokens - self.window + 1 - self.sink_tokens, self.page_size)
+
+    def reserved(self, tokens: int) -> int:
+        """Return the pages per row that `reserve_tokens=tokens` makes room for."""
+        pages = self.sealed(tokens)
+        return pages if self.window is None else min(pages, self.window // self.page_size + 2)

@@ -1,6 +1,6 @@
 """The number of pages that the rows of a batch take, step by step, in plain numbers: no pool, no tensor of a cache.
 
-What the page groups of a cache do one forward after the other (pages/append_plan.py), worked out for a whole text at once: one
+What the rows of a cache do one forward after the other (`plan_append` in pages/rows.py), worked out for a whole text at once: one
 forward takes the prompts, and each one behind it a token of every row.
 """
 
@@ -25,20 +25,10 @@ def page_capacity(num_pages: int) -> int:
     return -(-num_pages // step) * step
 
 
-def sealed_pages(tokens: int, *, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
-    """Return how many pages of a row of `tokens` real tokens are sealed."""
-    return Geometry(page_size, sink_tokens, recent_tokens).sealed(tokens)
-
-
 def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
     """Return the pages that storage makes room for at once: never more than `max_pages`."""
     reserved = rows * pages_per_row
     return reserved if max_pages is None else min(reserved, max_pages)
-
-
-def window_slots(*, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
-    """Return the exact tokens that a row has room for: its sinks and its open tail."""
-    return Geometry(page_size, sink_tokens, recent_tokens).slots
 
 
 class RowPages(Geometry):
@@ -56,11 +46,6 @@ class RowPages(Geometry):
     def held(self, tokens: Count) -> Count:
         """Return the pages that a row holds between two steps."""
         return self.sealed(tokens) - self.dropped(tokens)
-
-    def reserved(self, tokens: int) -> int:
-        """Return the pages per row that `reserve_tokens=tokens` makes room for."""
-        pages = self.sealed(tokens)
-        return pages if self.window is None else min(pages, self.window // self.page_size + 2)
 
     def in_use(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the page ids in use while single tokens are appended that make rows of `tokens`.

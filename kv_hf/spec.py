@@ -12,11 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .formats import Scheme
-from .row_pages import RowPages, page_use
-from .row_pages import page_capacity as page_capacity
-from .row_pages import reserved_pages as reserved_pages
-from .row_pages import sealed_pages as sealed_pages
-from .row_pages import window_slots as window_slots
+from .row_pages import RowPages, page_use, reserved_pages
 from .units import format_bytes
 
 TABLE_DTYPE = torch.int32
@@ -313,7 +309,7 @@ class MemoryReport:
         scales: scales and offsets of all allocated pages on the device.
         tail: exact tokens beside the pages (sinks and the open tail of each row).
         tables: block tables on the devices.
-        other: layers that transformers' own classes hold (sliding windows, states of linear attention).
+        other: transformers' own layers, keys of indexers, and states of linear attention.
         pages_held, pages_allocated: pages in use, and pages that storage has room for.
         tokens: real tokens over all rows (padding is not counted).
         staging: buffers on the device through which offloaded pages are read, and indexes by which some are chosen.

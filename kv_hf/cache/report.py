@@ -20,8 +20,9 @@ class LayerReport:
     Attributes:
         layer_idx: position in the model.
         kind: "paged" or "paged latents" (then `keys` and `values` are the formats of latents and RoPE keys), each also
-            as "..., sliding window of N" and ", offloaded" while the pages are not on the
-            device, or the name of transformers' layer class.
+            with ", sliding window of N", with what lies beside the pages (", indexer keys beside them", ", linear-attention
+            state beside them"), and with ", offloaded" while they are not on the device; or "indexer keys, latents of another
+            layer"; or the name of transformers' layer class. Those of an encoder's keys begin with "cross ".
         keys, values: formats, None for layers of transformers.
         reason: why the layer is not paged, or why its formats are wider than those asked for; else None.
     """

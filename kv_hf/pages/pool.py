@@ -12,8 +12,8 @@ from ..errors import PagePoolExhaustedError
 class PageHolder(Protocol):
     """Whoever holds pages of a pool: the rows of a cache, or a store of prefixes."""
 
-    def held_pages(self, pool: "PagePool") -> Iterable[Iterable[int]]:
-        """Return the page ids of `pool` that it holds, as lists; an id as often as it is held."""
+    def held_pages(self) -> Iterable[Iterable[int]]:
+        """Return the page ids that it holds, as lists; an id as often as it is held."""
         ...
 
 
@@ -86,7 +86,7 @@ class PagePool:
             self._free = free
 
     def _held(self) -> list[Iterable[int]]:
-        return [pages for holder in list(self.holders) for pages in holder.held_pages(self)]
+        return [pages for holder in list(self.holders) for pages in holder.held_pages()]
 
     # -- counting --------------------------------------------------------------------------------------------
 

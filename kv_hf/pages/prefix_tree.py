@@ -51,8 +51,8 @@ class PrefixTree:
         self._changing = False  # without the pool's lock held: a change was interrupted
         pool.register(self)
 
-    def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
-        """Return the page ids that the tree holds ."""
+    def held_pages(self) -> list[tuple[int, ...]]:
+        """Return the page ids that the tree holds."""
         return [(node.page,) for node in self._used if node.page is not None]
 
     @property

@@ -18,8 +18,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..geometry import Geometry, page_start
 from ..read_budget import ReadBudget, Reading
-from ..row_pages import RowPages, page_capacity, page_peaks
-from ..spec import reserved_pages, sealed_pages
+from ..row_pages import RowPages, page_capacity, page_peaks, reserved_pages
 from .pool import PagePool
 from .step import Numbers, PageIds, Row, SealJobs, Step, Tables, TableView
 
@@ -271,14 +270,7 @@ class Rows:
         self.sizes = sizes
         self.pool = pool
         self.max_length = max_length
-        self.reserve = sealed_pages(
-            max_length or reserve_tokens,
-            page_size=sizes.page_size,
-            sink_tokens=sizes.sink_tokens,
-            recent_tokens=sizes.recent_tokens,
-        )
-        if sizes.window is not None:
-            self.reserve = min(self.reserve, sizes.window // sizes.page_size + 2)
+        self.reserve = sizes.reserved(max_length or reserve_tokens)
         self.reading = Reading(budget)
         self.expected: Expected | None = None
         self._clear()
@@ -462,7 +454,7 @@ class Rows:
             leaving = ()
         self._leaving = leaving
         self.seen, self.step = step.seen_after, step
-        if not step.seen_after:
+        if self._padding_seen is not None and not self.needs_padding():
             self._padding_seen = None
         self.reading.note_forward()
         step.budget = self.reading.budget
@@ -686,9 +678,9 @@ class Rows:
         self.sizes = replace(self.sizes, recording=state.recording)
         self._padding_seen = state.padding_seen
 
-    def held_pages(self, pool: PagePool) -> list[PageIds]:
+    def held_pages(self) -> list[PageIds]:
         """Return the page ids that the rows hold (see PageHolder)."""
-        return [*self.batch.pages, *self._leaving] if pool is self.pool else []
+        return [*self.batch.pages, *self._leaving]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that holds no rows yet: pages are shared by `share_rows`, when the whole cache is copied."""

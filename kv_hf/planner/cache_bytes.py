@@ -20,8 +20,8 @@ from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from ..pages.offload import LEAST_PAGES, Demand, split_layers
-from ..row_pages import PageUse, RowPages, page_use
-from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report, reserved_pages
+from ..row_pages import PageUse, RowPages, page_use, reserved_pages
+from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
 EMPTY = MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)

@@ -147,12 +147,11 @@ Kinds = Mapping[int | None, LayersOfKind]
 def kinds_of(template: PagedCache) -> dict[int | None, LayersOfKind]:
     """Return the layers of each sliding window, full attention first.
 
-    Raises: UnsupportedModelError where a layer holds more than keys and values in pages, or none of its own.
+    Raises: UnsupportedModelError where a layer holds no keys and values of its own. `check_layer` has passed.
     """
     specs: dict[int | None, list[PageSpec]] = {}
     layers: Sequence[Any] = template.layers
     for index, layer in enumerate(layers):
-        check_layer(index, layer)
         if layer.spec is None:
             raise UnsupportedModelError(
                 f"layer {index} of this model stores no keys and values of its own; use generate()"

@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 import kv_hf
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import WHOLE_HEAD, format_names, get_format, key_scheme, value_scheme
+from kv_hf.geometry import Geometry
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
+from kv_hf.row_pages import page_capacity
 from kv_hf.spec import (
     LANES,
     ROWS,
     MemoryReport,
     PageSpec,
-    page_capacity,
     predict_memory,
-    sealed_pages,
-    window_slots,
 )
 
 F16, FP32, U8, I8 = torch.float16, torch.float32, torch.uint8, torch.int8
@@ -250,16 +249,16 @@ def test_page_capacity_holds_its_claims_at_every_small_count():
     ],
 )
 def test_sealed_pages_counts_full_pages_between_sinks_and_recent_tokens(tokens, recent, sealed):
-    assert sealed_pages(tokens, page_size=64, sink_tokens=4, recent_tokens=recent) == sealed
+    assert Geometry(64, 4, recent).sealed(tokens) == sealed
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 5000), st.sampled_from([16, 64]), st.integers(0, 70), st.integers(0, 200))
 def test_window_slots_hold_what_is_not_sealed(tokens, page_size, sinks, recent):
-    sizes = {"page_size": page_size, "sink_tokens": sinks, "recent_tokens": recent}
-    exact = tokens - sealed_pages(tokens, **sizes) * page_size
-    assert min(tokens, sinks + recent) <= exact <= window_slots(**sizes)
-    assert window_slots(**sizes) == sinks + page_size + recent
+    sizes = Geometry(page_size, sinks, recent)
+    exact = sizes.exact(tokens)
+    assert exact == tokens - sizes.sealed(tokens) * page_size
+    assert min(tokens, sinks + recent) <= exact <= sizes.slots == sinks + page_size + recent
 
 
 def test_window_bytes_equal_the_bytes_of_its_tensors():

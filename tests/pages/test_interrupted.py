@@ -85,7 +85,8 @@ class Scene:
                 page
                 for other in self.others
                 for theirs in other.groups
-                for pages in theirs.held_pages(group.pool)
+                if theirs.pool is group.pool
+                for pages in theirs.held_pages()
                 for page in pages
             }
             if group.pool.num_held != len(others):
@@ -208,7 +209,7 @@ class Prefixes(Scene):
     def empty(self):
         pool = self.cache.group.pool
         pages = {page for row in self.first.group.rows for page in row.pages}
-        for held in self.store.tree.held_pages(pool):
+        for held in self.store.tree.held_pages():
             pages |= set(held)
         return pool.num_held == len(pages)
 

@@ -126,7 +126,7 @@ class Holder:
     def __init__(self, *pages):
         self.pages = pages
 
-    def held_pages(self, pool):
+    def held_pages(self):
         return self.pages
 
 

@@ -17,11 +17,11 @@ from hypothesis.stateful import (
 )
 
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
+from kv_hf.geometry import Geometry
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Batch, Rows, RowSizes
 from kv_hf.pages.step import CPU, FixedStep, Row, Tables
-from kv_hf.spec import sealed_pages
 
 PAGE, WINDOW = 16, 40
 PADDING = None  # what a column of left padding holds
@@ -185,7 +185,7 @@ def test_append_seals_by_the_documented_rule_at_every_length(sinks, recent, reco
     group, layer = one(sinks=sinks, recent=recent, recording=recording)
 
     def full_pages(tokens):
-        return sealed_pages(tokens, page_size=PAGE, sink_tokens=sinks, recent_tokens=recent)
+        return Geometry(PAGE, sinks, recent).sealed(tokens)
 
     for tokens in range(1, 150):
         step, _ = layer.append([[tokens]])

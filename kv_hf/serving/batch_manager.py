@@ -84,6 +84,12 @@ def options_of(generation_config: Any) -> CacheConfig | None:
     if name is None or not is_cache_name(name):
         return None
     options = CacheConfig.from_options(name, generation_config.cache_config)
+    check_options(options)
+    return options
+
+
+def check_options(options: CacheConfig) -> None:
+    """Raise CacheOptionError for options that continuous batching cannot follow."""
     for option in names_of("call"):
         if getattr(options, option) not in (None, 0):
             raise CacheOptionError(
@@ -95,7 +101,6 @@ def options_of(generation_config: Any) -> CacheConfig | None:
         raise CacheOptionError(
             "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"
         )
-    return options
 
 
 def _check_batching(config: Any) -> None:

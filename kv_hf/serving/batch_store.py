@@ -167,10 +167,9 @@ class BatchStore(LayerStore):
 
     def from_host(self, row: int, pages: Sequence[int], held: HostLayer) -> None:
         """Let a row, whose pages these are, hold what `to_host` has returned."""
-        places = [[page] for page in pages]
         for side, fields in zip(self.pages.sides, held.pages, strict=True):
             for name, encoded in fields.items():
-                side.spread(0, name, encoded, places)
+                side.put_at(pages, name, encoded)
         for residual, tokens in zip(self.windows, held.windows, strict=True):
             residual.tokens[row].copy_(tokens)
 

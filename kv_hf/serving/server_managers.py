@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import asdict
 from ipaddress import ip_address
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,10 +16,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
+from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..texts import longest_context
 from .batch_cache import BatchCache, BatchCounts
-from .batch_manager import check_here, check_model, options_of
+from .batch_manager import check_here, check_model, check_options
 from .server_model import ServedModel, ServerOptions, check_room, end_with_context
 
 HEADER = "x-cache-salt"
@@ -192,8 +192,7 @@ class PagedManagers:
         """Raise KVCacheError where pages cannot be the model's cache."""
         if self.options.batching:
             check_here()
-            name, config = self.options.name, self.options.cache_config
-            options_of(SimpleNamespace(cache_implementation=name, cache_config=config))
+            check_options(CacheConfig.from_options(self.options.name, self.options.cache_config))
             check_model(model)
         else:
             self.served(model, model_id)

@@ -12,7 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import kv_hf.backends.registry as registry
 
-WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+WAITS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+}
 
 
 class Tape(TorchDispatchMode):

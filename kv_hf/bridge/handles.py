@@ -77,9 +77,7 @@ class LayerView(KVView):
     def handle(self, side: str) -> "LazyKV":
         """Return the handle [rows, num_kv_heads, seen, head_dim] of one side."""
         layer, spec = self.layer, getattr(self.layer.spec, side)
-        handle = LazyKV(self, spec, layer.rows_held, layer.get_seq_length(), layer.device)
-        handle.side = side  # of latents the spec has other names
-        return handle
+        return LazyKV(self, side, spec, layer.rows_held, layer.get_seq_length(), layer.device)
 
 
 class LazyKV(torch.Tensor):
@@ -93,12 +91,12 @@ class LazyKV(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, view: KVView, spec: SideSpec, rows: int, seen: int, device: torch.device
+        cls, view: KVView, side: str, spec: SideSpec, rows: int, seen: int, device: torch.device
     ) -> "LazyKV":
-        """Make the handle of the side of `view` that `spec` describes."""
+        """Make the handle of one side of `view`, which `spec` describes."""
         shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=spec.dtype, device=device)
-        handle.view_of_pages, handle.side = view, spec.side
+        handle.view_of_pages, handle.side = view, side
         return handle
 
     @classmethod
@@ -109,7 +107,9 @@ class LazyKV(torch.Tensor):
         keys, values = spec.keys, spec.values
         window = kv.residual_keys
         rows, seen, device = window.shape[0], kv.seen, window.device
-        make = torch.Tensor._make_wrapper_subclass
+        make = (
+            torch.Tensor._make_wrapper_subclass
+        )  # not __new__: every layer comes here in every step
         shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
         first: Any = make(cls, shape, dtype=keys.dtype, device=device)
         shape = (rows, values.num_kv_heads, seen, values.head_dim)
@@ -209,9 +209,8 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return (
-        tensor.untyped_storage()._cdata
-    )  # the same object for all views, with an address or without
+    # the same object for all views, with an address or without
+    return tensor.untyped_storage()._cdata
 
 
 def warn_dense(reader: str) -> None:
@@ -290,13 +289,11 @@ class TracedView:
 
     Attributes:
         attend: takes query, mask, scale, softcap and sink logits; returns [rows, q_len, num_heads, value_dim].
-        sliding_window: tokens that a query sees, itself included; None for all.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     attend: Callable[..., torch.Tensor]
-    sliding_window: int | None = None
 
 
 CHANGED = (

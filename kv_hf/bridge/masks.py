@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import CacheMismatchError
-from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.step import Numbers
 from .handles import returns_views, written_by
@@ -109,9 +108,8 @@ def within_generate() -> Iterator[None]:
         _compared.reset(before)
 
 
-def takes_length(implementation: str | None) -> bool:
-    """Say whether the mask function of attention of this name knows what a MaskLength is (hf/dispatch.py)."""
-    return implementation in ("sdpa", "eager", ATTENTION_NAME) or "flash" in (implementation or "")
+# names of attention whose mask function knows what a MaskLength is: hf/dispatch.py has wrapped it
+takes_length: set[str] = set()
 
 
 class MaskLength(int):
@@ -126,7 +124,7 @@ class MaskLength(int):
         return self
 
     def stored(self) -> Any:
-        """Return the first page group that holds tokens, so that attention gets handles; None where none does."""
+        """Return the first rows that hold tokens, so that attention gets handles; None where none does."""
         for group in self.cache.groups:
             if group.seen:
                 return group

@@ -1,7 +1,7 @@
 """The paged layers of a model, their formats, their groups, and the storage of their pages."""
 
-from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import (
@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 )
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
-from ..config import CacheConfig
+from ..config import CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
 from ..pages.forward import Forward
@@ -21,7 +21,7 @@ from ..pages.offload import OffloadArena
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageArena
 from ..read_budget import ReadBudget
-from ..spec import page_capacity, reserved_pages
+from ..row_pages import page_capacity, reserved_pages
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
 from .layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
@@ -37,6 +37,42 @@ _PAGED = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, *HYBRID)
 INDEXED = DynamicIndexedLayer.__name__
 _STATES = "LinearAttentionLayer"
 _OF_TRANSFORMERS = (*_PAGED, INDEXED, _STATES, "DummyLayer")
+
+
+class MadeOfOptions:
+    """A cache that is built of a model's config and of cache options, in each of their forms."""
+
+    @shows_options
+    def __init__(
+        self,
+        config: Any,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        *,
+        keys: str | None = None,
+        values: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
+
+    @classmethod
+    def from_implementation(
+        cls,
+        config: Any,
+        implementation: str,
+        options: CacheConfig | Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
+        return cls.from_options(config, CacheConfig.from_options(implementation, options))
+
+    @classmethod
+    def from_options(cls, config: Any, options: CacheConfig) -> Self:
+        """Build the cache of validated options."""
+        made = cls.__new__(cls)
+        made._build(config, options)
+        return made
+
+    def _build(self, config: Any, options: CacheConfig) -> None:
+        raise NotImplementedError
 
 
 def paged_formats(

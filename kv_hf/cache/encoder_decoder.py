@@ -1,15 +1,15 @@
 """The cache of encoder-decoder models: a paged cache for self-attention beside the encoder's keys and values."""
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from ..config import CacheConfig, shows_options
+from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..spec import MemoryReport
+from .build import MadeOfOptions
 from .layer import PagedLayer
 from .model_shape import cross_config, decoder_config, forget_tokens, is_encoder_decoder
 from .paged_cache import CrossCache, PagedCache
@@ -18,7 +18,7 @@ from .report import LayerReport, tensor_bytes
 EXACT_REASON = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
 
 
-class PagedEncoderDecoderCache(EncoderDecoderCache):
+class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
     """A PagedCache for self-attention beside the encoder's keys and values.
 
         cache = kv_hf.PagedEncoderDecoderCache(model.config, keys="int4", cross_attention="same")
@@ -35,30 +35,6 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     """
 
     self_attention_cache: PagedCache
-
-    @shows_options
-    def __init__(
-        self,
-        config: Any,
-        cache_config: CacheConfig | Mapping[str, Any] | None = None,
-        *,
-        keys: str | None = None,
-        values: str | None = None,
-        **options: Any,
-    ) -> None:
-        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
-
-    @classmethod
-    def from_implementation(
-        cls,
-        config: Any,
-        implementation: str,
-        options: CacheConfig | Mapping[str, Any] | None = None,
-    ) -> "PagedEncoderDecoderCache":
-        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
-        self = cls.__new__(cls)
-        self._build(config, CacheConfig.from_options(implementation, options))
-        return self
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         decoder_config(config)  # raises for things that are no config
@@ -82,7 +58,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         else:
             cross = DynamicCache(config=cross_config(config))
         self.options = options
-        super().__init__(own, cross)
+        EncoderDecoderCache.__init__(self, own, cross)
 
     def reset(self) -> None:
         """Forget all tokens of both halves and give the memory back; afterwards any batch size fits."""

@@ -16,7 +16,7 @@ from ..backends.registry import choose, layout_for
 from ..bridge.handles import view_of, warn_dense
 from ..bridge.masks import MaskLength, check_padding_mask, takes_length
 from ..checks import check_int
-from ..config import CacheConfig, shows_options
+from ..config import CacheConfig
 from ..errors import (
     CacheMismatchError,
     CacheOptionError,
@@ -31,7 +31,7 @@ from ..pages.step import FixedStep, Row
 from ..printable import short
 from ..spec import MemoryReport
 from . import compiled
-from .build import make_room, page_layers
+from .build import MadeOfOptions, make_room, page_layers
 from .identity import ModelId
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import planned_specs
@@ -96,7 +96,7 @@ def release_pages(layers: Sequence[Any]) -> None:
         group.let_go()
 
 
-class PagedCache(Origin, DynamicCache):
+class PagedCache(MadeOfOptions, Origin, DynamicCache):
     """Keys and values in fixed-size pages, stored exactly or quantized.
 
         cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
@@ -133,35 +133,6 @@ class PagedCache(Origin, DynamicCache):
     tokens_on: torch.device = torch.device("cpu")  # where the first layer's keys came from
     started = False  # it holds tokens; compiled code depends on it
     fixed: Mapping[Rows, FixedStep] | None = None  # while a step is recorded as a CUDA graph
-
-    @shows_options
-    def __init__(
-        self,
-        config: Any,
-        cache_config: CacheConfig | Mapping[str, Any] | None = None,
-        *,
-        keys: str | None = None,
-        values: str | None = None,
-        **options: Any,
-    ) -> None:
-        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
-
-    @classmethod
-    def from_implementation(
-        cls,
-        config: Any,
-        implementation: str,
-        options: CacheConfig | Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
-        return cls.from_options(config, CacheConfig.from_options(implementation, options))
-
-    @classmethod
-    def from_options(cls, config: Any, options: CacheConfig) -> Self:
-        """Build the cache of validated options."""
-        made = cls.__new__(cls)
-        made._build(config, options)
-        return made
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
@@ -273,6 +244,8 @@ class PagedCache(Origin, DynamicCache):
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         else:
             found = layer.update(key_states, value_states, *args, **kwargs)
+        if not self.started:
+            self.started, self.tokens_on = True, key_states.device
         view = view_of(*found) if self._flex else None
         if view is not None:
             warn_dense("flex_attention")
@@ -287,10 +260,10 @@ class PagedCache(Origin, DynamicCache):
                 "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
-        self._straight = not (self._flex or self.offloading or isinstance(self.arena, OffloadArena))
+        self._straight = self.started and not (
+            self._flex or self.offloading or isinstance(self.arena, OffloadArena)
+        )
         self._prefill.begin(keys.shape[2], keys.device)
-        if not self.started:
-            self.started, self.tokens_on = True, keys.device
 
     def _refuse_layer(self, layer_idx: int) -> None:
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
@@ -331,7 +304,7 @@ class PagedCache(Origin, DynamicCache):
         else:
             answering = answering_layer(self.layers, layer_idx)
             length, offset = super().get_mask_sizes(query_length, answering)
-        if takes_length(self._attention_config._attn_implementation):
+        if self._attention_config._attn_implementation in takes_length:
             return MaskLength(length, self), offset
         return length, offset
 
@@ -532,8 +505,9 @@ class PagedCache(Origin, DynamicCache):
         if not specs or heads is None:
             return None
         groups = (layer.group for layer in self.paged_layers)
-        return heads * sum(
-            rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.slots)
+        return sum(
+            (1 if one.is_latent else heads)
+            * (rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.slots))
             for one, group in zip(specs, groups, strict=True)
         )
 
@@ -575,9 +549,7 @@ class PagedCache(Origin, DynamicCache):
         memo.update((id(part), part) for part in shared)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        left_out = ("views", "number", "compared")
-        held = {name: value for name, value in vars(self).items() if name not in left_out}
-        vars(copied).update(copy.deepcopy(held, memo), number=None, views={})
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         copied._number()
         copied._releases = False
         for cache in (self, copied):

@@ -13,6 +13,7 @@ from ..bridge.handles import KVView, LazyKV, TracedView, taken, view_of, warn_re
 from ..bridge.masks import LazyMask, check_hidden
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import warn_once
+from ..pages import moved
 from .dense import causal_mask, dense_attention, is_causal
 from .latent import (
     absorbed_query,
@@ -165,11 +166,13 @@ def _checked_mask(
     if mask.ndim == 2:
         mask = _of_columns(mask, query, kv_len, _end(view, kv_len), causal)
     group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
-    if group is not None:
-        padding, seen = group.batch.padding, group.seen
-        if padding.any():
-            gone = group.step.view.offset if group.step.view is not None else 0
-            check_hidden((padding - gone).clip(0), mask, seen - gone)
+    # a check waits for the device, which a graph that is recorded cannot: the step before it was checked
+    if group is not None and group.batch.padding.any() and not moved.is_recorded(mask.device):
+        step = group.step
+        if step.checked is not mask:  # once for all layers that get it
+            gone = step.view.offset if step.view is not None else 0
+            check_hidden((group.batch.padding - gone).clip(0), mask, group.seen - gone)
+            step.checked = mask
     return mask
 
 

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from ..bridge.handles import LazyKV
-from ..bridge.masks import LazyMask, MaskLength
+from ..bridge.masks import LazyMask, MaskLength, takes_length
 from ..formats import ATTENTION_NAME
 from .attention import kv_hf_attention
 from .models import eager_attention_of, refuse_name
@@ -48,6 +48,7 @@ def register() -> None:
             known = flash or function in (sdpa_attention_forward, sdpa_mask, eager_mask)
             if known and not hasattr(function, "takes_handles"):
                 _put(table, name, over(function, flash))
+    takes_length.update(name for table, name, *_ in _registered if table is tables[1])
 
 
 def unregister() -> None:
@@ -60,6 +61,7 @@ def unregister() -> None:
         else:
             table[name] = before
     _registered.clear()
+    takes_length.clear()
 
 
 def _put(table: dict[str, Any], name: str, function: Function) -> None:

@@ -264,6 +264,7 @@ class Step:
         moves_rest: whether tokens stay in the window that lie behind those that leave it.
         first, first_leaving: pages sealed before the new tokens are appended (past recording), and [rows], their tokens.
         seal: pages sealed after them.
+        checked: the last mask that was found to hide left padding.
 
     Of another order of rows and of a crop:
         sources: the former row that each row continues.
@@ -288,6 +289,7 @@ class Step:
     first: SealJobs | None = None
     first_leaving: Numbers | None = None
     seal: SealJobs | None = None
+    checked: torch.Tensor | None = None
     sources: Sequence[int] = ()
     reopened: Sequence[tuple[int, int, int]] = ()
     _tensors: dict[Any, torch.Tensor] = field(default_factory=dict)

@@ -184,6 +184,13 @@ def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
     fixed.check_integrity()
 
 
+def test_a_first_forward_that_is_refused_leaves_nothing_begun():
+    cache, _ = caches()
+    with pytest.raises(kv_hf.CacheMismatchError, match="max_length=160 is reached"):
+        append(cache, states(1, LENGTH + 1, 0))
+    assert not cache.started and cache.get_seq_length() == 0
+
+
 def test_generate_refuses_a_longer_text_before_its_first_forward():
     model = shared_model("llama")
     with pytest.raises(kv_hf.CacheOptionError, match="up to 100 long, and cache_config max_length"):

@@ -81,7 +81,7 @@ def test_plain_models_compile_behind_paged_ones_of_their_class():
 
 
 def test_a_traced_layer_of_one_thread_is_nothing_to_another():
-    view = handles.TracedView(None, None, *torch.empty(2, 1, 2, 4, 8))
+    view = handles.TracedView(*torch.empty(2, 1, 2, 4, 8), attend=torch.add)
     handles.hand_over(view)
     found = []
     thread = threading.Thread(target=lambda: found.append(handles.taken(view.keys, view.values)))

@@ -17,7 +17,6 @@ from ..errors import CacheOptionError
 from ..formats import ATTENTION_NAME
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
-# the number counts as written, so that steps stay in order and none is left out
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)  # Python plans each step: inductor must not replay it
 for _schema in (
     # the number counts as written, so that steps stay in order and none is left out
@@ -61,7 +60,6 @@ def update(
     if not cache.started:
         return keys, values
     rows, heads, _, key_dim = keys.shape
-    window = cache.layers[layer_idx].window
 
     def attend(
         query: torch.Tensor,
@@ -88,7 +86,6 @@ def update(
             handle.expand(rows, heads, cache.max_length, key_dim),
             handle.to(values.dtype).expand(rows, heads, cache.max_length, values.shape[3]),
             attend,
-            window,
         )
     )
 

@@ -15,14 +15,10 @@ from ..pages.moved import persistent_tensors
 from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..read_budget import ReadBudget
-from ..spec import SideSpec, page_capacity
+from ..row_pages import page_capacity
+from ..spec import SideSpec
 from .state import StateTensors, field_from_rows
 from .widening import Widening
-
-
-def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
-    """Turn row numbers [n] or a bool mask [rows] into a list of row numbers."""
-    return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
 
 
 class Residual:

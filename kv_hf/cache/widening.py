@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..backends.base import Backend
-from ..backends.registry import choose, layout_for, why_not
+from ..backends.registry import layout_for, why_not
 from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once
@@ -191,25 +191,6 @@ def sample_of(tokens: Pair, places: Sequence[Place], page_size: int) -> Sample:
         for side in tokens
     )
     return Sample(keys, values)
-
-
-def wider_for_prompt(
-    asked: LayerFormats, kernel: str, spec: PageSpec, prompt: Pair
-) -> Wider | None:
-    """Return the formats that a prompt needs in place of those of `spec`, before any page is sealed; None where these do.
-
-    Args:
-        kernel: CacheConfig.kernel.
-        prompt: keys and values [rows, heads, q_len, channels], rows padded on the left; less than a page says nothing.
-    """
-    rows, _, q_len, _ = prompt[0].shape
-    device, size = prompt[0].device, asked.page_size
-    if not asked.may_widen or q_len < size or not may_wait(device):
-        return None
-    sample = sample_of(prompt, [(0, q_len - size), (rows - 1, q_len - size)], size)
-    if not sample.says_something:
-        return None
-    return WiderFormats(asked, choose(kernel, device, spec).name, device).choose(sample, spec, None)
 
 
 def say_widened(layer_idx: int, wider: Wider) -> None:

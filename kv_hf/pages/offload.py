@@ -356,7 +356,7 @@ class OffloadedStorage(PageStorage):
             side.leave(host, fields)
 
     def grow(self, capacity: int, ahead: int = 0) -> None:
-        """Make room for `capacity` pages, and for no more `ahead`; pages may leave the device for it."""
+        """Make room for `capacity` pages, which may leave the device for it; `ahead` is passed over, as the budget is for `capacity`."""
         with self.lock, persistent_tensors():
             if self.arena.room_for(self.layer_idx) < capacity:
                 self.arena.make_room({self.layer_idx: capacity})
@@ -364,9 +364,6 @@ class OffloadedStorage(PageStorage):
                 self.leave(capacity)
             else:
                 super().grow(capacity)
-
-    def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
-        """Nothing: the arena has made room on the device and in host memory before the step (OffloadArena.make_room)."""
 
     def seal_pair(
         self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]

@@ -175,14 +175,9 @@ class SideStorage:
         """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room."""
         self.fields[field][first : first + len(pages)].copy_(pages)
 
-    def spread(
-        self, first: int, field: str, pages: torch.Tensor, places: Sequence[Sequence[int]]
-    ) -> None:
-        """Write one field of encoded pages [n, ..], of which page i goes to each of the ids `places[first + i]`."""
-        pairs = [(at, page) for at in range(len(pages)) for page in places[first + at]]
-        if pairs:
-            sources, targets = (list(part) for part in zip(*pairs, strict=True))
-            self.fields[field][targets] = pages[sources].to(self.fields[field].device)
+    def put_at(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to these n ids, which must have room."""
+        self.fields[field][list(ids)] = pages.to(self.fields[field].device)
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
@@ -330,11 +325,6 @@ class PageStorage:
             self.blocks.grow(layer, capacity)
         else:
             self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
-
-    def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
-        """Make room as `grow` does before a step that needs it is in force."""
-        with persistent_tensors(), self.lock:
-            self.grow(capacity, ahead)
 
     def take_over(self, sides: Sides) -> None:
         """Hold these fields of keys and of values from now on, which contain the pages so far."""

@@ -6,7 +6,6 @@ Uses the disassembler that Triton's wheel brings along; knows nothing of formats
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,6 @@ class Code:
     def count(self, *starts: str) -> int:
         """Instructions of the loop whose opcode starts with one of `starts`."""
         return sum(op.startswith(starts) for op in self.loop)
-
-    def histogram(self) -> Counter[str]:
-        """Instructions of the loop by opcode without suffixes."""
-        return Counter(op.split(".")[0] for op in self.loop)
 
 
 def read_cubin(kernel: Any) -> Code:

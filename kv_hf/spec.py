@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -212,6 +213,7 @@ class PageSpec:
     out_dim: int = field(init=False, repr=False, compare=False)
 
     @classmethod
+    @lru_cache(maxsize=256)  # the layers of a model share one
     def build(
         cls,
         key_scheme: Scheme,
@@ -241,6 +243,7 @@ class PageSpec:
         return spec._in_whole_words()
 
     @classmethod
+    @lru_cache(maxsize=256)
     def build_latent(
         cls,
         latent_scheme: Scheme,

@@ -16,6 +16,8 @@ same bits: stages of sums and differences of two numbers in fp32, in one order. 
 quantization, QuaRot (arXiv 2404.00456); here without signs, which gained nothing.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from ..formats.checked import check_decoded, check_encoded
@@ -34,11 +36,17 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
         (nan as 0): the numbers that share its scale stay finite, but an inf leaves them little precision.
     Raises: CacheOptionError where a registered format returns something else than Format.encode promises.
     """
+    if spec.scheme.is_exact:
+        codes = {"codes": lay_out(tokens, spec)}
+        return codes, torch.zeros((), dtype=torch.bool, device=tokens.device)
+    fields, damaged = quantize(tokens, spec)
+    fields["codes"] = lay_out(fields["codes"], spec)
+    return fields, damaged
+
+
+def quantize(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Do what `encode` does for a format that is not exact, but leave the codes apart: [pages, num_kv_heads, page_size, head_dim]."""
     scheme = spec.scheme
-    if scheme.is_exact:
-        return {"codes": lay_out(tokens, spec)}, torch.zeros(
-            (), dtype=torch.bool, device=tokens.device
-        )
     x = tokens.float()
     finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
     damaged = (finite != x).any()
@@ -53,7 +61,7 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     if scheme.native_number is None:  # another package's arithmetic
         check_encoded(encoded, finite.shape, scheme)
     codes, scale, offset = encoded
-    fields = {"codes": lay_out(codes, spec)}
+    fields = {"codes": codes}
     if scale is not None:
         fields["scale"] = scale
     if offset is not None:
@@ -65,20 +73,25 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
 
 def decode(fields: dict[str, torch.Tensor], spec: SideSpec, dtype: torch.dtype) -> torch.Tensor:
     """Decode pages to [pages, num_kv_heads, page_size, head_dim] in `dtype` (computed in fp32)."""
-    scheme, codes = spec.scheme, pick_up(fields["codes"], spec)
-    if scheme.is_exact:
+    codes = pick_up(fields["codes"], spec)
+    if spec.scheme.is_exact:
         return codes.to(dtype)
+    x = dequantize({**fields, "codes": codes}, spec)
+    if dtype == torch.float16:
+        # a scale rounded up may push the largest code just past float16's range
+        x = x.clamp(-SCALE_MAX, SCALE_MAX)
+    return x.to(dtype)
+
+
+def dequantize(fields: Mapping[str, torch.Tensor], spec: SideSpec) -> torch.Tensor:
+    """Return what `quantize` gave as numbers [pages, num_kv_heads, page_size, head_dim], fp32."""
+    scheme, codes = spec.scheme, fields["codes"]
     x = scheme.format.decode(codes, fields.get("scale"), fields.get("offset"), scheme)
     if scheme.native_number is None:
         check_decoded(x, codes.shape, scheme)
     if scheme.wide_channels:
         x = restore(x, fields["order"])
-    if scheme.rotated:
-        x = unrotate(x)
-    if dtype == torch.float16:
-        # a scale rounded up may push the largest code just past float16's range
-        x = x.clamp(-SCALE_MAX, SCALE_MAX)
-    return x.to(dtype)
+    return unrotate(x) if scheme.rotated else x
 
 
 def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

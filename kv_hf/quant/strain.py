@@ -1,4 +1,4 @@
-"""How much of a page a number format loses beyond what it loses of any page: measured by encoding and decoding it.
+"""How much of a page a number format loses beyond what it loses of any page: measured by quantizing it and back.
 
 The damage of a channel is the mean square of its rounding errors over the channel's own mean square. A model that multiplies
 a channel in one projection and divides it out again in the next changes neither. One channel that is a hundred times larger
@@ -14,7 +14,7 @@ import torch
 from ..formats import Scheme
 from ..formats.linear import SCALE_MAX
 from ..spec import ROWS, PageSpec, SideSpec
-from .codec import decode, encode
+from .codec import dequantize, quantize
 
 CAP = 100.0  # of a channel's damage, so that no single channel decides
 DEAD = 1e-10  # of the largest channel's power: channels below it hold nothing that could be damaged
@@ -79,7 +79,7 @@ class Sample:
         if one.scheme.is_exact:
             return NONE
         pages = self.pages[side]
-        fields, _ = encode(pages, one)
+        fields, _ = quantize(pages, one)
         noise = _noise(fields, pages, one)
         own, scale = self._mean(_of_channels(noise, pages, one)), fields.get("scale")
         smallest = own.new_ones(()) if scale is None else scale.abs().amin().float()
@@ -88,7 +88,7 @@ class Sample:
             return Strain(found, 1.0)
         # a power of two changes no digit; the largest number becomes one of 16 to 32
         ordinary = pages * torch.exp2(4 - self.sizes[side].log2().floor())[:, None, None, None]
-        usual = _noise(encode(ordinary, one)[0], ordinary, one)
+        usual = _noise(quantize(ordinary, one)[0], ordinary, one)
         level = self._mean(_of_channels(usual, ordinary, one))
         shares = (self._mean(_of_tokens(*pair)) for pair in ((noise, pages), (usual, ordinary)))
         small, large = (share.clamp(min=SMALLEST_SHARE) for share in shares)
@@ -113,13 +113,13 @@ def _usual_damage(name: str, scheme: Scheme, head_dim: int, page_size: int) -> f
         sizes = (NORMAL_PAGES, 1, page_size, head_dim)
         numbers = torch.randn(sizes, generator=generator, dtype=torch.float32)
         side = SideSpec(name, scheme, 1, head_dim, page_size, torch.float32, ROWS)
-        noise = _noise(encode(numbers, side)[0], numbers, side)
+        noise = _noise(quantize(numbers, side)[0], numbers, side)
         return _of_channels(noise, numbers, side).mean().item()
 
 
 def _noise(fields: dict[str, torch.Tensor], pages: torch.Tensor, side: SideSpec) -> torch.Tensor:
-    """Return the squares of the errors of encoded pages, [n, num_kv_heads, page_size, head_dim]."""
-    return (decode(fields, side, torch.float32) - pages).square()
+    """Return the squares of the errors of quantized pages, [n, num_kv_heads, page_size, head_dim]."""
+    return (dequantize(fields, side) - pages).square()
 
 
 def _of_tokens(noise: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

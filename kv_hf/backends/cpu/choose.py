@@ -4,11 +4,9 @@ from functools import cache
 
 import torch
 
-from ...notices import warn_once
 from ...page_summary import summary_of, summary_words, turned_by
 from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
-from ..reference import selection
 from .abi import CHOOSE, DECODE
 from .arguments import raise_for, take_block
 from .decode import is_packed, pack_shapes, pack_sides
@@ -19,14 +17,11 @@ _POINTERS = DECODE.parts["pointers"]
 _FIELDS = CHOOSE.count
 _NAME, _BY_INDEX = "c choose", "c choose by index"
 
-LEAST_GROUP = 16  # tokens that share scales: a vector of AVX-512 takes as many at once
-
 
 def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pages of each row that its newest tokens read; see `reference.selection.choose_pages`.
 
-    Of two pages whose masses differ by less than the rounding of fp32, either may be read. Where fewer than LEAST_GROUP tokens
-    share the scales of keys, the reference chooses, which is said once.
+    Of two pages whose masses differ by less than the rounding of fp32, either may be read.
 
     Args:
         call: with a query in fp32, bf16 or fp16, over pages in layout "lanes", without mask and sliding window. Its keys
@@ -36,15 +31,6 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """
     query, kv, sink_logits, budget = call.query, call.kv, call.sink_logits, call.kv.budget
     assert budget is not None
-    scheme = kv.spec.keys.scheme
-    group = scheme.scale_group[0] if scheme.code == "unsigned" and scheme.scale_group else 0
-    if 0 < group < LEAST_GROUP:  # 0: all of the page
-        warn_once(
-            "choose: groups",
-            f"key_group_size={group}: pages that a step reads are chosen by the reference kernel, which is slow. The C kernel "
-            f"takes groups of at least {LEAST_GROUP} tokens",
-        )
-        return selection.choose_pages(call)
     keys, values = kv.key_pages, kv.value_pages
     if type(keys) is not PageFields or type(values) is not PageFields:
         keys, values = PageFields(keys), PageFields(values)

@@ -106,7 +106,6 @@ static void unmark_beyond(const float *mass, int64_t pages, float read, float en
 
 #define CHOICE_PAGES 32 /* least pages of a task that estimates what attention finds in them */
 #define FETCH_AHEAD 8    /* pages from the one in work to the one that is fetched */
-#define LIFT 60         /* how far a score may lie above what weights are taken against */
 
 /* A choice of pages: what is found of each row lies in row_floats floats of call.partials.
  * largest scores and sums of weights [heads, queries, pages + 16], the window behind the pages; masses, ranks and marks [pages]. */
@@ -262,6 +261,7 @@ int64_t kv_hf_choose_pages(const Choose *s) {
     Choice choice = {.s = s, .call = {.a = a}};
     Call *call = &choice.call;
     Sizes *z = &call->z;
+    z->joined = s->words * a->page_size; /* those that are read of a page, one behind the other */
     size_scratch(call);
     int64_t pages = 0, tokens = 0;
     for (int64_t row = 0; row < a->rows; row++)

@@ -58,7 +58,7 @@ class Tape(TorchDispatchMode):
 
 
 def capture(function):
-    """Stand in for kv_hf.hf.cuda_graph.capture."""
+    """Stand in for kv_hf.hf.step_graph.capture."""
     with Tape() as tape:
         made = function()
     return tape.replay, made

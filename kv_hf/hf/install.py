@@ -28,13 +28,19 @@ from ..formats import cache_names, is_cache_name, named
 from ..notices import forget, warn_once
 from . import dispatch
 from .asked import WITHOUT_NAME, asked_name
-from .devices import execution_devices
-from .graph_choice import Generation, decide, refuse_growing, with_room
+from .generation import (
+    Generation,
+    check_length,
+    decide,
+    execution_devices,
+    expect_length,
+    is_assisted,
+    refuse_growing,
+    with_room,
+)
 from .latent import prepare_latents, restore_expansion, watch_latents
 from .models import restore_attention, use_paged_attention
 from .prefix import expect_drafts, share_prefill
-from .room import expect_length
-from .static_generation import check_length, is_assisted
 from .step_graph import call_graphs, want_graphs
 from .whole_call import around_generate
 

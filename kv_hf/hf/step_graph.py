@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from ..cache.paged_cache import PagedCache
 from ..notices import say_once, warn_once
 from ..pages.step import FixedStep
-from . import cuda_graph
 
 CACHE = "past_key_values"
 # of the largest logit: how far the replay may lie from the same step run without a graph, which runs the same kernels
@@ -86,7 +85,7 @@ class StepGraph:
         if not self._has_run:
             # Triton compiles, libraries make their workspaces
             self._has_run = True
-            return cuda_graph.on_side_stream(lambda: self.model(**inputs))
+            return on_side_stream(lambda: self.model(**inputs))
         leaves, structure = _flatten(inputs)
         if self._replay is not None and not self._takes(leaves, structure):
             return self.model(**inputs)
@@ -154,7 +153,7 @@ class StepGraph:
                 group.step = fixed.standing_for(steps[group])
             cache.fixed = self._fixed
             try:
-                self._replay, outputs = cuda_graph.capture(lambda: self.model(**own))
+                self._replay, outputs = capture(lambda: self.model(**own))
             finally:
                 cache.fixed = None
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -236,3 +235,33 @@ def _agree(expected: Any, found: Any) -> bool:
 def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
+
+
+def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Record the launches of `function` on the current GPU, without running them.
+
+    What the function allocates stays allocated for as long as the replay lives, so that its tensors keep their
+    addresses. Python code of the function runs once, now: numbers that it computes are the same at every replay.
+
+    Returns: (what runs the launches again, what the function returned).
+    Raises: RuntimeError (from torch) where the function waits for the device or does what a graph cannot hold.
+    Source: torch.cuda.CUDAGraph.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # other threads may go on using the GPU meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = function()
+    return graph.replay, made
+
+
+def on_side_stream(function: Callable[[], Any]) -> Any:
+    """Run `function` on a stream of its own, as work that is captured afterwards should first be run once.
+
+    Libraries make their workspaces at their first call on a stream that is not the default one.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        made = function()
+    torch.cuda.current_stream().wait_stream(stream)
+    return made

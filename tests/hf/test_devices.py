@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerationMode
 
 import kv_hf
 from kv_hf.cache import layer_formats
-from kv_hf.hf.devices import execution_devices
+from kv_hf.hf.generation import execution_devices
 from kv_hf.spec import ROWS
 
 CPU = torch.device("cpu")

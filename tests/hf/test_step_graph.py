@@ -13,7 +13,7 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
-from kv_hf.hf import cuda_graph, graph_choice, step_graph
+from kv_hf.hf import generation, step_graph
 from kv_hf.pages import moved
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -38,10 +38,10 @@ def gpu(monkeypatch):
     tape.use_taped_kernels(monkeypatch)
     monkeypatch.setattr(moved, "is_host", lambda device: False)
     monkeypatch.setattr(moved, "is_recorded", lambda device: tape.Tape.active is not None)
-    monkeypatch.setattr(graph_choice, "why_not_captured", lambda model: None)
-    monkeypatch.setattr(graph_choice, "free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr(cuda_graph, "capture", capture)
-    monkeypatch.setattr(cuda_graph, "on_side_stream", lambda function: function())
+    monkeypatch.setattr(generation, "why_not_captured", lambda model: None)
+    monkeypatch.setattr(generation, "free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(step_graph, "capture", capture)
+    monkeypatch.setattr(step_graph, "on_side_stream", lambda function: function())
     kv_hf.notices.forget()
     return counts
 
@@ -308,7 +308,7 @@ def test_always_raises_for_an_encoder_decoder():
 
 
 def test_generate_lets_the_cache_grow_where_memory_is_short(gpu, monkeypatch):
-    monkeypatch.setattr(graph_choice, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(generation, "free_memory", lambda device: 100_000)
     grown, made = both(shared_model("llama"), left_padded([37, 20]))
     assert torch.equal(grown, made)
     assert gpu["captures"] == 0

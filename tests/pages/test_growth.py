@@ -14,7 +14,7 @@ from tiny_models import left_padded, make_config, make_model, shared_model, toke
 import kv_hf
 from kv_hf.cache.report import measure_memory
 from kv_hf.cache.store import LayerStore
-from kv_hf.hf import room
+from kv_hf.hf import generation
 from kv_hf.pages import storage as blocks
 from kv_hf.pages.rows import LEAST_AHEAD, MOST_AHEAD, Expected
 
@@ -136,7 +136,7 @@ def on_a_gpu(monkeypatch):
     given = []
     monkeypatch.setattr(blocks, "in_blocks", lambda device: True)
     monkeypatch.setattr(blocks, "give_back", given.append)
-    monkeypatch.setattr(room, "growth_is_dear", lambda model: True)
+    monkeypatch.setattr(generation, "growth_is_dear", lambda model: True)
     return given
 
 

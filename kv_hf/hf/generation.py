@@ -1,19 +1,20 @@
-"""Whether generate() runs its decode steps as a CUDA graph, and why not. Decides; captures nothing."""
+"""What a call of generate() will need of its cache: whether its steps become a CUDA graph, and room for the text. Captures nothing."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.identity import virtual_owner
 from ..cache.layer import HandleLayer, PagedLayer
 from ..cache.layer_kinds import LatentLayer
-from ..cache.model_shape import is_dummy, is_encoder_decoder
+from ..cache.model_shape import is_dummy, is_encoder_decoder, modules_of
 from ..cache.paged_cache import PagedCache
 from ..config import DEFAULTS, CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
-from .devices import execution_devices
-from .models import why_not_pages
+from .models import why_not_pages, why_other_tokens
 
 PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Python
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
@@ -47,6 +48,9 @@ class Generation:
         """Take over arguments of `_prepare_cache_for_generation`, which some models (MusicGen, RAG) give by name."""
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         return cls(model, config, generation_mode, batch_size * copies, max_cache_length + 1)
+
+
+# -- graphs ----------------------------------------------------------------------------------------------------------
 
 
 def with_room(options: CacheConfig, asked: Generation) -> PagedCache | None:
@@ -171,3 +175,98 @@ def free_memory(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + kept)
+
+
+# -- room for the text -----------------------------------------------------------------------------------------------
+
+
+def is_assisted(generation_mode: Any) -> bool:
+    """Say whether a transformers GenerationMode drafts tokens (draft model, prompt lookup, early exit)."""
+    return "assisted" in str(getattr(generation_mode, "value", generation_mode))
+
+
+def check_length(cache: PagedCache, asked: Generation, model_kwargs: dict[str, Any]) -> None:
+    """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
+    model, length, most = asked.model, asked.length, cache.max_length
+    assert most is not None
+    reason = why_other_tokens(model)
+    if reason is not None:
+        raise CacheOptionError(
+            f"max_length={most}: {type(model).__name__} cannot use it: {reason}. Leave max_length out"
+        )
+    if length > most:
+        raise CacheOptionError(
+            f"prompt and new tokens are up to {length} long, and cache_config max_length is {most}: raise "
+            "max_length or generate fewer tokens (max_new_tokens)"
+        )
+    chunk = asked.config.prefill_chunk_size
+    if chunk is None or chunk <= MAX_DECODE_QUERIES:
+        return
+    given = {**model_kwargs, "past_key_values": cache}
+    if model._valid_auto_compile_criteria(given, asked.config):
+        raise CacheOptionError(
+            f"prefill_chunk_size={chunk}: transformers compiles each chunk, which takes chunks of at most "
+            f"{MAX_DECODE_QUERIES} tokens on a cache with max_length. Pass disable_compile=True, or leave prefill_chunk_size out"
+        )
+
+
+def growth_is_dear(model: torch.nn.Module) -> bool:
+    """Say whether growing storage takes calls to a driver; on a CPU the C library gives back what was freed."""
+    return any(device.type != "cpu" for device in execution_devices(model))
+
+
+def expect_length(
+    model: Any,
+    cache: PagedCache,
+    model_kwargs: dict[str, Any],
+    generation_config: Any,
+    max_cache_length: int,
+) -> None:
+    """Tell `cache` the columns of the prompt and of the whole text, where it grows on a GPU.
+
+    Args:
+        max_cache_length: as transformers hands it to _prepare_cache_for_generation (5.17 to 5.23): the length of input
+            and new tokens, less the last one.
+    """
+    if getattr(generation_config, "is_assistant", False) or not growth_is_dear(model):
+        return
+    new = generation_config.max_new_tokens
+    given = 0 if new is None else max(0, max_cache_length + 1 - new)
+    masked = 0 if is_encoder_decoder(model.config) else _masked(model_kwargs, generation_config)
+    # new tokens behind a cache come with the mask of the whole text
+    behind = 0 if new is None else max(0, masked - given)
+    cache.expect_length(max_cache_length + behind, max(given, masked))
+
+
+def _masked(model_kwargs: dict[str, Any], generation_config: Any) -> int:
+    """Return the columns of the mask, 0 where none is known; transformers notes those of one that hides nothing."""
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return int(mask.shape[1]) if mask.ndim == 2 else 0
+    return max(0, getattr(generation_config, "_mask_length", 0))
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+def execution_devices(model: torch.nn.Module) -> list[torch.device]:
+    """Return the devices that `model` computes on, without repetitions.
+
+    accelerate leaves a hook on each part of a model that it splits or offloads, which names the part's device.
+    `model.device` is not it: weights that are offloaded lie on "meta" between two forwards.
+    """
+    found = {
+        torch.device(hook.execution_device): None
+        for module in modules_of(model)
+        for hook in _hooks(module)
+        if getattr(hook, "execution_device", None) is not None
+    }
+    return list(found) or [next(parameter.device for parameter in model.parameters())]
+
+
+def _hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield accelerate's hooks of one module; a SequentialHook holds several."""
+    hook = vars(module).get("_hf_hook")
+    if hook is not None:
+        yield hook
+        yield from getattr(hook, "hooks", ())

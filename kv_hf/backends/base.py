@@ -40,18 +40,14 @@ class AttentionCall:
 class Backend:
     """One implementation of attention over pages: its functions do what those of the same names in `reference` do.
 
-    A backend that takes only some functions over from another one is made by
-    `dataclasses.replace(load("reference"), name=..., attend=...)`.
-
     Attributes:
-        name: under which it is registered.
+        name: one of config.KERNELS.
         attend: takes an AttentionCall, returns [rows, num_heads, q_len, out_dim] in the query's dtype.
         write_pair, seal_pair: as reference.pairs.write_pair and reference.pairs.seal_pair.
         dense: writes one side of a layer out, as reference.dense.dense_side does.
+        choose_pages: takes an AttentionCall whose kv has a budget, and returns the block table [rows, width] and the
+            pages of each row [rows] that the step reads, as reference.selection.choose_pages does.
         max_queries: queries up to which reading the pages is better than writing one layer out for SDPA.
-        choose_pages: takes an AttentionCall whose kv has a budget, and returns the block table and the numbers of the pages
-            that the step reads, as reference.selection.choose_pages does.
-        reads_index: whether `choose_pages` knows pages of which a part of the keys is there (`PagedKV.words`).
     """
 
     name: str
@@ -59,6 +55,5 @@ class Backend:
     write_pair: Callable[..., None]
     seal_pair: Callable[..., None]
     dense: Callable[[PagedKV, str], torch.Tensor]
+    choose_pages: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]
     max_queries: int = 16
-    choose_pages: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]] | None = None
-    reads_index: bool = False

@@ -22,7 +22,6 @@ from kv_hf.backends.cpu.library import ISA_NAMES, isa
 from kv_hf.backends.dispatch import paged_attention
 from kv_hf.backends.error_bound import Rounding, attend_pages, tokens_of
 from kv_hf.backends.inputs import PagedKV
-from kv_hf.backends.registry import chooser
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.formats import format_names
 from kv_hf.hf.attention import kv_hf_attention
@@ -140,7 +139,7 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
         before()
         kv, query = views[-1], work.tensors[-1][0]
         if budget is not None and budget.chooses(kv.block_table.shape[1], kv.seen):
-            kv = kv.with_pages(*chooser(kernel)(AttentionCall(query, kv, work.scale)))
+            kv = kv.with_pages(*kernel.choose_pages(AttentionCall(query, kv, work.scale)))
         return verdict_of(contender, out, query, kv, kernel.name)
 
     def contender(path: str, attend: Callable[[], Tensor], **of: Any) -> Contender:

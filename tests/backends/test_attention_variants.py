@@ -17,7 +17,6 @@ from kv_hf.hf.attention import kv_hf_attention
 HEADS, KV_HEADS, DIM, ROWS, LENGTH = 4, 2, 16, 2, 53
 KERNELS = [
     pytest.param("c", marks=pytest.mark.skipif(bool(library.missing()), reason="no C kernel")),
-    "sdpa",
     "reference",
 ]
 

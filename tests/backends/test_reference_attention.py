@@ -336,7 +336,7 @@ def test_dense_side_attends_as_the_pages_do(name):
         attn_mask=mask,
         enable_gqa=True,
     )
-    rounding = Rounding.of("sdpa", torch.float32)
+    rounding = Rounding.of("reference", torch.float32)
     expected, bound = exact_attention(query, kv, 64**-0.5, rounding)
     assert_within(dense[:4], expected[:4], bound[:4])
 
@@ -353,7 +353,7 @@ def test_ops_give_what_the_reference_gives():
 
 
 @pytest.mark.parametrize("layout", [ROWS_LAYOUT, LANES])
-@pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa"])
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_ops_apply_every_option(kernel, layout):
     kv = make_kv("int4", layout=layout)
 

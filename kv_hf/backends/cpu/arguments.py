@@ -52,7 +52,7 @@ def unsupported(spec: PageSpec) -> str | None:
                 packed = f"in pages of {side.page_size} tokens"
             return (
                 f"{side.side} {packed} as {side.scheme.name!r} do not fill whole words of 32 bits; "
-                "use another format, or kernel='sdpa' or 'reference'"
+                "use another format, or kernel='reference'"
             )
     for side in spec.sides:
         if side.layout != LANES:

@@ -11,8 +11,8 @@ from triton.runtime.errors import OutOfResources
 
 from ...notices import warn_once
 from ...spec import PageSpec
-from .. import registry
 from ..base import AttentionCall
+from ..reference import selection
 from . import device, direct
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .launch import refuse_cpu, workspace
@@ -166,9 +166,7 @@ def _by_reference(call: AttentionCall, reason: str = "") -> Choice:
             "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
             f"refuses the kernel ({reason})",
         )
-    own = registry.load("reference").choose_pages
-    assert own is not None
-    return own(call)
+    return selection.choose_pages(call)
 
 
 OPTIONS: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}

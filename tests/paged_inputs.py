@@ -5,10 +5,10 @@ from collections import OrderedDict
 from dataclasses import fields, replace
 
 import torch
+from error_bound import Rounding, Tokens, attend_exactly, without_offsets
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import write as c_write
-from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pairs

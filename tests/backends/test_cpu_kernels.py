@@ -14,13 +14,13 @@ import pytest
 import rounding
 import tiny_models
 import torch
+from error_bound import Rounding
 from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
 
 import kv_hf
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library, write
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, key_scheme, value_scheme
@@ -340,7 +340,7 @@ def test_decode_works_in_forked_processes():
     """
     code = """
 import os, signal, torch, sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/tools"]
 from paged_inputs import make_kv, make_query
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu.decode import paged_attention

@@ -6,12 +6,12 @@ from functools import partial
 import paged_inputs
 import pytest
 import torch
+from error_bound import Rounding
 from paged_inputs import DTYPES
 
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import arguments, decode, library, write
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import format_names, k_rope_scheme, latent_scheme

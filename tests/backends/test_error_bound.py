@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from error_bound import Rounding, roundings
 from paged_inputs import (
     assert_within,
     exact_attention,
@@ -15,7 +16,6 @@ from paged_inputs import (
 )
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import Rounding, roundings
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import format_names
 from kv_hf.spec import LANES

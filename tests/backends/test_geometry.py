@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from error_bound import Rounding
 from interpreter import attend as attend_in_triton
 from interpreter import call, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 from place_cases import SIZES, lengths_of, name_of
 
 from kv_hf.backends.cpu import decode, library
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.dense import dense_side
 from kv_hf.geometry import Place, full_pages, place_of, window_token

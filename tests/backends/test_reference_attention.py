@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from error_bound import Rounding
 from paged_inputs import (
     DTYPES,
     PAGE,
@@ -17,7 +18,6 @@ from paged_inputs import (
 
 from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.dense import dense_side
 from kv_hf.errors import CacheMismatchError, CacheOptionError

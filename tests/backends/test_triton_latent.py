@@ -8,11 +8,11 @@ from importlib.util import find_spec
 import paged_inputs
 import pytest
 import torch
+from error_bound import Rounding
 from interpreter import call, needs_interpreter, seal
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import format_names, k_rope_name, k_rope_scheme, latent_scheme
@@ -535,7 +535,8 @@ def standard_spec(name, **sizes):
 
 
 def compiled(spec, arch="sm_90", **options):
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     return sass.read_cubin(aot.compile_latent(spec, arch, **options))
 
@@ -585,7 +586,7 @@ def test_decode_compiles_with_every_option(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", format_names("latent"))
 def test_kernels_compile_for_amd(name):
-    from kv_hf.backends.triton import aot
+    import aot
 
     spec = standard_spec(name)
     assert "mfma" in aot.compile_latent(spec, "gfx942").asm["amdgcn"]
@@ -604,7 +605,8 @@ def test_kernels_compile_for_amd(name):
 )
 def test_seal_rounds_every_step(name):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     kernel = aot.compile_seal_pair(standard_spec(name), "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]

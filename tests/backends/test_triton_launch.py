@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def gpu():
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake
@@ -219,9 +219,10 @@ def test_hooks_of_profilers_see_every_launch(gpu):
 
 
 def test_pretend_gpu_gives_everything_back():
+    from fake_driver import pretend_gpu
+
     from kv_hf.backends import registry
     from kv_hf.backends.triton import device, support
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     def state():
         return device.target_isa, support.why_not, registry.layout_for

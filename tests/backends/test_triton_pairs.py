@@ -177,7 +177,7 @@ def test_write_pair_never_takes_damage_back():
 
 @pytest.fixture
 def gpu():
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake

@@ -37,7 +37,7 @@ def variants():
 
 @pytest.mark.parametrize(("arch", "name", "dim", "dtype", "q_len"), variants())
 def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype, q_len):
-    from kv_hf.backends.triton import aot
+    import aot
 
     keys, _, values = name.partition("+")
     spec = PageSpec.build(
@@ -58,7 +58,7 @@ def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype,
 @pytest.mark.parametrize("name", format_names("latent"))
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank, dtype):
-    from kv_hf.backends.triton import aot
+    import aot
 
     if name == "fp8_ds_mla" and dtype == FP32:
         pytest.skip("fp8_ds_mla is of 16-bit models")

@@ -5,6 +5,7 @@ Refuses to be clever: it walks the block table, decodes one tile at a time, and 
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -182,6 +183,26 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         total, out = total * keep + torch.exp(logits - shift), out * keep
     out = out / torch.where(total == 0, torch.ones_like(total), total)
     return out.reshape(rows, num_heads, q_len, -1).to(query.dtype)
+
+
+def errors_of(out: torch.Tensor, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how far a kernel's result is from the definition's in fp64, and how far rounding may move it.
+
+        allowed = (16 * u + 2 * (query_dim + tokens) * u_sums) * the size of the right result
+
+    u, half an ulp of the query's dtype, is the error of each of the five numbers that are rounded to it at most: a query, a
+    key, a weight, a value and the result. u_sums, that of fp32, is the error of each term of a score and of a result. What
+    is rounded up and down evens out over the channels, so that errors and sizes are root mean squares.
+
+    Args:
+        out: [rows, num_heads, q_len, out_dim] of `call`, on its device.
+    Returns: (errors, allowed), [rows, num_heads, q_len], fp64; an error of nan is within no bound.
+    """
+    right = paged_attention(replace(call, query=call.query.double()))
+    errors, size = (x.square().mean(-1).sqrt() for x in (out.double() - right, right))
+    kv, ulp, ulp_sums = call.kv, *(torch.finfo(x).eps / 2 for x in (out.dtype, torch.float32))
+    terms = call.query.shape[-1] + kv.num_pages * kv.page_size + kv.exact_lens
+    return errors, (16 * ulp + 2 * terms[:, None, None] * ulp_sums) * size
 
 
 def _mask_columns(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from triton.compiler import compiler
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
-from ...spec import ROWS
-from .. import registry
-from . import device, launch, support
+from kv_hf.backends import registry
+from kv_hf.backends.triton import device, launch, support
+from kv_hf.spec import ROWS
 
 H200_SHARED = 232448  # bytes of shared memory that one program may take
 

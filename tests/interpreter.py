@@ -87,7 +87,7 @@ def call(function, *args, **options):
 def attend(asked, *, splits=2):
     """The decode kernel as compiled for no GPU in particular."""
     from kv_hf.backends.triton import launch
-    from kv_hf.backends.triton.tuning import Launch
+    from kv_hf.backends.triton.meta_params import Launch
 
     return launch.paged_attention(asked, Launch(1, 2, splits))
 
@@ -97,7 +97,7 @@ def compiled_for(isa):
     """Kernels as compiled for an NVIDIA GPU, their PTX carried out by `ptx`."""
     import triton.language as tl
 
-    from kv_hf.backends.triton import device
+    from kv_hf.backends.triton import support
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = [np.ascontiguousarray(x.handle.data).view(np.uint32).ravel() for x in args]
@@ -116,12 +116,12 @@ def compiled_for(isa):
 
     kept = tl.inline_asm_elementwise
     tl.inline_asm_elementwise = inline_asm
-    device.target_isa, real = (lambda where: isa), device.target_isa
+    support.target_isa, real = (lambda where: isa), support.target_isa
     try:
         yield
     finally:
         tl.inline_asm_elementwise = kept
-        device.target_isa = real
+        support.target_isa = real
 
 
 def attend_with_ptx(asked, *, isa, splits=2):
@@ -162,7 +162,7 @@ def unpack_every_byte(bits):
     """Whether the PTX of each unpacking gives the right float16 bits for all 256 bytes."""
     import inspect
 
-    from kv_hf.backends.triton import dequant, float8
+    from kv_hf.backends.triton import dequant
 
     every = np.arange(256, dtype=np.uint8)
     words = every.view(np.uint32)
@@ -183,7 +183,7 @@ def unpack_every_byte(bits):
         ]
         return bool(np.all(right))
     signed = run(text(dequant._from_signed), 1)[0]
-    shifted = run(float8._by_shifts.fn(False), 1)[0]
+    shifted = run(dequant._by_shifts.fn(False), 1)[0]
     wanted = torch.from_numpy(every).view(torch.float8_e4m3fn).half().numpy()
     finite = (every & 0x7F) != 0x7F
     return bool(
@@ -284,7 +284,7 @@ def dense(kv, side):
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from kv_hf.backends.triton.dense_launch import dense_side
+    from kv_hf.backends.triton.dense import dense_side
 
     builder = interpreter.InterpreterBuilder
     cut = builder.create_fp_trunc

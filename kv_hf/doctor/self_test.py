@@ -12,9 +12,8 @@ import transformers
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..backends.base import AttentionCall
+from ..backends.base import AttentionCall, PagedKV
 from ..backends.dispatch import paged_attention
-from ..backends.inputs import PagedKV
 from ..backends.reference.attention import errors_of
 from ..backends.registry import load
 from ..errors import CacheOptionError, KVCacheError, first_line

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference.attention import errors_of
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.formats import format_names
 from kv_hf.hf.attention import kv_hf_attention

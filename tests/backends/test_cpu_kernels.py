@@ -22,6 +22,7 @@ from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library, write
 from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import append_tokens, seal_pages
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec
@@ -193,7 +194,7 @@ def grouped_kv(name, key_group, value_group, dtype):
         }
         run = torch.randn(12, 2, 32, 64, generator=torch.Generator().manual_seed(9)).to(dtype)
         jobs = torch.tensor([(page, 0, page) for page in range(12)], dtype=torch.int32)
-        reference.seal_pages(run, jobs, fields, side)
+        seal_pages(run, jobs, fields, side)
         stored.append(fields)
     return replace(kv, spec=spec, key_pages=stored[0], value_pages=stored[1])
 
@@ -403,9 +404,7 @@ def test_append_tokens_writes_each_row_at_its_place(q_len):
     new = torch.randn(3, 2, q_len, 4)
     for skips in ([0, 0, 0], [0, 1, q_len - 1]):
         starts = [5, 0, 2]
-        reference.append_tokens(
-            window.zero_(), new, torch.tensor(starts).int(), torch.tensor(skips).int()
-        )
+        append_tokens(window.zero_(), new, torch.tensor(starts).int(), torch.tensor(skips).int())
         for row, (start, skip) in enumerate(zip(starts, skips, strict=True)):
             count = q_len - skip
             assert torch.equal(window[row, :, start : start + count], new[row, :, skip:])

@@ -11,7 +11,7 @@ from place_cases import SIZES, lengths_of, name_of
 
 from kv_hf.backends.cpu import decode, library
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.geometry import Place, full_pages, place_of, window_token
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool

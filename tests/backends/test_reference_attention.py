@@ -19,7 +19,7 @@ from paged_inputs import (
 from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import TILE_TOKENS, dense_side
 from kv_hf.errors import CacheMismatchError, CacheOptionError
 from kv_hf.formats import format_names
 from kv_hf.spec import LANES
@@ -83,7 +83,7 @@ def test_paged_attention_does_not_depend_on_its_tile(monkeypatch, tile):
 
 def test_paged_attention_walks_many_tiles():
     kv = make_kv("int4", rows=[(70, 9), (33, 20), (0, 2)])
-    assert kv.block_table.shape[1] * PAGE > 2 * reference.TILE_TOKENS
+    assert kv.block_table.shape[1] * PAGE > 2 * TILE_TOKENS
     check(make_query(kv, 3), kv)
 
 

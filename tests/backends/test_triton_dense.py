@@ -15,7 +15,7 @@ from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_hf
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.bridge.masks import LazyMask
 from kv_hf.formats import format_names
 from kv_hf.hf import attention
@@ -104,7 +104,7 @@ def test_dense_kernel_reads_windows_of_any_strides():
 @needs_triton
 def test_dense_constants_cut_tiles_that_fill_the_grid():
     """A row's parts of pages and its other columns are TILE columns each, so that the grid needs no lengths."""
-    from kv_hf.backends.triton.dense_launch import dense_constants
+    from kv_hf.backends.triton.dense import dense_constants
 
     for name in format_names("keys", "values"):
         for page in (16, 64, 256):
@@ -231,7 +231,7 @@ def test_dense_kernel_is_compiled_once_for_tables_anywhere():
     """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
     from fake_driver import pretend_gpu
 
-    from kv_hf.backends.triton.dense_launch import dense_side as by_kernel
+    from kv_hf.backends.triton.dense import dense_side as by_kernel
 
     def shifted(tensor, by):
         return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)

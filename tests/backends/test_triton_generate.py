@@ -55,11 +55,11 @@ def generate(name, kernel):
 
 def long_turn(name, lengths, kernel):
     """Logits of a second turn that is written out densely, and what was written out by what (runs in the worker)."""
-    from kv_hf.backends.triton import dense_launch
+    from kv_hf.backends.triton import dense
 
     written = []
-    launch = dense_launch.dense_kernel
-    dense_launch.dense_kernel = _Noted(launch, written)
+    launch = dense.dense_kernel
+    dense.dense_kernel = _Noted(launch, written)
     try:
         with pages_of_a_gpu(kernel), torch.no_grad():
             model = make_sliding("gemma3", 24) if name == "gemma3" else make_model(name)
@@ -71,7 +71,7 @@ def long_turn(name, lengths, kernel):
             logits = model(ids, attention_mask=mask, past_key_values=cache).logits
             return logits, written, [group.offset for group in cache.groups]
     finally:
-        dense_launch.dense_kernel = launch
+        dense.dense_kernel = launch
 
 
 def read_in_part(options, kernel):

@@ -222,13 +222,13 @@ def test_pretend_gpu_gives_everything_back():
     from fake_driver import pretend_gpu
 
     from kv_hf.backends import registry
-    from kv_hf.backends.triton import device, support
+    from kv_hf.backends.triton import support
 
     def state():
-        return device.target_isa, support.why_not, registry.layout_for
+        return support.target_isa, support.why_not, registry.layout_for
 
     before = state()
     with pretend_gpu(80):
-        assert device.target_isa(torch.device("cpu")) == 80
+        assert support.target_isa(torch.device("cpu")) == 80
         assert registry.layout_for(torch.device("cpu")) == "rows"
     assert state() == before

@@ -9,7 +9,7 @@ from interpreter import attend, attend_with_ptx, call, dense, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 from test_triton_seal import HARD, check_bytes, numbers
 
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 

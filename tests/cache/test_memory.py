@@ -8,10 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 
 import kv_hf
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import TILE_TOKENS
 from kv_hf.pages.step import block_table
-
-TILE_TOKENS = reference.TILE_TOKENS
 
 
 def tensor_bytes(cache):

@@ -11,8 +11,7 @@ import torch
 import kv_hf
 from kv_hf.backends import cpu
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library
-from kv_hf.backends.cpu.arguments import unsupported
+from kv_hf.backends.cpu import decode, library, unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.errors import CacheOptionError

@@ -11,10 +11,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from kv_hf.backends.triton.append import append_pair_kernel
-from kv_hf.backends.triton.combine import combine_kernel
 from kv_hf.backends.triton.decode import decode_kernel
-from kv_hf.backends.triton.dense import dense_kernel
-from kv_hf.backends.triton.dense_launch import dense_constants
+from kv_hf.backends.triton.dense import dense_constants, dense_kernel
 from kv_hf.backends.triton.latent import latent_kernel
 from kv_hf.backends.triton.latent_meta_params import (
     COLUMNS,
@@ -25,14 +23,20 @@ from kv_hf.backends.triton.latent_meta_params import (
 from kv_hf.backends.triton.latent_meta_params import warps_and_stages as latent_warps_and_stages
 from kv_hf.backends.triton.launch_arguments import STEPWISE, TABLES
 from kv_hf.backends.triton.launch_plan import triton_constants
-from kv_hf.backends.triton.meta_params import HIP, column_block, constants, element_type
+from kv_hf.backends.triton.meta_params import (
+    HIP,
+    column_block,
+    constants,
+    element_type,
+    warps_and_stages,
+)
 from kv_hf.backends.triton.seal import seal_pair_kernel
 from kv_hf.backends.triton.seal_meta_params import pair_constants
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.selection import choose_kernel
 from kv_hf.backends.triton.selection_meta_params import NUM_WARPS, selection_constants
-from kv_hf.backends.triton.tuning import warps_and_stages
+from kv_hf.backends.triton.softmax import combine_kernel
 from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
 

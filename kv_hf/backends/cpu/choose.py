@@ -10,9 +10,8 @@ from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
 from ..reference import selection
 from .abi import CHOOSE, DECODE
-from .arguments import raise_for, take_block
 from .decode import is_packed, pack_shapes, pack_sides
-from .library import library
+from .library import library, raise_for, take_block
 
 _BUDGET, _INDEX, _CHOICE = (CHOOSE.parts[name] for name in ("budget", "index", "choice"))
 _POINTERS = DECODE.parts["pointers"]

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 
 from ...spec import PageFields
-from ..base import AttentionCall
-from ..inputs import PagedKV
+from ..base import AttentionCall, PagedKV
 from .abi import DECODE, DTYPES, MaskKind
-from .arguments import Block, raise_for, side_fields, take_block
-from .library import isa, library
+from .library import Block, isa, library, raise_for, side_fields, take_block
 
 _SIDES, _SHAPES, _POINTERS = DECODE.parts["sides"], DECODE.parts["shapes"], DECODE.parts["pointers"]
 _PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at

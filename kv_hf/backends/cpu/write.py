@@ -8,8 +8,7 @@ import torch
 from ...errors import CacheMismatchError
 from ...spec import PageSpec
 from .abi import DTYPES, WRITE
-from .arguments import Block, capacity_of, raise_for, side_fields, take_block
-from .library import isa, library
+from .library import Block, capacity_of, isa, library, raise_for, side_fields, take_block
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]

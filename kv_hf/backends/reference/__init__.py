@@ -5,8 +5,7 @@ import torch
 from ...spec import PageSpec
 from ..base import Backend
 from .attention import paged_attention
-from .dense import dense_side
-from .pairs import seal_pair, write_pair
+from .pages import dense_side, seal_pair, write_pair
 from .selection import choose_pages
 
 

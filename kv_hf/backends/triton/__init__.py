@@ -10,14 +10,14 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import dense_launch, launch, selection_launch, write_pair
+    from . import dense, launch, selection_launch, write_pair
 
     return Backend(
         "triton",
         launch.paged_attention,
         write_pair.write_pair,
         write_pair.seal_pair,
-        dense_launch.dense_side,
+        dense.dense_side,
         selection_launch.choose_pages,
         max_queries=64,
     )

@@ -1,11 +1,10 @@
 """What a launch of the decode kernel takes: its plan."""
 
-from ..inputs import PagedKV
+from ..base import PagedKV
 from .decode import decode_kernel
 from .launch_arguments import POINTERS
 from .launch_plan import Plan, Shapes
-from .meta_params import column_block, constants
-from .tuning import MIN_TILES, Launch, launch_parameters, most_splits
+from .meta_params import MIN_TILES, Launch, column_block, constants, launch_parameters, most_splits
 
 
 def prepare(

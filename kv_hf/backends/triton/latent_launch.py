@@ -1,7 +1,6 @@
 """What a launch of the latent kernel takes: its plan."""
 
-from ..inputs import PagedKV
-from .combine import combine_kernel
+from ..base import PagedKV
 from .latent import latent_kernel
 from .latent_meta_params import (
     COLUMNS,
@@ -15,7 +14,8 @@ from .latent_meta_params import (
 )
 from .launch_arguments import LATENT_POINTERS
 from .launch_plan import Plan, Shapes
-from .tuning import Launch
+from .meta_params import Launch
+from .softmax import combine_kernel
 
 
 def prepare(

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from ...errors import CacheOptionError
-from ..base import AttentionCall
-from ..inputs import PagedKV
-from . import decode_launch, device, direct, latent_launch
+from ..base import AttentionCall, PagedKV
+from . import decode_launch, direct, latent_launch, support
 from .decode import decode_kernel
 from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
 from .launch_arguments import arguments
 from .launch_plan import LayerPlan, Plan, Shapes, keep
-from .tuning import Launch
+from .meta_params import Launch
 
 INTERPRETED = direct.interpreted(decode_kernel)
 Tensors = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], tuple[Any, ...]]
@@ -122,7 +121,9 @@ def _prepare(query: torch.Tensor, kv: PagedKV, shapes: Shapes, launch: Launch | 
     if where.type == "cpu":
         refuse_cpu()
     module = latent_launch if kv.spec.is_latent else decode_launch
-    plan = module.prepare(kv, shapes, device.target_isa(where), device.shared_memory(where), launch)
+    plan = module.prepare(
+        kv, shapes, support.target_isa(where), support.shared_memory(where), launch
+    )
     # zeros made outside of any graph: a graph that captures this plan later need not set its counters
     if not direct.is_capturing(query.get_device()):
         plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)

@@ -12,9 +12,9 @@ import torch
 import triton.language as tl
 
 from ...spec import PageSpec
-from ..inputs import PagedKV
+from ..base import PagedKV
 from .direct import Compiled
-from .tuning import Launch
+from .meta_params import Launch
 
 TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 ALIGNED = 4  # numbers: maxima begin at a multiple of 16 bytes

@@ -13,7 +13,7 @@ from ...notices import warn_once
 from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
-from . import device, direct
+from . import direct, support
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .launch import refuse_cpu, workspace
 from .launch_plan import LayerPlan, keep, triton_constants
@@ -229,7 +229,7 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
         refuse_cpu()
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
-    group, isa = num_heads // heads, device.target_isa(where)
+    group, isa = num_heads // heads, support.target_isa(where)
     block = column_block(kv.spec, group, q_len, isa)
     blocks = heads * -(-group * q_len // block)
     assert kv.budget is not None

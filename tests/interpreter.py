@@ -84,12 +84,35 @@ def call(function, *args, **options):
 # -- functions that run in the worker --------------------------------------------------------------------------
 
 
+@contextmanager
+def scratch():
+    """Fill scratch with nan before a launch; yield what the launches were given; counters must end as zeros."""
+    from kv_hf.backends.triton.direct import Scratch
+
+    made, real = [], Scratch.on
+
+    def on(self, stream):
+        *parts, counters = real(self, stream)
+        for part in parts:
+            part.fill_(float("nan"))
+        made.append((*parts, counters))
+        return made[-1]
+
+    Scratch.on = on
+    try:
+        yield made
+    finally:
+        Scratch.on = real
+    assert not any(bool(counters.any()) for *_, counters in made)
+
+
 def attend(asked, *, splits=2):
     """The decode kernel as compiled for no GPU in particular."""
     from kv_hf.backends.triton import launch
     from kv_hf.backends.triton.meta_params import Launch
 
-    return launch.paged_attention(asked, Launch(1, 2, splits))
+    with scratch():
+        return launch.paged_attention(asked, Launch(1, 2, splits))
 
 
 @contextmanager
@@ -134,21 +157,16 @@ def choose(asked, *, splits=3):
     """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
     from kv_hf.backends.triton import selection_launch
 
-    kept = []
-
-    def interpret(plan, *args):
-        kept[:] = plan, real(plan, *args)
-
-    real, selection_launch._interpret = selection_launch._interpret, interpret
     rule, selection_launch.splits = selection_launch.splits, lambda *args: (16, splits)
     try:
-        table, counts = selection_launch.choose_pages(asked)
+        with scratch() as made:
+            table, counts = selection_launch.choose_pages(asked)
     finally:
-        selection_launch._interpret, selection_launch.splits = real, rule
-    plan, numbers = kept
-    _, _, totals, masses = plan.starts
-    windows = numbers[totals:][: plan.rows * (plan.columns + 1)].view(plan.rows, -1)[:, -1]
-    mass = numbers[masses:].view(plan.rows, plan.room)[:, : asked.kv.block_table.shape[1]]
+        selection_launch.splits = rule
+    rows, columns = asked.kv.rows, asked.query.shape[1] * asked.query.shape[2]
+    [(_, _, totals, masses, _)] = made
+    windows = totals[: rows * (columns + 1)].view(rows, -1)[:, -1]
+    mass = masses.view(rows, -1)[:, : asked.kv.block_table.shape[1]]
     return table, counts, mass, windows
 
 

@@ -9,7 +9,7 @@ import paged_inputs
 import pytest
 import torch
 from error_bound import Rounding
-from interpreter import call, needs_interpreter, seal
+from interpreter import call, needs_interpreter, scratch, seal
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall, PagedKV
@@ -103,7 +103,8 @@ def attend(asked, *, splits=2):
     from kv_hf.backends.triton.launch import paged_attention
     from kv_hf.backends.triton.meta_params import Launch
 
-    return paged_attention(asked, Launch(4, 2, splits))
+    with scratch():
+        return paged_attention(asked, Launch(4, 2, splits))
 
 
 def check(query, kv, splits=2, kernel=attend, **options):
@@ -297,7 +298,8 @@ def attend_with_ptx(asked, *, isa):
     kept, real = tl.inline_asm_elementwise, support.target_isa
     tl.inline_asm_elementwise, support.target_isa = inline_asm, lambda where: isa
     try:
-        return launch.paged_attention(asked, Launch(4, 2, 2))
+        with scratch():
+            return launch.paged_attention(asked, Launch(4, 2, 2))
     finally:
         tl.inline_asm_elementwise, support.target_isa = kept, real
 

@@ -109,7 +109,7 @@ def test_plans_are_kept_apart_by_what_they_depend_on(gpu):
 
 
 def test_plans_do_not_pile_up(gpu):
-    from kv_hf.backends.triton.launch_plan import MOST
+    from kv_hf.backends.triton.launch import MOST
 
     kv = bf16_kv()
     kv.launches["another's"] = 1
@@ -200,7 +200,7 @@ def test_hooks_of_profilers_see_every_launch(gpu):
     hooks = knobs.runtime.launch_enter_hook
     hooks.add(hook)
     called = []
-    run = next(iter(kv.launches.values())).compiled[0]
+    run = next(iter(kv.launches.values())).kernel.compiled[0]
 
     def without_gpu(*args):
         about, enter, leave = args[6:9]

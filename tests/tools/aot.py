@@ -13,6 +13,7 @@ from triton.compiler import compile as compile_source
 from kv_hf.backends.triton.append import append_pair_kernel
 from kv_hf.backends.triton.decode import decode_kernel
 from kv_hf.backends.triton.dense import dense_constants, dense_kernel
+from kv_hf.backends.triton.direct import STEPWISE, TABLES
 from kv_hf.backends.triton.latent import latent_kernel
 from kv_hf.backends.triton.latent_meta_params import (
     COLUMNS,
@@ -21,8 +22,7 @@ from kv_hf.backends.triton.latent_meta_params import (
     latent_constants,
 )
 from kv_hf.backends.triton.latent_meta_params import warps_and_stages as latent_warps_and_stages
-from kv_hf.backends.triton.launch_arguments import STEPWISE, TABLES
-from kv_hf.backends.triton.launch_plan import triton_constants
+from kv_hf.backends.triton.launch import triton_constants
 from kv_hf.backends.triton.meta_params import (
     HIP,
     column_block,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .dequant import unrotate_parts
+from .direct import SPECIALIZED
 from .keys import (
     gather_query,
     load_key_factors,
@@ -18,7 +19,6 @@ from .keys import (
     score_mixed,
     stack,
 )
-from .launch_arguments import SPECIALIZED
 from .softmax import (
     LOG2E,
     Visibility,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .dequant import tile_unit
-from .launch_arguments import SPECIALIZED
+from .direct import SPECIALIZED
 from .softmax import (
     LOG2E,
     Visibility,

@@ -248,7 +248,7 @@ def test_packed_arguments_do_not_follow_a_copy():
     kept = one.launches["c write"]
     for again in (copy.deepcopy(one.launches), pickle.loads(pickle.dumps(one.launches))):
         block = again["c write"]
-        assert not block.layout
+        assert not block.key
         assert block.address != kept.address
         assert not any(block.memory)
         other, wanted = Inputs(make_spec(), 7), Inputs(make_spec(), 7)

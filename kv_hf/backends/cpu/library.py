@@ -11,8 +11,8 @@ import torch
 
 from ...errors import CacheMismatchError
 from ...quant.codec import block
-from ...spec import PageFields, SideSpec
-from .abi import ABI, DTYPES, Status
+from ...spec import PageFields, PageSpec, SideSpec
+from .abi import ABI, DTYPES, Part, Status
 
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")  # by abi.Isa
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
@@ -129,16 +129,18 @@ class Block:
 
     Attributes:
         memory, address: the block itself.
-        layout: what the fields were packed from that are not packed at every call; empty before the first.
+        key: what the fields depend on that are not packed at every call: sizes, options, and tensors by id; empty at first.
+        kept: these tensors, so that no others get their ids.
         call: the compiled function that the block is for.
     """
 
-    __slots__ = ("address", "call", "layout", "memory")
+    __slots__ = ("address", "call", "kept", "key", "memory")
 
     def __init__(self, fields: int) -> None:
         self.memory = bytearray(8 * fields)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.layout: tuple[Any, ...] = ()
+        self.key: tuple[Any, ...] = ()
+        self.kept: tuple[Any, ...] = ()
         self.call: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -190,6 +192,19 @@ def side_fields(
         0 if order is None else order.stride(1),
         window.data_ptr(),
     )
+
+
+def pack_sides(
+    block: Block,
+    part: Part,
+    spec: PageSpec,
+    fields: tuple[Mapping[str, torch.Tensor], ...],
+    windows: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Pack what `side_fields` returns of keys and of values: fields [pages, ..] and windows [rows, heads, slots, dim]."""
+    sides = zip(spec.sides, fields, windows, strict=True)
+    numbers = [number for side in sides for number in side_fields(*side)]
+    part.pack_into(block.memory, part.at, *numbers)
 
 
 def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:

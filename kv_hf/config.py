@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from .backend_names import OTHER_WORDS, kernel_choices
 from .checks import (
     MOST_BYTES,
     MOST_PAGE_SIZE,
@@ -41,6 +40,14 @@ from .units import parse_bytes, parse_tokens
 
 Check = Callable[[str, Any], Any]  # (name, value given) -> value held; raises CacheOptionError
 LayerOverride = tuple[int, int, dict[str, str]]  # first layer, last layer, {side: format}
+AUTO = "auto"
+KERNELS = (AUTO, "triton", "c", "reference")  # the best first
+# words that others use -> the kernel that comes nearest
+OTHER_KERNEL_WORDS = {
+    **dict.fromkeys(("cuda", "gpu", "nvidia", "rocm", "hip"), "triton"),
+    **dict.fromkeys(("cpu", "native", "c++", "cpp"), "c"),
+    **dict.fromkeys(("torch", "pytorch", "eager", "naive", "python", "sdpa", "math"), "reference"),
+}
 READ_LIMITS = ("read_tokens", "read_share", "read_top_p")
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
 _FORMATS = ("keys", "values", "layers", "latent", "k_rope")
@@ -82,7 +89,7 @@ def _choice(*choices: str) -> Check:
 
 
 def _kernel(name: str, value: Any) -> Any:
-    check_choice(name, value, kernel_choices(), OTHER_WORDS)
+    check_choice(name, value, KERNELS, OTHER_KERNEL_WORDS)
     return value
 
 
@@ -167,7 +174,7 @@ class CacheConfig:
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         prefix_store: a kv_hf.PrefixStore, with which rows and later calls share the pages of common prefixes.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
-            that one or raises ("triton", "c", "sdpa", "reference").
+            that one or raises ("triton", "c", "reference").
         cross_attention: of encoder-decoder models: "exact" keeps the encoder's keys and values as transformers
             does, "same" stores them in pages of the formats above.
         offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in temporary

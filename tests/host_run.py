@@ -1,6 +1,6 @@
 """What a decode step launches and waits for, on a GPU that is not there.
 
-Triton's kernels are compiled for an NVIDIA GPU and their launches do nothing (backends/triton/fake_driver.py); tensors
+Triton's kernels are compiled for an NVIDIA GPU and their launches do nothing (tools/fake_driver.py); tensors
 lie on the CPU. Needs Triton and no GPU.
 """
 
@@ -81,7 +81,7 @@ def waits(found):
 @contextmanager
 def gpu():
     """Take the CPU for a GPU: for kernels, and for everything that asks whether a device has to be waited for."""
-    from kv_hf.backends.triton import fake_driver  # imports triton
+    import fake_driver  # imports triton
 
     triton = registry.load("triton")
     with (

@@ -84,12 +84,35 @@ def call(function, *args, **options):
 # -- functions that run in the worker --------------------------------------------------------------------------
 
 
+@contextmanager
+def scratch():
+    """Fill scratch with nan before a launch; yield what the launches were given; counters must end as zeros."""
+    from kv_hf.backends.triton.direct import Scratch
+
+    made, real = [], Scratch.on
+
+    def on(self, stream):
+        *parts, counters = real(self, stream)
+        for part in parts:
+            part.fill_(float("nan"))
+        made.append((*parts, counters))
+        return made[-1]
+
+    Scratch.on = on
+    try:
+        yield made
+    finally:
+        Scratch.on = real
+    assert not any(bool(counters.any()) for *_, counters in made)
+
+
 def attend(asked, *, splits=2):
     """The decode kernel as compiled for no GPU in particular."""
     from kv_hf.backends.triton import launch
-    from kv_hf.backends.triton.tuning import Launch
+    from kv_hf.backends.triton.meta_params import Launch
 
-    return launch.paged_attention(asked, Launch(1, 2, splits))
+    with scratch():
+        return launch.paged_attention(asked, Launch(1, 2, splits))
 
 
 @contextmanager
@@ -97,7 +120,7 @@ def compiled_for(isa):
     """Kernels as compiled for an NVIDIA GPU, their PTX carried out by `ptx`."""
     import triton.language as tl
 
-    from kv_hf.backends.triton import device
+    from kv_hf.backends.triton import support
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = [np.ascontiguousarray(x.handle.data).view(np.uint32).ravel() for x in args]
@@ -116,12 +139,12 @@ def compiled_for(isa):
 
     kept = tl.inline_asm_elementwise
     tl.inline_asm_elementwise = inline_asm
-    device.target_isa, real = (lambda where: isa), device.target_isa
+    support.target_isa, real = (lambda where: isa), support.target_isa
     try:
         yield
     finally:
         tl.inline_asm_elementwise = kept
-        device.target_isa = real
+        support.target_isa = real
 
 
 def attend_with_ptx(asked, *, isa, splits=2):
@@ -134,21 +157,16 @@ def choose(asked, *, splits=3):
     """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
     from kv_hf.backends.triton import selection_launch
 
-    kept = []
-
-    def interpret(plan, *args):
-        kept[:] = plan, real(plan, *args)
-
-    real, selection_launch._interpret = selection_launch._interpret, interpret
     rule, selection_launch.splits = selection_launch.splits, lambda *args: (16, splits)
     try:
-        table, counts = selection_launch.choose_pages(asked)
+        with scratch() as made:
+            table, counts = selection_launch.choose_pages(asked)
     finally:
-        selection_launch._interpret, selection_launch.splits = real, rule
-    plan, numbers = kept
-    _, _, totals, masses = plan.starts
-    windows = numbers[totals:][: plan.rows * (plan.columns + 1)].view(plan.rows, -1)[:, -1]
-    mass = numbers[masses:].view(plan.rows, plan.room)[:, : asked.kv.block_table.shape[1]]
+        selection_launch.splits = rule
+    rows, columns = asked.kv.rows, asked.query.shape[1] * asked.query.shape[2]
+    [(_, _, totals, masses, _)] = made
+    windows = totals[: rows * (columns + 1)].view(rows, -1)[:, -1]
+    mass = masses.view(rows, -1)[:, : asked.kv.block_table.shape[1]]
     return table, counts, mass, windows
 
 
@@ -162,7 +180,7 @@ def unpack_every_byte(bits):
     """Whether the PTX of each unpacking gives the right float16 bits for all 256 bytes."""
     import inspect
 
-    from kv_hf.backends.triton import dequant, float8
+    from kv_hf.backends.triton import dequant
 
     every = np.arange(256, dtype=np.uint8)
     words = every.view(np.uint32)
@@ -183,7 +201,7 @@ def unpack_every_byte(bits):
         ]
         return bool(np.all(right))
     signed = run(text(dequant._from_signed), 1)[0]
-    shifted = run(float8._by_shifts.fn(False), 1)[0]
+    shifted = run(dequant._by_shifts.fn(False), 1)[0]
     wanted = torch.from_numpy(every).view(torch.float8_e4m3fn).half().numpy()
     finite = (every & 0x7F) != 0x7F
     return bool(
@@ -284,7 +302,7 @@ def dense(kv, side):
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from kv_hf.backends.triton.dense_launch import dense_side
+    from kv_hf.backends.triton.dense import dense_side
 
     builder = interpreter.InterpreterBuilder
     cut = builder.create_fp_trunc

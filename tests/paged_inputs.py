@@ -5,13 +5,12 @@ from collections import OrderedDict
 from dataclasses import fields, replace
 
 import torch
+from error_bound import Rounding, Tokens, attend_exactly, without_offsets
 
-from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.cpu import write as c_write
-from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
-from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference import pairs
+from kv_hf.backends.reference import pages as reference_pages
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
@@ -141,7 +140,7 @@ def make_query(kv, q_len=1, group=2, dtype=torch.float64, seed=1):
 def check_seals_as_torch(tokens, jobs, spec, pages=6):
     """Seal pages of both sides by the C kernel and in torch: the same bytes. Returns whether a number was made finite."""
     written = []
-    for writer in (pairs, c_write):
+    for writer in (reference_pages, c_write):
         fields = tuple(
             {
                 name: torch.zeros(pages, *shape, dtype=kind)

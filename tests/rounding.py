@@ -5,8 +5,7 @@ a step of the format. Results are compared where the pages hold the same bytes.
 """
 
 import torch
-
-from kv_hf.backends.error_bound import roundings, unit
+from error_bound import roundings, unit
 
 # in a row on the longest way through a tiny model: 4 layers of 7 products of at most 96 terms, weights of at most 300 tokens, the head
 TERMS = 4 * (7 * 96 + 300) + 96

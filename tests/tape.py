@@ -4,13 +4,10 @@ As in a CUDA graph, Python code runs once, its numbers stay as they were, readin
 read from where they lay. Unlike there, recording also computes.
 """
 
-from dataclasses import replace
-
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-import kv_hf.backends.registry as registry
+from wrapped_kernels import wrap_kernels
 
 WAITS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -81,10 +78,4 @@ def taped(function):
 
 def use_taped_kernels(monkeypatch):
     """Let every cache made from now on have kernels that a tape records."""
-    load = registry.load
-
-    def wrapped(name):
-        kernel = load(name)
-        return replace(kernel, write_pair=taped(kernel.write_pair), attend=taped(kernel.attend))
-
-    monkeypatch.setattr(registry, "load", wrapped)
+    wrap_kernels(monkeypatch, write_pair=taped, attend=taped)

@@ -8,7 +8,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..notices import warn_once
 from .base import AttentionCall, Backend
-from .registry import choose, chooser, load
+from .registry import choose, load
 
 MAX_DECODE_QUERIES = 16  # queries of one call of a backend; more go in slices
 
@@ -80,10 +80,8 @@ def _of_chosen_pages(call: AttentionCall, kernel: Backend) -> AttentionCall:
             "whatever read_tokens, read_share and read_top_p say",
         )
         return call
-    if kv.outside is None:
-        return replace(call, kv=kv.with_pages(*chooser(kernel)(call)))
-    choose_pages = chooser(kernel, by_index=True)
-    return replace(call, kv=kv.with_pages(*choose_pages(replace(call, kv=kv.to_choose_from()))))
+    chosen = kernel.choose_pages(replace(call, kv=kv.to_choose_from()))
+    return replace(call, kv=kv.with_pages(*chosen))
 
 
 def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, seen: int) -> torch.Tensor:

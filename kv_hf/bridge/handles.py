@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..backends.base import Backend
-from ..backends.inputs import PagedKV
+from ..backends.base import Backend, PagedKV
 from ..errors import StaleHandleError, UnsupportedModelError
 from ..notices import warn_once
 from ..spec import SideSpec

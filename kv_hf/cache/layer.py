@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ..backends.inputs import PagedKV
+from ..backends.base import PagedKV
 from ..bridge.handles import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
 from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.forward import Forward

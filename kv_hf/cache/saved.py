@@ -27,9 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..backend_names import OTHER_WORDS, kernel_choices
 from ..checks import check_choice
-from ..config import CacheConfig, names_of
+from ..config import KERNELS, OTHER_KERNEL_WORDS, CacheConfig, names_of
 from ..errors import CacheFileError, CacheMismatchError, CacheOptionError
 from ..files import replacing
 from ..formats import is_shipped
@@ -209,7 +208,7 @@ def opened_state(
     """
     check_model_argument(model)
     if kernel is not None:
-        check_choice("kernel", kernel, kernel_choices(), OTHER_WORDS)
+        check_choice("kernel", kernel, KERNELS, OTHER_KERNEL_WORDS)
     chosen = _device(device)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..backends.inputs import PagedKV
+from ..backends.base import PagedKV
 from ..backends.registry import choose
 from ..errors import CacheMismatchError
 from ..notices import warn_once

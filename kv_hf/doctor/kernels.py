@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..backend_names import auto_names, backend_names
-from ..backends.registry import layout_for, why_not
+from ..backends.registry import BACKENDS, layout_for, why_not
 from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.layer_formats import LayerFormats
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
@@ -95,8 +94,8 @@ def report_formats(subject: Subject) -> list[FormatReport]:
         except CacheOptionError as error:
             reports.append(FormatReport(name, None, (("any", str(error)),)))
             continue
-        reasons = {kernel: why_not(kernel, device, spec) for kernel in backend_names()}
-        chosen = next(kernel for kernel in auto_names() if reasons[kernel] is None)
+        reasons = {kernel: why_not(kernel, device, spec) for kernel in BACKENDS}
+        chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
         del reasons[chosen]
         reports.append(FormatReport(name, chosen, tuple(reasons.items())))
     return reports

@@ -12,11 +12,9 @@ import transformers
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..backends.base import AttentionCall
-from ..backends.cpu.library import ISA_NAMES, isa
+from ..backends.base import AttentionCall, PagedKV
 from ..backends.dispatch import paged_attention
-from ..backends.error_bound import Rounding, attend_pages
-from ..backends.inputs import PagedKV
+from ..backends.reference.attention import errors_of
 from ..backends.registry import load
 from ..errors import CacheOptionError, KVCacheError, first_line
 from ..notices import silenced
@@ -184,18 +182,16 @@ def _seal(spec: PageSpec, kernel: str, device: torch.device) -> None:
 
 
 def _attend(spec: PageSpec, kernel: str, device: torch.device) -> None:
-    """Attention errs by no more than rounding explains (see backends/error_bound.py)."""
+    """Attention errs by no more than rounding explains."""
     *_, kv, query = make_case(spec)
-    integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
-    expected, bounds = attend_pages(query, kv, Rounding.of(kernel, query.dtype, integers))
+    call = AttentionCall(query, kv, spec.query_dim**-0.5)
     kv = replace(kv, **{one.name: _on(device, getattr(kv, one.name)) for one in fields(PagedKV)})
-    out = paged_attention(AttentionCall(query.to(device), kv, spec.query_dim**-0.5), kernel)
-    if out.shape != expected.shape:
-        raise KVCacheError(
-            f"its result has the shape {list(out.shape)}, not {list(expected.shape)}"
-        )
-    errors = (out.cpu().double() - expected).abs()
-    if not bool((errors <= bounds).all()):  # nan too
+    out = paged_attention(replace(call, query=query.to(device), kv=kv), kernel)
+    shape = [*query.shape[:3], spec.out_dim]
+    if list(out.shape) != shape:
+        raise KVCacheError(f"its result has the shape {list(out.shape)}, not {shape}")
+    errors, allowed = errors_of(out.cpu(), call)
+    if not bool((errors <= allowed).all()):  # nan too
         raise KVCacheError(
             f"differs from the reference by {float(errors.max()):.2g}, more than rounding explains"
         )

@@ -350,7 +350,7 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py).
+        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pages.py).
 
         Offloaded pages are sealed by themselves.
 
@@ -371,7 +371,7 @@ class PageStorage:
     def seal_pair(
         self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
     ) -> None:  # fmt: skip
-        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pairs.py).
+        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pages.py).
 
         Args:
             kernel: a Backend.

@@ -17,12 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu.library import ISA_NAMES, isa
+from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.backends.error_bound import Rounding, attend_pages, tokens_of
-from kv_hf.backends.inputs import PagedKV
-from kv_hf.backends.registry import chooser
+from kv_hf.backends.reference.attention import errors_of
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.formats import format_names
 from kv_hf.hf.attention import kv_hf_attention
@@ -140,8 +138,8 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
         before()
         kv, query = views[-1], work.tensors[-1][0]
         if budget is not None and budget.chooses(kv.block_table.shape[1], kv.seen):
-            kv = kv.with_pages(*chooser(kernel)(AttentionCall(query, kv, work.scale)))
-        return verdict_of(contender, out, query, kv, kernel.name)
+            kv = kv.with_pages(*kernel.choose_pages(AttentionCall(query, kv, work.scale)))
+        return verdict_of(contender, out, AttentionCall(query, kv, work.scale))
 
     def contender(path: str, attend: Callable[[], Tensor], **of: Any) -> Contender:
         title = f"{'paged' if path == 'cache' else path}_{name}"
@@ -153,29 +151,23 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
 
 
 def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> bool:
-    """Say whether the last layer's pages hold the very numbers that the reference stores of the same tokens."""
+    """Say whether the last layer holds the numbers that the reference stores of the same tokens."""
     options = {**options, "kernel": "reference"}
     cache = PagedCache.from_implementation(work.shape.config(1), name, options)
     _, keys, values = work.tensors[-1]
     cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
     right = cache.paged_layers[0].current_kv()
     return all(
-        torch.equal(tokens_of(kv, side, row).numbers, tokens_of(right, side, row).numbers)
-        for row in range(kv.rows)
-        for side in (0, 1)
+        torch.equal(dense_side(kv, side), dense_side(right, side)) for side in ("keys", "values")
     )
 
 
-def verdict_of(name: str, out: Tensor, query: Tensor, kv: PagedKV, kernel: str) -> Verdict:
-    """Compare a result [rows, num_heads, head_dim] with a softmax in fp64 over the stored tokens.
+def verdict_of(name: str, out: Tensor, call: AttentionCall) -> Verdict:
+    """Compare a result [rows, num_heads, head_dim] of a call with the reference's in fp64.
 
-    Returns: the error, and how far rounding may move it (backends/error_bound.py), where it is nearest to that or
-        furthest beyond.
+    Returns: the error, and how far rounding may move it, where it is nearest to that or furthest beyond.
     """
-    integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
-    rounding = Rounding.of(kernel, query.dtype, integers)
-    right, bounds = attend_pages(query, kv, rounding)
-    errors, allowed = (out.double() - right[:, :, 0]).abs().flatten(), bounds.flatten()
+    errors, allowed = (found.flatten() for found in errors_of(out[:, :, None], call))
     worst = int((errors / allowed).nan_to_num(nan=float("inf")).argmax())
     return Verdict(name, float(errors[worst]), float(allowed[worst]))
 

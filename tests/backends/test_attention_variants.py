@@ -5,19 +5,18 @@ import itertools
 import pytest
 import rounding
 import torch
+from error_bound import Rounding, Tokens, attend_exactly
 from paged_inputs import assert_within
 from tiny_models import make_config
 
 import kv_hf
 from kv_hf.backends.cpu import library
-from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
 from kv_hf.cache.paged_cache import CrossCache
 from kv_hf.hf.attention import kv_hf_attention
 
 HEADS, KV_HEADS, DIM, ROWS, LENGTH = 4, 2, 16, 2, 53
 KERNELS = [
     pytest.param("c", marks=pytest.mark.skipif(bool(library.missing()), reason="no C kernel")),
-    "sdpa",
     "reference",
 ]
 

@@ -7,8 +7,8 @@ import pytest
 import rounding
 import torch
 from paged_inputs import make_kv, make_query, tokens_of
+from wrapped_kernels import wrap_kernels
 
-from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.backends.cpu.choose import choose_pages as choose_in_c
@@ -72,11 +72,9 @@ def compare_choices(monkeypatch):
 
     Whole runs of two kernels cannot be: a number that rounds otherwise gets the next code, and what follows chooses otherwise.
     """
-    compared, own = [], dispatch.chooser
+    compared = []
 
-    def chooser(*given, **options):
-        choose_pages = own(*given, **options)
-
+    def compared_to_reference(choose_pages):
         def compare(call):
             choice = choose_pages(call)
             assert_same_choice(call, choice)
@@ -85,7 +83,7 @@ def compare_choices(monkeypatch):
 
         return compare
 
-    monkeypatch.setattr(dispatch, "chooser", chooser)
+    wrap_kernels(monkeypatch, choose_pages=compared_to_reference)
     return compared
 
 

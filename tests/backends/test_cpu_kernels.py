@@ -1,4 +1,4 @@
-"""The kernels that run on a CPU against the fp64 oracle: the C library in every instruction set, and SDPA."""
+"""The kernels that run on a CPU against the fp64 oracle: the C library in every instruction set."""
 
 import ctypes
 import os
@@ -14,30 +14,26 @@ import pytest
 import rounding
 import tiny_models
 import torch
+from error_bound import Rounding
 from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
 
 import kv_hf
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library, write
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.sdpa import attention as sdpa
+from kv_hf.backends.reference.pages import append_tokens, seal_pages
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 ISAS = range(1 if library.missing() else library.isa() + 1)
-KERNELS = [pytest.param("sdpa", id="sdpa")] + [
-    pytest.param(isa, id=library.ISA_NAMES[isa], marks=needs_library) for isa in ISAS
-]
+KERNELS = [pytest.param(isa, id=library.ISA_NAMES[isa], marks=needs_library) for isa in ISAS]
 
 
 @pytest.fixture(params=KERNELS)
 def attend(request, monkeypatch):
-    if request.param == "sdpa":
-        return sdpa.paged_attention
     monkeypatch.setattr(decode, "isa", lambda: request.param)
     return decode.paged_attention
 
@@ -57,10 +53,8 @@ def threads_of(request):
 
 def check(attend, query, kv, **options):
     """Compare with fp64: no error beyond what rounding in this kernel explains."""
-    rounding = Rounding.of("sdpa", query.dtype)
-    if attend is decode.paged_attention:
-        integers = library.ISA_NAMES[decode.isa()] == "AVX-512 VNNI"
-        rounding = Rounding.of("c", query.dtype, integers=integers)
+    integers = library.ISA_NAMES[decode.isa()] == "AVX-512 VNNI"
+    rounding = Rounding.of("c", query.dtype, integers=integers)
     return paged_inputs.check(query, kv, attend, rounding, **options)
 
 
@@ -200,7 +194,7 @@ def grouped_kv(name, key_group, value_group, dtype):
         }
         run = torch.randn(12, 2, 32, 64, generator=torch.Generator().manual_seed(9)).to(dtype)
         jobs = torch.tensor([(page, 0, page) for page in range(12)], dtype=torch.int32)
-        reference.seal_pages(run, jobs, fields, side)
+        seal_pages(run, jobs, fields, side)
         stored.append(fields)
     return replace(kv, spec=spec, key_pages=stored[0], value_pages=stored[1])
 
@@ -347,7 +341,7 @@ def test_decode_works_in_forked_processes():
     """
     code = """
 import os, signal, torch, sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/tools"]
 from paged_inputs import make_kv, make_query
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu.decode import paged_attention
@@ -410,9 +404,7 @@ def test_append_tokens_writes_each_row_at_its_place(q_len):
     new = torch.randn(3, 2, q_len, 4)
     for skips in ([0, 0, 0], [0, 1, q_len - 1]):
         starts = [5, 0, 2]
-        reference.append_tokens(
-            window.zero_(), new, torch.tensor(starts).int(), torch.tensor(skips).int()
-        )
+        append_tokens(window.zero_(), new, torch.tensor(starts).int(), torch.tensor(skips).int())
         for row, (start, skip) in enumerate(zip(starts, skips, strict=True)):
             count = q_len - skip
             assert torch.equal(window[row, :, start : start + count], new[row, :, skip:])
@@ -434,9 +426,8 @@ def test_choose_takes_the_c_kernel_on_a_cpu():
     assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "c"
 
 
-@pytest.mark.parametrize("name", ["sdpa", "reference"])
-def test_choose_takes_what_was_asked_for(name):
-    assert registry.choose(name, torch.device("cpu"), spec_of()).name == name
+def test_choose_takes_what_was_asked_for():
+    assert registry.choose("reference", torch.device("cpu"), spec_of()).name == "reference"
 
 
 def test_choose_refuses_what_cannot_run(monkeypatch):
@@ -452,10 +443,10 @@ def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
     kv_hf.install()
     monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
     for _ in range(2):
-        assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
+        assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "reference"
     said = [str(warning.message) for warning in recwarn if warning.category is kv_hf.KVCacheWarning]
     assert len(said) == 1
-    assert "'sdpa'" in said[0]
+    assert "'reference'" in said[0]
     assert "no compiler was there" in said[0]
 
 
@@ -486,7 +477,7 @@ def test_isa_variable_is_checked_before_a_kernel_is_chosen(monkeypatch, value, s
         with pytest.raises(CacheOptionError, match=f"kernel='c' cannot run here: .*{says}"):
             registry.choose("c", torch.device("cpu"), spec_of())
         with pytest.warns(kv_hf.KVCacheWarning, match=says):
-            assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
+            assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "reference"
     finally:
         library._loaded.cache_clear()
 
@@ -561,12 +552,12 @@ def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
         expected = model(ids[:, :1], past_key_values=cache).logits
         monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
         again = pickle.loads(pickled)
-        assert again.layers[0].store.kernel.name == "sdpa"
+        assert again.layers[0].store.kernel.name == "reference"
         got = model(ids[:, :1], past_key_values=again).logits
     rounding.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["reference", "sdpa", pytest.param("c", marks=needs_library)])
+@pytest.mark.parametrize("name", ["reference", pytest.param("c", marks=needs_library)])
 def test_kernels_keep_their_precision_under_autocast(name):
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32)
@@ -590,19 +581,10 @@ def test_kernel_takes_lanes_that_fill_no_vector(attend, name, head_dim, page):
     check(attend, make_query(kv, 2, 2, torch.float32), kv)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"softcap": 3.0}, "leaves softcap to"), ({}, "leaves values of another head_dim")],
-)
-def test_sdpa_says_what_it_leaves_to_the_reference(options, says):
-    kv = make_kv("int8", layout=LANES, value_dim=64 if options else 32)
-    with pytest.warns(kv_hf.KVCacheWarning, match=says):
-        sdpa.paged_attention(AttentionCall(make_query(kv, 1, 2, torch.float32), kv, 0.1, **options))
-
-
+@needs_library
 @pytest.mark.parametrize("learns", [False, True])
 def test_ops_say_why_they_take_the_reference(learns):
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32 if learns else torch.float64).requires_grad_(learns)
     with pytest.warns(kv_hf.KVCacheWarning, match="backward" if learns else "float64"):
-        dispatch.paged_attention(AttentionCall(query, kv, 0.1), kernel="sdpa")
+        dispatch.paged_attention(AttentionCall(query, kv, 0.1), kernel="c")

@@ -6,14 +6,13 @@ from functools import partial
 import paged_inputs
 import pytest
 import torch
+from error_bound import Rounding
 from paged_inputs import DTYPES
 
-from kv_hf.backends import dispatch, registry
-from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import arguments, decode, library, write
-from kv_hf.backends.error_bound import Rounding
-from kv_hf.backends.inputs import PagedKV
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends import cpu, dispatch, registry
+from kv_hf.backends.base import AttentionCall, PagedKV
+from kv_hf.backends.cpu import decode, library, write
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import format_names, k_rope_scheme, latent_scheme
 from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
@@ -71,7 +70,7 @@ def make_kv(*formats, rows=ROWS, slots=24, poison=True, seed=0, more_padding=0, 
                 filler = float("nan") if kind.is_floating_point else 0x7FC07FC0
                 fields[name].fill_(filler)
         jobs = [(at, 0, int(order[at])) for at in range(held)]
-        reference.seal_pages(run, torch.tensor(jobs, dtype=torch.int32).view(-1, 3), fields, side)
+        seal_pages(run, torch.tensor(jobs, dtype=torch.int32).view(-1, 3), fields, side)
         stored.append(fields)
         window = torch.randn(len(rows), 1, slots, side.head_dim, generator=numbers).to(dtype)
         if poison:
@@ -356,9 +355,7 @@ def test_choose_takes_the_c_kernel_for_latents(latent, k_rope):
 def test_c_kernel_says_which_latents_it_does_not_know():
     def reason(side, **changes):
         spec = make_spec("int8", "int8")
-        return arguments.unsupported(
-            replace(spec, **{side: replace(getattr(spec, side), **changes)})
-        )
+        return cpu.unsupported(replace(spec, **{side: replace(getattr(spec, side), **changes)}))
 
     scheme = make_spec("int8", "int8").values.scheme
     assert "latent lie in the layout of another" in reason("keys", layout=ROWS_LAYOUT)

@@ -11,7 +11,7 @@ from guarded import guarded
 from paged_inputs import DTYPES
 
 from kv_hf.backends.cpu import decode, library, write
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import append_tokens, seal_pages
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec
@@ -74,8 +74,8 @@ class Inputs:
         """Do the step's work by the reference."""
         sides = zip(self.windows, self.new, self.fields, self.spec.sides, strict=True)
         for window, new, fields, side in sides:
-            reference.append_tokens(window, new, self.starts, self.skips)
-            self.damaged |= reference.seal_pages(window, self.jobs, fields, side)
+            append_tokens(window, new, self.starts, self.skips)
+            self.damaged |= seal_pages(window, self.jobs, fields, side)
         return self
 
     def by_pair(self, jobs=True):
@@ -171,7 +171,7 @@ def test_seal_pair_writes_the_bytes_of_the_reference(isa):
         tokens = tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in one.windows)
         write.seal_pair(tokens, one.jobs, one.fields, one.spec, one.damaged, {})
         for window, fields, side in zip(other.windows, other.fields, other.spec.sides, strict=True):
-            reference.seal_pages(window, other.jobs, fields, side)
+            seal_pages(window, other.jobs, fields, side)
         assert_equal(one, other)
 
 
@@ -248,7 +248,7 @@ def test_packed_arguments_do_not_follow_a_copy():
     kept = one.launches["c write"]
     for again in (copy.deepcopy(one.launches), pickle.loads(pickle.dumps(one.launches))):
         block = again["c write"]
-        assert not block.layout
+        assert not block.key
         assert block.address != kept.address
         assert not any(block.memory)
         other, wanted = Inputs(make_spec(), 7), Inputs(make_spec(), 7)

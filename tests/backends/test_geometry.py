@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from error_bound import Rounding
 from interpreter import attend as attend_in_triton
 from interpreter import call, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 from place_cases import SIZES, lengths_of, name_of
 
 from kv_hf.backends.cpu import decode, library
-from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference.dense import dense_side
-from kv_hf.backends.sdpa import attention as sdpa
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.geometry import Place, full_pages, place_of, window_token
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
@@ -127,7 +126,7 @@ def cases_of(kv, q_len):
     return {"causal": {}, "mask": {"mask": mask}, "sliding": {"sliding_window": 20}}
 
 
-TORCH = {"reference": reference.paged_attention, "sdpa": sdpa.paged_attention}
+TORCH = {"reference": reference.paged_attention}
 
 
 @pytest.mark.parametrize("hidden", ["causal", "mask", "sliding"])

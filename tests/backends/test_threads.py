@@ -91,7 +91,13 @@ for pool in ("openmp", "own"):
 def test_python_threads_call_a_kernel_that_has_threads_itself(rounds):
     """Both with torch's OpenMP threads, a team per caller, and with the library's own, one caller at a time."""
     path = os.pathsep.join(
-        [str(TESTS.parent), str(TESTS), str(TESTS / "backends"), os.environ.get("PYTHONPATH", "")]
+        [
+            str(TESTS.parent),
+            str(TESTS),
+            str(TESTS / "tools"),
+            str(TESTS / "backends"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
     )
     # passive: more threads than cores that spin for each other would take minutes on a busy machine
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}

@@ -45,14 +45,15 @@ def spec_of(name, dim=128, page=64, dtype=torch.bfloat16, values=None, value_gro
 
 
 def decode(spec, arch="sm_90", **options):
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     return sass.read_cubin(aot.compile_decode(spec, arch, **options))
 
 
 @pytest.mark.parametrize(("arch", "name", "dim", "group", "budget"), variants())
 def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
-    from kv_hf.backends.triton.ceiling import instructions_per_number, standard_spec
+    from ceiling import instructions_per_number, standard_spec
 
     spec = standard_spec(name, dim)
     code = decode(spec, arch, group=group)
@@ -109,7 +110,7 @@ def test_decode_compiles_with_every_option(options):
 
 def test_the_last_split_merges_after_a_barrier_and_an_acquiring_count():
     """Partial results of other multiprocessors: written before a release, read after an acquire, past the first cache."""
-    from kv_hf.backends.triton import aot
+    import aot
 
     ptx = aot.compile_decode(spec_of("int4"), "sm_90").asm["ptx"]
     counts = [at.start() for at in re.finditer(r"atom\.global\.gpu\.acq_rel\.add", ptx)]
@@ -123,7 +124,7 @@ def test_the_last_split_merges_after_a_barrier_and_an_acquiring_count():
 
 def test_the_last_split_merges_after_a_release_of_every_wave_on_amd():
     """AMD's barrier waits for no write to memory: waves release what they wrote, before it and once more behind it."""
-    from kv_hf.backends.triton import aot
+    import aot
 
     code = aot.compile_decode(spec_of("int4"), "gfx942").asm["amdgcn"]
     first, second = (at.start() for at in re.finditer("global_atomic_add", code))
@@ -161,7 +162,7 @@ def test_decode_of_every_page_size_does_not_spill(name, page, arch):
 )
 def test_kernels_compile_for_amd(name, values):
     """Not checked further: the tables and counts are NVIDIA's."""
-    from kv_hf.backends.triton import aot
+    import aot
 
     spec = spec_of(name, values=values)
     assert "mfma" in aot.compile_decode(spec, "gfx942").asm["amdgcn"]
@@ -179,7 +180,8 @@ def test_kernels_compile_for_amd(name, values):
 )
 def test_seal_rounds_every_step_and_does_not_spill(pair):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     kernel = aot.compile_seal_pair(spec_of(pair[0], values=pair[1]), "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]
@@ -190,7 +192,7 @@ def test_seal_rounds_every_step_and_does_not_spill(pair):
 
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
 def test_small_kernels_compile(arch):
-    from kv_hf.backends.triton import aot
+    import aot
 
     kind = "cubin" if arch.startswith("sm_") else "amdgcn"
     assert aot.compile_combine(arch, value_dim=96).asm[kind]

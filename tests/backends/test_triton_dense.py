@@ -15,7 +15,7 @@ from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_hf
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.bridge.masks import LazyMask
 from kv_hf.formats import format_names
 from kv_hf.hf import attention
@@ -104,7 +104,7 @@ def test_dense_kernel_reads_windows_of_any_strides():
 @needs_triton
 def test_dense_constants_cut_tiles_that_fill_the_grid():
     """A row's parts of pages and its other columns are TILE columns each, so that the grid needs no lengths."""
-    from kv_hf.backends.triton.dense_launch import dense_constants
+    from kv_hf.backends.triton.dense import dense_constants
 
     for name in format_names("keys", "values"):
         for page in (16, 64, 256):
@@ -130,7 +130,8 @@ def spec_of(name, dim=128):
 )
 def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
     """16 bytes at a time, without spills; products and sums are rounded one by one, as the definition's."""
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     kernel = aot.compile_dense(getattr(spec_of(name), side), "sm_90")
     code = sass.read_cubin(kernel)
@@ -146,7 +147,7 @@ def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
     "arch", ["gfx942", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sm_80", "sm_100"))]
 )
 def test_dense_kernel_compiles_for_other_gpus(arch):
-    from kv_hf.backends.triton import aot
+    import aot
 
     kind = "cubin" if arch.startswith("sm_") else "amdgcn"
     for name in ("int4", "fp8"):
@@ -157,7 +158,8 @@ def test_dense_kernel_compiles_for_other_gpus(arch):
 @needs_triton
 @pytest.mark.parametrize("name", ["int4", pytest.param("fp8_ds_mla", marks=pytest.mark.slow)])
 def test_dense_kernel_of_latents_compiles_without_spills(name):
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     spec = latents_of(name, rank=512, rope_dim=64, page=64, dtype=torch.bfloat16)
     for side in spec.sides:
@@ -227,8 +229,9 @@ def long_turn(gpu, past, rows):
 @needs_triton
 def test_dense_kernel_is_compiled_once_for_tables_anywhere():
     """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
-    from kv_hf.backends.triton.dense_launch import dense_side as by_kernel
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
+
+    from kv_hf.backends.triton.dense import dense_side as by_kernel
 
     def shifted(tensor, by):
         return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)
@@ -246,7 +249,7 @@ def test_dense_kernel_is_compiled_once_for_tables_anywhere():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
     """Nor do they wait for the device, whatever their rows hold."""
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
 
     pretend_attention(monkeypatch)
     with pretend_gpu() as gpu, torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from interpreter import call, needs_interpreter
 from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
+from wrapped_kernels import wrap_kernels
 
 import kv_hf
 
@@ -54,11 +55,11 @@ def generate(name, kernel):
 
 def long_turn(name, lengths, kernel):
     """Logits of a second turn that is written out densely, and what was written out by what (runs in the worker)."""
-    from kv_hf.backends.triton import dense_launch
+    from kv_hf.backends.triton import dense
 
     written = []
-    launch = dense_launch.dense_kernel
-    dense_launch.dense_kernel = _Noted(launch, written)
+    launch = dense.dense_kernel
+    dense.dense_kernel = _Noted(launch, written)
     try:
         with pages_of_a_gpu(kernel), torch.no_grad():
             model = make_sliding("gemma3", 24) if name == "gemma3" else make_model(name)
@@ -70,21 +71,22 @@ def long_turn(name, lengths, kernel):
             logits = model(ids, attention_mask=mask, past_key_values=cache).logits
             return logits, written, [group.offset for group in cache.groups]
     finally:
-        dense_launch.dense_kernel = launch
+        dense.dense_kernel = launch
 
 
 def read_in_part(options, kernel):
     """Greedy tokens of a padded batch that reads a part of its pages, how often what chose, and warnings (in the worker)."""
-    from kv_hf.backends import dispatch, registry
+    chosen = []
 
-    chosen, chooser = [], registry.chooser
+    def noted(choose_pages):
+        def choose(call):
+            chosen.append((choose_pages.__module__, call.kv.words is not None))
+            return choose_pages(call)
 
-    def noted(backend, by_index=False):
-        chosen.append((backend.name, by_index))
-        return chooser(backend, by_index)
+        return choose
 
-    dispatch.chooser = noted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        wrap_kernels(patch, choose_pages=noted)
         with pages_of_a_gpu(kernel), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             torch.manual_seed(0)
@@ -110,8 +112,6 @@ def read_in_part(options, kernel):
                 chosen,
                 [str(one.message) for one in said if "read_tokens" in str(one.message)],
             )
-    finally:
-        dispatch.chooser = chooser
 
 
 class _Noted:
@@ -152,7 +152,7 @@ def test_steps_that_read_a_part_with_triton_give_the_tokens_of_the_reference(key
     found, chosen, said = call(read_in_part, options, "triton")
     expected, by_reference, _ = read_in_part(options, "reference")
     assert torch.equal(found, expected)
-    assert set(chosen) == {("triton", outside)}
+    assert set(chosen) == {("kv_hf.backends.triton.selection_launch", outside)}
     assert len(chosen) == len(by_reference) == 3 * 2  # steps behind the prompt's, and layers
     assert not said
 

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 import paged_inputs
 import pytest
 import torch
-from interpreter import call, needs_interpreter, seal
+from error_bound import Rounding
+from interpreter import call, needs_interpreter, scratch, seal
 from paths import TESTS
 
-from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import Rounding
-from kv_hf.backends.inputs import PagedKV
+from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import format_names, k_rope_name, k_rope_scheme, latent_scheme
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
@@ -101,9 +101,10 @@ def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
 def attend(asked, *, splits=2):
     """The kernel as compiled for no GPU in particular (runs in the worker)."""
     from kv_hf.backends.triton.launch import paged_attention
-    from kv_hf.backends.triton.tuning import Launch
+    from kv_hf.backends.triton.meta_params import Launch
 
-    return paged_attention(asked, Launch(4, 2, splits))
+    with scratch():
+        return paged_attention(asked, Launch(4, 2, splits))
 
 
 def check(query, kv, splits=2, kernel=attend, **options):
@@ -242,14 +243,14 @@ def unpack_all_words(bits, code, isa):
     import numpy as np
     from interpreter import ptx
 
-    from kv_hf.backends.triton import float8, words
+    from kv_hf.backends.triton import dequant, words
 
     every = np.arange(65536, dtype=np.uint16)
     if bits < 8:
         texts = [words._take_place.fn(p, bits) for p in range(16 // bits)]
         outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
     else:
-        text = float8._by_shifts.fn(True)
+        text = dequant._by_shifts.fn(True)
         if code == "signed":
             text = inspect.getsource(words._signed_pairs.fn).split('"""{')[1].split('}"""')[0]
         outs = ptx(re.sub(r"=&", "=", text), every.view(np.uint32), 2)
@@ -281,8 +282,8 @@ def attend_with_ptx(asked, *, isa):
     import triton.language as tl
     from interpreter import ptx
 
-    from kv_hf.backends.triton import device, launch
-    from kv_hf.backends.triton.tuning import Launch
+    from kv_hf.backends.triton import launch, support
+    from kv_hf.backends.triton.meta_params import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = np.ascontiguousarray(args[0].handle.data).view(np.uint32)
@@ -294,12 +295,13 @@ def attend_with_ptx(asked, *, isa):
             tiles.append(tl.core.tensor(type(args[0].handle)(tile, tl.float16), kind))
         return tl.tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
 
-    kept, real = tl.inline_asm_elementwise, device.target_isa
-    tl.inline_asm_elementwise, device.target_isa = inline_asm, lambda where: isa
+    kept, real = tl.inline_asm_elementwise, support.target_isa
+    tl.inline_asm_elementwise, support.target_isa = inline_asm, lambda where: isa
     try:
-        return launch.paged_attention(asked, Launch(4, 2, 2))
+        with scratch():
+            return launch.paged_attention(asked, Launch(4, 2, 2))
     finally:
-        tl.inline_asm_elementwise, device.target_isa = kept, real
+        tl.inline_asm_elementwise, support.target_isa = kept, real
 
 
 @needs_interpreter
@@ -348,7 +350,7 @@ JOBS = torch.tensor([[0, 7, 3], [1, 0, 0], [2, 3, -1]], dtype=torch.int32)
 def check_bytes(tokens, spec):
     empty = {n: torch.full((5, *shape), 1, dtype=d) for n, (shape, d) in spec.fields.items()}
     expected = {name: tensor.clone() for name, tensor in empty.items()}
-    damaged = reference.seal_pages(tokens, JOBS, expected, spec)
+    damaged = seal_pages(tokens, JOBS, expected, spec)
     got, got_damaged = call(seal, tokens, JOBS, empty, spec)
     for name, tensor in expected.items():
         view = [t.contiguous().view(torch.uint8) for t in (tensor, got[name])]
@@ -535,7 +537,8 @@ def standard_spec(name, **sizes):
 
 
 def compiled(spec, arch="sm_90", **options):
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     return sass.read_cubin(aot.compile_latent(spec, arch, **options))
 
@@ -585,7 +588,7 @@ def test_decode_compiles_with_every_option(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", format_names("latent"))
 def test_kernels_compile_for_amd(name):
-    from kv_hf.backends.triton import aot
+    import aot
 
     spec = standard_spec(name)
     assert "mfma" in aot.compile_latent(spec, "gfx942").asm["amdgcn"]
@@ -604,7 +607,8 @@ def test_kernels_compile_for_amd(name):
 )
 def test_seal_rounds_every_step(name):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     kernel = aot.compile_seal_pair(standard_spec(name), "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]

@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def gpu():
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake
@@ -109,7 +109,7 @@ def test_plans_are_kept_apart_by_what_they_depend_on(gpu):
 
 
 def test_plans_do_not_pile_up(gpu):
-    from kv_hf.backends.triton.launch_plan import MOST
+    from kv_hf.backends.triton.launch import MOST
 
     kv = bf16_kv()
     kv.launches["another's"] = 1
@@ -200,7 +200,7 @@ def test_hooks_of_profilers_see_every_launch(gpu):
     hooks = knobs.runtime.launch_enter_hook
     hooks.add(hook)
     called = []
-    run = next(iter(kv.launches.values())).compiled[0]
+    run = next(iter(kv.launches.values())).kernel.compiled[0]
 
     def without_gpu(*args):
         about, enter, leave = args[6:9]
@@ -219,15 +219,16 @@ def test_hooks_of_profilers_see_every_launch(gpu):
 
 
 def test_pretend_gpu_gives_everything_back():
+    from fake_driver import pretend_gpu
+
     from kv_hf.backends import registry
-    from kv_hf.backends.triton import device, support
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from kv_hf.backends.triton import support
 
     def state():
-        return device.target_isa, support.why_not, registry.layout_for
+        return support.target_isa, support.why_not, registry.layout_for
 
     before = state()
     with pretend_gpu(80):
-        assert device.target_isa(torch.device("cpu")) == 80
+        assert support.target_isa(torch.device("cpu")) == 80
         assert registry.layout_for(torch.device("cpu")) == "rows"
     assert state() == before

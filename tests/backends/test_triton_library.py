@@ -11,7 +11,7 @@ from paged_inputs import make_kv, make_query
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.registry import load
-from kv_hf.backends.triton import device, meta_params, support, tuning
+from kv_hf.backends.triton import meta_params, support
 from kv_hf.backends.triton.support import why_not
 from kv_hf.formats import (
     format_names,
@@ -90,7 +90,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(support, "installed_version", lambda: triton)
-        monkeypatch.setattr(device, "shared_memory", lambda where: shared)
+        monkeypatch.setattr(support, "shared_memory", lambda where: shared)
 
 
 def test_why_not_has_nothing_against_a_gpu(monkeypatch):
@@ -137,9 +137,9 @@ def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkey
 
 def test_fewer_stages_are_taken_where_shared_memory_is_small():
     spec, bf16 = spec_of("exact", 256), torch.bfloat16
-    assert tuning.launch_parameters(spec, 8, 90, bf16, 232448).num_stages == 3
-    assert tuning.launch_parameters(spec, 8, 90, bf16, 64 * 1024).num_stages == 2
-    assert tuning.launch_parameters(spec, 8, 90).num_stages == 3
+    assert meta_params.launch_parameters(spec, 8, 90, bf16, 232448).num_stages == 3
+    assert meta_params.launch_parameters(spec, 8, 90, bf16, 64 * 1024).num_stages == 2
+    assert meta_params.launch_parameters(spec, 8, 90).num_stages == 3
 
 
 def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_called(
@@ -210,11 +210,11 @@ def test_chunks_cover_the_width_with_powers_of_two():
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    assert tuning.most_splits(1) == tuning.MAX_SPLITS
-    assert tuning.most_splits(24) == tuning.PROGRAMS // 24  # no power of two
-    assert tuning.most_splits(10**6) == 1
+    assert meta_params.most_splits(1) == meta_params.MAX_SPLITS
+    assert meta_params.most_splits(24) == meta_params.PROGRAMS // 24  # no power of two
+    assert meta_params.most_splits(10**6) == 1
     for programs in (1, 8, 24, 64, 512):
-        assert tuning.most_splits(programs) * programs <= tuning.PROGRAMS
+        assert meta_params.most_splits(programs) * programs <= meta_params.PROGRAMS
 
 
 @pytest.mark.parametrize("name", format_names("keys", "values"))

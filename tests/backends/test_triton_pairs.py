@@ -7,7 +7,7 @@ import torch
 from interpreter import call, needs_interpreter, write_pair
 from paged_inputs import DTYPES
 
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import (
     format_names,
     k_rope_name,
@@ -74,7 +74,7 @@ def by_reference(windows, new, starts, skips, jobs, fields, spec):
         real = jobs[jobs[:, 2] >= 0]
         for window, field, side in zip(windows, fields, spec.sides, strict=True):
             if side.head_dim:
-                damaged |= bool(reference.seal_pages(window, real, field, side))
+                damaged |= bool(seal_pages(window, real, field, side))
     return windows, fields, damaged
 
 
@@ -177,7 +177,7 @@ def test_write_pair_never_takes_damage_back():
 
 @pytest.fixture
 def gpu():
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake

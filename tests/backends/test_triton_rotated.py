@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from error_bound import Rounding
 from interpreter import attend, attend_with_ptx, call, dense, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 from test_triton_seal import HARD, check_bytes, numbers
 
-from kv_hf.backends.error_bound import Rounding
-from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.reference.pages import dense_side
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 

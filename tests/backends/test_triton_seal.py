@@ -5,7 +5,7 @@ import torch
 from interpreter import call, needs_interpreter, seal
 from paged_inputs import DTYPES
 
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 
@@ -42,7 +42,7 @@ def check_bytes(tokens, spec):
         for name, (shape, dtype) in spec.fields.items()
     }
     expected = {name: tensor.clone() for name, tensor in empty.items()}
-    damaged = reference.seal_pages(tokens, JOBS, expected, spec)
+    damaged = seal_pages(tokens, JOBS, expected, spec)
     got, got_damaged = call(seal, tokens, JOBS, empty, spec)
     for name, tensor in expected.items():
         view = [t.contiguous().view(torch.uint8) for t in (tensor, got[name])]
@@ -138,7 +138,7 @@ def test_seal_skips_jobs_without_a_page(name):
     tokens[0] = float("nan")  # of a job that is skipped: nothing to report
     fields = {n: torch.full((2, *s), 1, dtype=d) for n, (s, d) in spec.fields.items()}
     expected = {n: tensor.clone() for n, tensor in fields.items()}
-    reference.seal_pages(tokens, jobs[1:2], expected, spec)
+    seal_pages(tokens, jobs[1:2], expected, spec)
     got, damaged = call(seal, tokens, jobs.int(), fields, spec)
     assert not bool(damaged)
     assert all(torch.equal(got[n], tensor) for n, tensor in expected.items())

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from error_bound import WALK
 from interpreter import call, choose, choose_with_ptx, needs_interpreter
 from paged_inputs import make_kv, make_query
 from test_choose_by_index import by_index, words_of
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import WALK
 from kv_hf.backends.reference import selection as reference
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.quant.codec import decode
@@ -283,7 +283,8 @@ def spec_of(keys, dim=128, page=64, dtype=BF16):
 
 
 def compiled(keys, arch, **options):
-    from kv_hf.backends.triton import aot, sass
+    import aot
+    import sass
 
     return sass.read_cubin(aot.compile_selection(spec_of(keys), arch, **options))
 
@@ -342,7 +343,7 @@ def test_kernel_compiles_without_spilling(keys, arch, options):
     "keys", ["int4", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS)]
 )
 def test_kernel_compiles_for_amd(keys):
-    from kv_hf.backends.triton import aot
+    import aot
 
     kernel = aot.compile_selection(spec_of(keys), "gfx942", top_p=True)
     assert kernel.metadata.shared <= 64 * 1024
@@ -353,7 +354,7 @@ def test_kernel_compiles_for_amd(keys):
 
 @pytest.fixture
 def gpu():
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
+    from fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake
@@ -397,8 +398,9 @@ def test_a_choice_reads_no_number_of_the_device(gpu, monkeypatch):
 
 @needs_triton
 def test_a_gpu_that_refuses_the_kernel_gets_the_references_choice():
+    from fake_driver import pretend_gpu
+
     from kv_hf.backends.triton import selection_launch
-    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     kv = kv_of("int4", rows=[(30, 5)], dtype=BF16, poison=False)
     asked = AttentionCall(make_query(kv, dtype=BF16), kv, SCALE)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kv_hf.backends.triton import latent_meta_params, meta_params, tuning
+from kv_hf.backends.triton import latent_meta_params, meta_params
 from kv_hf.formats import (
     format_names,
     k_rope_name,
@@ -37,7 +37,7 @@ def variants():
 
 @pytest.mark.parametrize(("arch", "name", "dim", "dtype", "q_len"), variants())
 def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype, q_len):
-    from kv_hf.backends.triton import aot
+    import aot
 
     keys, _, values = name.partition("+")
     spec = PageSpec.build(
@@ -46,7 +46,7 @@ def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype,
     )  # fmt: skip
     isa = 90 if arch == "sm_90" else meta_params.HIP
     columns = meta_params.column_block(spec, 4, q_len, isa)
-    stages = tuning.launch_parameters(spec, columns, isa, dtype).num_stages
+    stages = meta_params.launch_parameters(spec, columns, isa, dtype).num_stages
     said = meta_params.shared_bytes(spec, dtype, columns, stages, isa)
     taken = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len).metadata.shared
     assert taken <= said <= (SMALLEST if arch == "sm_90" else 64 * 1024)
@@ -58,7 +58,7 @@ def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype,
 @pytest.mark.parametrize("name", format_names("latent"))
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank, dtype):
-    from kv_hf.backends.triton import aot
+    import aot
 
     if name == "fp8_ds_mla" and dtype == FP32:
         pytest.skip("fp8_ds_mla is of 16-bit models")

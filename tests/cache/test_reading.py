@@ -3,7 +3,6 @@
 import copy
 import logging
 import warnings
-from dataclasses import replace
 
 import pytest
 import rounding
@@ -16,7 +15,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 
 import kv_hf
 from kv_hf import notices
-from kv_hf.backends import dispatch, registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError
 from kv_hf.evaluation.accuracy import next_chunk
@@ -420,17 +419,6 @@ def test_sliding_layers_beside_full_ones_read_their_windows(reads):
     made = Gemma3ForCausalLM(config).eval()
     steps(made, cache_of(made), tokens(1, 310), 300)
     assert len(reads) == 2 * 10 and {counts[0] for _, counts, _, _ in reads} == {MOST}
-
-
-def test_a_plugin_backend_without_a_choice_takes_the_reference(model, reads):
-    made = replace(registry.load("reference"), name="mine", choose_pages=None)
-    registry.register_backend("mine", lambda: made)
-    try:
-        ids = tokens(1, 310)
-        mine = steps(model, cache_of(model, kernel="mine"), ids, 300)
-        assert torch.equal(mine, steps(model, cache_of(model, kernel="reference"), ids, 300))
-    finally:
-        registry.unregister_backend("mine")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-from dataclasses import replace
 
 import pytest
 import tiny_encoder_decoders
@@ -13,10 +12,9 @@ from test_choose_pages import compare_choices
 from test_offload import make_spec
 from test_reading import MOST, PART, cache_of, needs_c, steps
 from tiny_models import left_padded, make_model, tokens
+from wrapped_kernels import wrap_kernels
 
 import kv_hf
-from kv_hf import notices
-from kv_hf.backends import dispatch, registry
 from kv_hf.backends.reference import selection
 from kv_hf.page_summary import part_bytes, summary_words
 from kv_hf.pages import offload
@@ -61,11 +59,8 @@ def same_words(monkeypatch):
 def choices(monkeypatch):
     """The pages that each choice among pages outside led to: a list for each row."""
     seen = []
-    own = dispatch.chooser
 
-    def chooser(*given, **options):
-        choose_pages = own(*given, **options)
-
+    def recorded(choose_pages):
         def record(call):
             table, counts = choose_pages(call)
             rows = zip(table.tolist(), counts.tolist(), strict=True)
@@ -74,7 +69,7 @@ def choices(monkeypatch):
 
         return record
 
-    monkeypatch.setattr(dispatch, "chooser", chooser)
+    wrap_kernels(monkeypatch, choose_pages=recorded)
     return seen
 
 
@@ -223,22 +218,6 @@ def test_copies_reordered_rows_states_and_resets_go_on_alike(
     del copied, turned
     ids = tokens(3, 330, seed=9)
     assert torch.equal(steps(model, cache, ids, 300), steps(model, plain, ids, 300))
-
-
-def test_a_backend_that_knows_no_index_takes_the_reference(model, choices, recwarn):
-    def nothing(call):
-        raise AssertionError("asked to choose by an index")
-
-    own = replace(registry.load("reference"), name="mine", choose_pages=nothing, reads_index=False)
-    registry.register_backend("mine", lambda: own)
-    notices.forget()
-    try:
-        ids = tokens(1, 310)
-        found = steps(model, offloaded(model, kernel="mine", offload="disk"), ids, 300)
-    finally:
-        registry.unregister_backend("mine")
-    assert torch.equal(found, steps(model, offloaded(model, offload="disk"), ids, 300))
-    assert "'mine' does not choose among pages" in str(recwarn.pop(UserWarning).message)
 
 
 def test_cross_attention_takes_no_room_for_choices():

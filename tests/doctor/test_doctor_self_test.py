@@ -13,7 +13,7 @@ import kv_hf
 import kv_hf_cli
 from kv_hf.backends.cpu import library, write
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference import pairs
+from kv_hf.backends.reference import pages
 from kv_hf.doctor import Subject, paged_names, report_formats, self_test
 from kv_hf.formats import cache_names, format_names
 
@@ -86,7 +86,7 @@ def test_a_wrong_seal_is_found(monkeypatch, wrong):
     def seal_pair(tokens, jobs, fields, spec, damaged, launches):
         if wrong == "page":
             jobs = torch.cat([jobs[:1], jobs[:-1]])  # a page is written to twice, another never
-        pairs.seal_pair(tokens, jobs, fields, spec, damaged, launches)
+        pages.seal_pair(tokens, jobs, fields, spec, damaged, launches)
         if wrong == "byte":
             fields[1]["codes"][int(jobs[0, 2])].view(torch.uint8).flatten()[0] ^= 1
         elif wrong == "damaged":

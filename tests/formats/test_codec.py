@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode, pack, pick_up, unpack
@@ -603,7 +604,7 @@ def seal(side, ids, pages):
     """Seal whole pages, each a row of its own, behind one slot of something else."""
     run = torch.cat([torch.full_like(pages[:, :, :1], float("nan")), pages], 2)
     jobs = torch.tensor([(row, 1, page) for row, page in enumerate(ids)], dtype=torch.int32)
-    return reference.seal_pages(run, jobs, side.fields, side.spec)
+    return seal_pages(run, jobs, side.fields, side.spec)
 
 
 @pytest.mark.parametrize("name", ["exact", *ENCODED])
@@ -613,7 +614,7 @@ def test_seal_pages_takes_slots_and_rows_from_its_jobs(monkeypatch, name):
     run = torch.randn(2, HEADS, 5 + 2 * PAGE, DIM)
     jobs = torch.tensor([(1, 3, 6), (0, 5, 2), (1, 3 + PAGE, 0)], dtype=torch.int32)
     for side in storage.sides:
-        reference.seal_pages(run, jobs, side.fields, side.spec)
+        seal_pages(run, jobs, side.fields, side.spec)
         for row, first, page in jobs.tolist():
             alone = encode(run[None, row, :, first : first + PAGE], side.spec)[0]
             for field, tensor in side.fields.items():

@@ -5,7 +5,7 @@ import torch
 from nf4_format import NF4
 
 import kv_hf
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import get_format, key_scheme
 from kv_hf.quant.codec import decode, encode
@@ -68,7 +68,7 @@ def test_seal_refuses_what_has_another_form_and_leaves_pages_alone(side, monkeyp
     jobs = torch.tensor([[row, 0, row] for row in range(3)], dtype=torch.int32)
     monkeypatch.setattr(Fickle, "change", staticmethod(change))
     with pytest.raises(CacheOptionError, match=f"format 'fickle': encode.*{says}"):
-        reference.seal_pages(TOKENS, jobs, fields, side)
+        seal_pages(TOKENS, jobs, fields, side)
     assert all(torch.equal(fields[name], before[name]) for name in fields)
 
 

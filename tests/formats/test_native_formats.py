@@ -9,9 +9,9 @@ import tiny_models
 import torch
 
 import kv_hf
+from kv_hf.backends import cpu
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import backend, decode, library
-from kv_hf.backends.cpu.arguments import unsupported
+from kv_hf.backends.cpu import decode, library, unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.errors import CacheOptionError
@@ -186,7 +186,7 @@ def test_a_subclass_with_its_own_arithmetic_is_read_in_torch(registered):
     own = registered(Clipped("other", 4, get_format("int4").groups))
     assert own.code == "other"
     assert "no compiled kernel reads the format 'other'" in str(
-        backend.why_not(torch.device("cpu"), spec_of("keys", LANES))
+        cpu.why_not(torch.device("cpu"), spec_of("keys", LANES))
     )
 
 

@@ -47,10 +47,13 @@ sys.modules.update({name: None for name in ("triton", "lm_eval", "datasets", "ri
 import torch, kv_hf
 assert not any("evaluation" in name for name in sys.modules)
 kv_hf.plan
-from kv_hf.backends.triton import ceiling, latent_meta_params, support, tuning, meta_params
-spec = ceiling.standard_spec("int4", 128)
+from kv_hf.backends.triton import latent_meta_params, meta_params, support
+spec = kv_hf.spec.PageSpec.build(
+    kv_hf.formats.key_scheme("int4"), kv_hf.formats.value_scheme("int4"),
+    num_kv_heads=8, key_dim=128, value_dim=128, page_size=64, dtype=torch.bfloat16,
+)
 assert support.why_not("cpu", torch.float32, spec)
-assert tuning.launch_parameters(spec, 8, 90).num_warps > 0
+assert meta_params.launch_parameters(spec, 8, 90).num_warps > 0
 print(kv_hf.__version__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -14,8 +14,6 @@ from transformers import HfArgumentParser
 
 import kv_hf
 import kv_hf_cli
-from kv_hf.backend_names import backend_names
-from kv_hf.backends import unregister_backend
 
 # a line of a block -> why it is not run; it still has to compile
 NOT_RUN = {
@@ -60,12 +58,8 @@ def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
         return trace(call, **{**options, "backend": "eager"})
 
     monkeypatch.setattr(torch, "compile", traced)
-    names, known = kv_hf.cache_names(), backend_names()
-    try:
-        run_page(page)
-    finally:
-        for name in set(backend_names()) - set(known):  # CONTRIBUTING registers one
-            unregister_backend(name)
+    names = kv_hf.cache_names()
+    run_page(page)
     assert kv_hf.cache_names() == names
 
 

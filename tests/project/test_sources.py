@@ -10,7 +10,7 @@ from paths import ROOT
 
 PACKAGE = ROOT / "kv_hf"
 LAYERS = [
-    "backend_names errors extras files hub notices printable records text_table user_dir version",
+    "errors extras files hub notices printable records text_table user_dir version",
     "cache_names checks config config_numbers field_names formats read_budget texts units",
     "geometry page_summary row_pages spec",
     "quant",

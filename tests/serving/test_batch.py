@@ -95,7 +95,6 @@ def test_generate_batch_on_exact_pages_answers_as_transformers_own(own_answers, 
         {"recent_tokens": 32, "page_size": 32},
         {"sink_tokens": 0, "page_size": 16},
         {"kernel": "reference"},
-        {"kernel": "sdpa"},
     ],
     ids=str,
 )

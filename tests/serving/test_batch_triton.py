@@ -5,8 +5,6 @@ from interpreter import call, needs_interpreter
 
 def batched_answers(name, kernel):
     """Answers of a small model; runs in the interpreter's worker, where pages on the CPU are laid out as on a GPU."""
-    from dataclasses import replace
-
     import torch
     from tiny_models import make_model
     from transformers import GenerationConfig
@@ -16,9 +14,8 @@ def batched_answers(name, kernel):
     from kv_hf.backends import registry
     from kv_hf.cache import layer_formats
 
-    known, layout = registry._entries["triton"], layer_formats.layout_for
-    registry._entries["triton"] = replace(known, why_not=lambda device, spec: None)
-    layer_formats.layout_for = lambda device: known.layout or "rows"
+    kept = registry.why_not, layer_formats.layout_for
+    registry.why_not, layer_formats.layout_for = lambda *_: None, lambda device: "rows"
     try:
         model = make_model("llama", num_hidden_layers=1)
         generator = torch.Generator().manual_seed(3)
@@ -32,8 +29,7 @@ def batched_answers(name, kernel):
         found = model.generate_batch(prompts, generation, batching)
         return [(one.generated_tokens, one.error) for one in found.values()]
     finally:
-        registry._entries["triton"] = known
-        layer_formats.layout_for = layout
+        registry.why_not, layer_formats.layout_for = kept
 
 
 @needs_interpreter

@@ -1,1 +1,85 @@
-"""The compiled CPU kernel: C behind ctypes. The only place that knows of a C library."""
+"""The compiled CPU kernel: C behind ctypes. The only place that knows of a C library; loads none until it is asked for."""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from ...spec import LANES, PageSpec, SideSpec
+from ..base import Backend
+from ..compiled_formats import in_known_groups, unread_formats, unread_groups
+from ..reference.pages import dense_side
+from . import choose, decode, library, write
+from .abi import DTYPES
+
+
+def load() -> Backend:
+    """Return the backend."""
+    return Backend(
+        "c",
+        decode.paged_attention,
+        write.write_pair,
+        write.seal_pair,
+        dense_side,
+        choose.choose_pages,
+        max_queries=sys.maxsize,
+    )
+
+
+def why_not(device: torch.device, spec: PageSpec) -> str | None:
+    """Return why the C kernel cannot read such pages on `device`, or None."""
+    unread = unread_formats(spec)
+    if unread:
+        return unread
+    if device.type != "cpu":
+        return f"it runs on the CPU, the pages are on {device}"
+    return library.missing() or unsupported(spec)
+
+
+def unsupported(spec: PageSpec) -> str | None:
+    """Return what the C kernel does not know about these pages, or None."""
+    for side in spec.sides:
+        if side.layout != LANES and not side.could_fill_words:
+            packed = f"of head_dim {side.head_dim}"
+            if side.side == "values":
+                packed = f"in pages of {side.page_size} tokens"
+            return (
+                f"{side.side} {packed} as {side.scheme.name!r} do not fill whole words of 32 bits; "
+                "use another format, or kernel='reference'"
+            )
+    for side in spec.sides:
+        if side.layout != LANES:
+            return (
+                f"{side.side} lie in the layout of another device's kernel, which wrote these pages"
+            )
+        if side.dtype not in DTYPES:
+            return f"{side.side} of {side.dtype} are not among {', '.join(map(str, DTYPES))}"
+    return unread_groups(spec, _reads, "the C kernel does")
+
+
+def _reads(side: SideSpec) -> bool:
+    """Say whether C reads the groups of a side: beside those of all kernels, rotated values, codes of 3 bits
+    around 0, keys of two widths, and scales of single tokens without a common offset."""
+    scheme = side.scheme
+    if scheme.bits == 3:
+        single = scheme.scale_group is not None and scheme.scale_group[0] == 1
+        around_0 = scheme.offset_group is None and scheme.scale_bits == 16
+        return side.side == "values" and single and around_0
+    if scheme.rotated and side.side == "values":
+        return in_known_groups(replace(side, scheme=replace(scheme, rotated=False)))
+    if scheme.wide_channels and side.head_dim <= 256:
+        plain = replace(scheme, wide_bits=0, wide_channels=0)
+        return in_known_groups(replace(side, scheme=plain))
+    if in_known_groups(side):
+        return True
+    if scheme.scale_bits != 16 or scheme.scale_group is None or scheme.scale_group[0] != 1:
+        return False
+    if side.side == "latent" and scheme.code == "unsigned":
+        return scheme.offset_group == scheme.scale_group
+    one_or_all = scheme.scale_group[1] in (1, side.head_dim)
+    return (
+        side.side == "keys"
+        and scheme.code != "unsigned"
+        and one_or_all
+        and scheme.offset_group is None
+    )

@@ -8,12 +8,11 @@ from ...page_summary import summary_of, summary_words, turned_by
 from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
 from .abi import CHOOSE, DECODE
-from .arguments import raise_for, take_block
-from .decode import is_packed, pack_shapes, pack_sides
-from .library import library
+from .decode import pack_shapes
+from .library import library, pack_sides, raise_for, take_block
 
 _BUDGET, _INDEX, _CHOICE = (CHOOSE.parts[name] for name in ("budget", "index", "choice"))
-_POINTERS = DECODE.parts["pointers"]
+_SIDES, _POINTERS = DECODE.parts["sides"], DECODE.parts["pointers"]
 _FIELDS = CHOOSE.count
 _NAME, _BY_INDEX = "c choose", "c choose by index"
 
@@ -38,20 +37,17 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         sink_logits = sink_logits.float().contiguous()
     if query.stride()[3] != 1:
         query = query.contiguous()
-    options = (
-        call.softmax_scale,
-        call.softcap,
-        budget,
-        None if kv.words is None else kv.words.data_ptr(),
-    )
+    windows = kv.residual_keys, kv.residual_values
     name = _NAME if kv.words is None else _BY_INDEX
     block = take_block(kv.launches, name, _FIELDS)
-    marks = keys.mark, values.mark
-    if not is_packed(block, query, kv, marks, options):
-        block.layout = ()
+    kept = keys.mark, values.mark, *windows, kv.spec, kv.words
+    options = call.softmax_scale, call.softcap, budget
+    key = (*map(id, kept), query.shape, query.stride(), query.dtype, options)
+    if block.key != key:
+        block.key = ()
         block.call = library().kv_hf_choose_pages
-        pack_sides(block, kv, (keys, values))
-        pack_shapes(block, kv, query, None, None, 0, (call.softmax_scale, call.softcap or 0.0))
+        pack_sides(block, _SIDES, kv.spec, (keys, values), windows)
+        pack_shapes(block, call, query, None, None)
         _BUDGET.pack_into(
             block.memory,
             _BUDGET.at,
@@ -68,9 +64,7 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             0 if kv.words is None else kv.words.data_ptr(),
             0 if middle is None else middle.data_ptr(),
         )
-        strides = None if query.is_contiguous() else query.stride()
-        windows = kv.residual_keys, kv.residual_values
-        block.layout = (query.shape, strides, query.dtype, *marks, *windows, kv.spec, options)
+        block.key, block.kept = key, kept
     table = kv.block_table
     rows, columns = table.shape
     width = budget.width(columns, kv.page_size)

@@ -1,16 +1,11 @@
 """Paged attention by the compiled CPU kernel; `reference.paged_attention` defines the result."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from ...spec import PageFields
-from ..base import AttentionCall
-from ..inputs import PagedKV
+from ..base import AttentionCall, PagedKV
 from .abi import DECODE, DTYPES, MaskKind
-from .arguments import Block, raise_for, side_fields, take_block
-from .library import isa, library
+from .library import Block, isa, library, pack_sides, raise_for, take_block
 
 _SIDES, _SHAPES, _POINTERS = DECODE.parts["sides"], DECODE.parts["shapes"], DECODE.parts["pointers"]
 _PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at
@@ -42,15 +37,23 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     if mask is not None:
         mask = _readable_mask(mask)
         shown = mask.shape, mask.stride(), mask.dtype
+    if query.stride()[3] != 1:
+        query = query.contiguous()
     options = call.softmax_scale, call.softcap, call.sliding_window, shown
     table, num_pages = kv.block_table, kv.num_pages
     room, other = keys.room, values.room
     capacity = room if room < other else other
+    out = _empty_output(query, kv)
     block = take_block(kv.launches, _NAME, _FIELDS)
-    if is_packed(block, query, kv, (keys.mark, values.mark), options):
-        out = _empty_output(query, kv)
-    else:
-        query, out = _pack(block, query, kv, (keys, values), options, mask)
+    kept = keys.mark, values.mark, kv.residual_keys, kv.residual_values, kv.spec
+    key = (*map(id, kept), query.shape, query.stride(), query.dtype, options)
+    if block.key != key:
+        block.key = ()
+        functions = library()
+        block.call = functions.kv_hf_decode_latent if kv.spec.is_latent else functions.kv_hf_decode
+        pack_sides(block, _SIDES, kv.spec, (keys, values), (kv.residual_keys, kv.residual_values))
+        pack_shapes(block, call, query, out, mask)
+        block.key, block.kept = key, kept
     _PACK_POINTERS(
         block.memory,
         _AT_POINTERS,
@@ -73,36 +76,6 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     return out
 
 
-def is_packed(
-    block: Block,
-    query: torch.Tensor,
-    kv: PagedKV,
-    marks: tuple[object, object],
-    options: tuple[Any, ...],
-) -> bool:
-    """Say whether a block was packed from these very tensors, and from such a query: what is the same is not read again.
-
-    Args:
-        query: [rows, num_heads, q_len, query_dim].
-        marks: of the fields of keys and values.
-        options: all else that was packed.
-    """
-    if not block.layout:
-        return False
-    shape, strides, dtype, keys, values, residual_keys, residual_values, spec, packed = block.layout
-    return (
-        keys is marks[0]
-        and values is marks[1]
-        and residual_keys is kv.residual_keys
-        and residual_values is kv.residual_values
-        and spec is kv.spec
-        and packed == options
-        and dtype is query.dtype
-        and shape == query.shape
-        and (query.is_contiguous() if strides is None else query.stride() == strides)
-    )
-
-
 def _empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
     """Return room for the result: a [rows, num_heads, q_len, out_dim] view of memory in which q_len comes before num_heads."""
     rows, num_heads, q_len, query_dim = query.shape
@@ -113,30 +86,6 @@ def _empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
     return query.new_empty_strided((rows, num_heads, q_len, dim), strides)
 
 
-def _pack(
-    block: Block,
-    query: torch.Tensor,
-    kv: PagedKV,
-    fields: tuple[PageFields, PageFields],
-    options: tuple[Any, ...],
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack what shapes, strides and options decide; return query and output as the kernel takes them."""
-    block.layout = ()
-    if query.stride()[3] != 1:
-        query = query.contiguous()
-    out = _empty_output(query, kv)
-    functions = library()
-    block.call = functions.kv_hf_decode_latent if kv.spec.is_latent else functions.kv_hf_decode
-    pack_sides(block, kv, fields)
-    softmax_scale, softcap, sliding_window, _ = options
-    pack_shapes(block, kv, query, out, mask, sliding_window or 0, (softmax_scale, softcap or 0.0))
-    strides = None if query.is_contiguous() else query.stride()
-    tensors = fields[0].mark, fields[1].mark, kv.residual_keys, kv.residual_values
-    block.layout = (query.shape, strides, query.dtype, *tensors, kv.spec, options)
-    return query, out
-
-
 def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask as the kernel takes it: bool or of a known dtype, with contiguous columns."""
     if mask.dtype not in (torch.bool, *DTYPES):
@@ -144,43 +93,32 @@ def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
-def pack_sides(block: Block, kv: PagedKV, fields: tuple[Mapping[str, torch.Tensor], ...]) -> None:
-    """Pack formats, strides and pointers of both sides; `fields` are their tensors [pages, ..]."""
-    sides = zip(kv.spec.sides, fields, (kv.residual_keys, kv.residual_values), strict=True)
-    _SIDES.pack_into(
-        block.memory, _SIDES.at, *[number for side in sides for number in side_fields(*side)]
-    )
-
-
 def pack_shapes(
     block: Block,
-    kv: PagedKV,
+    call: AttentionCall,
     query: torch.Tensor,
     out: torch.Tensor | None,
     mask: torch.Tensor | None,
-    sliding_window: int,
-    options: tuple[float, float],
 ) -> None:
     """Pack what shapes, strides and options decide.
 
     Args:
         query, out: [rows, num_heads, q_len, ..]; no `out` where nothing is written there.
         mask: [rows or 1, num_heads or 1, q_len, columns], or None.
-        options: softmax scale, and softcap or 0.
     """
+    kv = call.kv
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     query_row, query_head, query_at, _ = query.stride()
     out_row, out_head, out_at = (0, 0, 0) if out is None else out.stride()[:3]
-    softmax_scale, softcap = options
     numbers = {
         "rows": rows, "heads": heads, "group": num_heads // heads, "q_len": q_len,
         "page_size": kv.page_size, "sink_tokens": kv.sink_tokens,
         "query_dtype": DTYPES[query.dtype],
         "query_row": query_row, "query_head": query_head, "query_at": query_at,
         "out_row": out_row, "out_head": out_head, "out_at": out_at,
-        "sliding_window": sliding_window, "isa": isa(),
-        "softmax_scale": softmax_scale, "softcap": softcap,
+        "sliding_window": call.sliding_window or 0, "isa": isa(),
+        "softmax_scale": call.softmax_scale, "softcap": call.softcap or 0.0,
     }  # fmt: skip
     _SHAPES.pack_names(block.memory, {**numbers, **_mask_fields(mask)})
 

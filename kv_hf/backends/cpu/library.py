@@ -1,13 +1,18 @@
-"""Find and load the compiled library, and know why it cannot be used. Compiles nothing at run time."""
+"""Find and load the compiled library, know why it cannot be used, and pack the argument blocks of abi.py. Compiles nothing."""
 
 import ctypes
 import functools
 import os
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .abi import ABI
+from ...errors import CacheMismatchError
+from ...quant.codec import block
+from ...spec import PageFields, PageSpec, SideSpec
+from .abi import ABI, DTYPES, Part, Status
 
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")  # by abi.Isa
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
@@ -115,3 +120,118 @@ def isa() -> int:
     """Return the instruction set in use, an index of ISA_NAMES."""
     best = int(library().kv_hf_isa())
     return int(os.environ.get(ISA_VARIABLE, best))
+
+
+class Block:
+    """The memory of one argument block, kept between calls for the fields that stay.
+
+    Copies and pickles of a block are empty: tensors lie elsewhere there.
+
+    Attributes:
+        memory, address: the block itself.
+        key: what the fields depend on that are not packed at every call: sizes, options, and tensors by id; empty at first.
+        kept: these tensors, so that no others get their ids.
+        call: the compiled function that the block is for.
+    """
+
+    __slots__ = ("address", "call", "kept", "key", "memory")
+
+    def __init__(self, fields: int) -> None:
+        self.memory = bytearray(8 * fields)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.key: tuple[Any, ...] = ()
+        self.kept: tuple[Any, ...] = ()
+        self.call: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Block, (len(self.memory) // 8,)
+
+
+def take_block(launches: MutableMapping[Any, Any], name: str, fields: int) -> Block:
+    """Return the block that is kept under `name`, which is put back behind a call; until then it is nobody else's."""
+    found = launches.pop(name, None)
+    return Block(fields) if found is None else found
+
+
+def side_fields(
+    spec: SideSpec, fields: Mapping[str, torch.Tensor], window: torch.Tensor
+) -> tuple[int, ...]:
+    """Return the fields of abi.SIDE, in their order: formats, strides and pointers of one side.
+
+    Args:
+        fields: tensors of spec.fields with a leading [pages].
+        window: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
+    Returns: strides in elements; a pointer is 0 where there is no such tensor.
+    """
+    scheme, codes = spec.scheme, fields["codes"]
+    scale, offset = fields.get("scale"), fields.get("offset")
+    order = fields.get("order")
+    row, head, slot, _ = window.stride()
+    groups = scheme.scale_group or (0, 1)
+    dtype = DTYPES[spec.dtype]
+    return (
+        dtype if scheme.is_exact else scheme.native_number or 0,
+        spec.head_dim,
+        block(spec.head_dim) if scheme.rotated else 0,
+        scheme.wide_channels,
+        scheme.native_wide or 0,
+        groups[0],
+        groups[1],
+        DTYPES[spec.scale_dtype],
+        codes.stride(1),
+        0 if scale is None else scale.stride(1),
+        0 if offset is None else offset.stride(1),
+        dtype,
+        row,
+        head,
+        slot,
+        codes.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if offset is None else offset.data_ptr(),
+        0 if order is None else order.data_ptr(),
+        0 if order is None else order.stride(1),
+        window.data_ptr(),
+    )
+
+
+def pack_sides(
+    block: Block,
+    part: Part,
+    spec: PageSpec,
+    fields: tuple[Mapping[str, torch.Tensor], ...],
+    windows: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Pack what `side_fields` returns of keys and of values: fields [pages, ..] and windows [rows, heads, slots, dim]."""
+    sides = zip(spec.sides, fields, windows, strict=True)
+    numbers = [number for side in sides for number in side_fields(*side)]
+    part.pack_into(block.memory, part.at, *numbers)
+
+
+def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
+    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them.
+
+    Args:
+        sides: tensors of SideSpec.fields with a leading [pages], one mapping per side.
+    """
+    return min(
+        [
+            fields.room if type(fields) is PageFields else min(map(len, fields.values()))
+            for fields in sides
+        ]
+    )
+
+
+def raise_for(status: int, table: str, capacity: int, slots: int = 0) -> None:
+    """Raise what a number of abi.Status means, where a call returned one; `table` names the argument of page ids."""
+    if status == Status.NO_MEMORY:
+        raise MemoryError("no memory for the C kernel's intermediate results")
+    if status == Status.NO_SUCH_PAGE:
+        raise CacheMismatchError(
+            f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names a page outside of them; it "
+            "was made for other pages"
+        )
+    if status == Status.NO_SUCH_SLOT:
+        raise CacheMismatchError(
+            f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name a place outside of "
+            "them; they were made for other windows"
+        )

@@ -8,8 +8,7 @@ import torch
 from ...errors import CacheMismatchError
 from ...spec import PageSpec
 from .abi import DTYPES, WRITE
-from .arguments import Block, capacity_of, raise_for, side_fields, take_block
-from .library import isa, library
+from .library import Block, capacity_of, isa, library, pack_sides, raise_for, take_block
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
@@ -50,9 +49,19 @@ def write_pair(
     """
     keys, values = windows
     new_keys, new_values = new
+    if new_keys.stride()[3] != 1 or new_values.stride()[3] != 1:
+        new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+    strides = new_keys.stride(), new_values.stride()
     block = take_block(launches, _NAME, _FIELDS)
-    if not _is_packed(block, windows, new, spec):
-        new_keys, new_values = _pack(block, windows, new, (starts, skips), fields, spec)
+    kept = keys, values, spec
+    key = (
+        *map(id, kept), new_keys.shape, new_values.shape, strides, new_keys.dtype, new_values.dtype
+    )  # fmt: skip
+    if block.key != key:
+        block.key = ()
+        _check(windows, (new_keys, new_values), starts, skips)
+        _pack_shapes(block, windows, new_keys.shape[2], strides, fields, spec)
+        block.key, block.kept = key, kept
     pointers = new_keys.data_ptr(), new_values.data_ptr(), starts.data_ptr(), skips.data_ptr()
     if jobs is None:
         threads = torch.get_num_threads()
@@ -63,48 +72,6 @@ def write_pair(
     else:
         _seal(block, windows, pointers, jobs, fields, spec, damaged)
     launches[_NAME] = block
-
-
-def _is_packed(block: Block, windows: Pair, new: Pair, spec: PageSpec) -> bool:
-    """Say whether a block was packed from these very windows, and from such new tokens."""
-    if not block.layout:
-        return False
-    (new_keys, new_values), (keys, values) = new, windows
-    held_keys, held_values, shapes, strides, dtypes, held_spec = block.layout
-    return (
-        held_keys is keys
-        and held_values is values
-        and held_spec is spec
-        and dtypes == (new_keys.dtype, new_values.dtype)
-        and shapes == (new_keys.shape, new_values.shape)
-        and (
-            new_keys.is_contiguous() and new_values.is_contiguous()
-            if strides is None
-            else strides == (new_keys.stride(), new_values.stride())
-        )
-    )
-
-
-def _pack(
-    block: Block,
-    windows: Pair,
-    new: Pair,
-    places: Pair,
-    fields: Fields,
-    spec: PageSpec,
-) -> Pair:
-    """Pack what shapes and strides decide; return the new tokens as the kernel takes them."""
-    block.layout = ()
-    new_keys, new_values = new
-    if new_keys.stride()[3] != 1 or new_values.stride()[3] != 1:
-        new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
-    strides = new_keys.stride(), new_values.stride()
-    _check(windows, (new_keys, new_values), *places)
-    _pack_shapes(block, windows, new_keys.shape[2], strides, fields, spec)
-    plain = new_keys.is_contiguous() and new_values.is_contiguous()
-    shapes, dtypes = (new_keys.shape, new_values.shape), (new_keys.dtype, new_values.dtype)
-    block.layout = (*windows, shapes, None if plain else strides, dtypes, spec)
-    return new_keys, new_values
 
 
 def seal_pair(
@@ -167,16 +134,9 @@ def _pack_shapes(
         new = {"is_keys": side.side == "keys", "row": row, "head": head, "at": at}
         new["clip"] = side.scheme.clip
         numbers.update({f"{name}.{field}": number for field, number in new.items()})
-    _pack_sides(block, windows, fields, spec)
+    pack_sides(block, _SIDES, spec, fields, windows)
     _SHAPES.pack_names(block.memory, numbers)
     block.call = library().kv_hf_write
-
-
-def _pack_sides(block: Block, windows: Pair, fields: Fields, spec: PageSpec) -> None:
-    sides = zip(spec.sides, fields, windows, strict=True)
-    _SIDES.pack_into(
-        block.memory, _SIDES.at, *[number for side in sides for number in side_fields(*side)]
-    )
 
 
 def _seal(
@@ -189,7 +149,7 @@ def _seal(
     damaged: torch.Tensor,
 ) -> None:
     """Run a block with jobs: the fields may have grown since it was packed."""
-    _pack_sides(block, windows, fields, spec)
+    pack_sides(block, _SIDES, spec, fields, windows)
     jobs = jobs.contiguous()
     capacity = capacity_of(*fields)
     sealing = jobs.data_ptr(), jobs.shape[0], capacity, damaged.data_ptr()

@@ -4,73 +4,13 @@ Refuses to be clever: it walks the block table, decodes one tile at a time, and 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from ...quant.codec import decode, encode
-from ...spec import SideSpec
 from ..base import AttentionCall
-
-TILE_TOKENS = (
-    512  # tokens decoded at a time (a page, where pages are larger): the largest temporary
-)
-
-SEAL_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
-
-
-def seal_pages(
-    tokens: torch.Tensor, jobs: torch.Tensor, fields: Mapping[str, torch.Tensor], spec: SideSpec
-) -> torch.Tensor:
-    """Encode full pages of exact tokens into their places in storage.
-
-    Args:
-        tokens: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
-        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once; a job with a
-            negative page id is skipped.
-        fields: the storage to write to, in place: tensors of spec.fields with a leading [pages].
-        spec: the side to encode for.
-    Returns: bool scalar tensor, True when some number had to be made finite (see quant/codec.py).
-    """
-    damaged = torch.zeros((), dtype=torch.bool, device=tokens.device)
-    for some in jobs[jobs[:, 2] >= 0].long().split(SEAL_PAGES):
-        row, first, page = some.unbind(1)
-        slots = first[:, None] + torch.arange(spec.page_size, device=tokens.device)
-        encoded, bad = encode(tokens[row[:, None], :, slots].transpose(1, 2), spec)
-        for name, new in encoded.items():
-            fields[name][page] = new
-        damaged = damaged | bad
-    return damaged
-
-
-def append_tokens(
-    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
-) -> None:
-    """Write the new tokens of each row into its exact window, in place: window[b, :, starts[b] + i] = new[b, :, skips[b] + i].
-
-    Args:
-        window: [rows, num_kv_heads, slots, head_dim].
-        new: [rows, num_kv_heads, q_len, head_dim], with padding in front.
-        starts, skips: [rows], int32: first slot to write, and columns of padding that are not stored.
-    """
-    q_len = new.shape[2]
-    if q_len == 1 and not bool(skips.any()):
-        rows = torch.arange(window.shape[0], device=window.device)
-        window.transpose(1, 2)[rows, starts.long()] = new[:, :, 0]
-        return
-    for row, (start, skip) in enumerate(zip(starts.tolist(), skips.tolist(), strict=True)):
-        window[row, :, start : start + q_len - skip] = new[row, :, skip:]
-
-
-def decode_tile(
-    pages: Mapping[str, torch.Tensor], spec: SideSpec, ids: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Decode pages `ids` [rows, n] to [rows, num_kv_heads, n * page_size, head_dim]."""
-    flat = ids.reshape(-1)
-    tokens = decode({name: tensor[flat] for name, tensor in pages.items()}, spec, dtype)
-    rows, count = ids.shape
-    tokens = tokens.reshape(rows, count, *tokens.shape[1:]).transpose(1, 2)
-    return tokens.flatten(2, 3)
+from .pages import TILE_TOKENS, decode_tile
 
 
 def _without_autocast(
@@ -182,6 +122,26 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         total, out = total * keep + torch.exp(logits - shift), out * keep
     out = out / torch.where(total == 0, torch.ones_like(total), total)
     return out.reshape(rows, num_heads, q_len, -1).to(query.dtype)
+
+
+def errors_of(out: torch.Tensor, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how far a kernel's result is from the definition's in fp64, and how far rounding may move it.
+
+        allowed = (16 * u + 2 * (query_dim + tokens) * u_sums) * the size of the right result
+
+    u, half an ulp of the query's dtype, is the error of each of the five numbers that are rounded to it at most: a query, a
+    key, a weight, a value and the result. u_sums, that of fp32, is the error of each term of a score and of a result. What
+    is rounded up and down evens out over the channels, so that errors and sizes are root mean squares.
+
+    Args:
+        out: [rows, num_heads, q_len, out_dim] of `call`, on its device.
+    Returns: (errors, allowed), [rows, num_heads, q_len], fp64; an error of nan is within no bound.
+    """
+    right = paged_attention(replace(call, query=call.query.double()))
+    errors, size = (x.square().mean(-1).sqrt() for x in (out.double() - right, right))
+    kv, ulp, ulp_sums = call.kv, *(torch.finfo(x).eps / 2 for x in (out.dtype, torch.float32))
+    terms = call.query.shape[-1] + kv.num_pages * kv.page_size + kv.exact_lens
+    return errors, (16 * ulp + 2 * terms[:, None, None] * ulp_sums) * size
 
 
 def _mask_columns(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

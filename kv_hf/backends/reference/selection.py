@@ -6,8 +6,7 @@ from ...page_summary import RANGED_PAGES, Summary, spread, summary_of
 from ...quant.codec import decode
 from ...quant.page_parts import channels_of, middles, with_all_words, words_to_read
 from ...read_budget import NEWEST_PAGES, ReadBudget
-from ..base import AttentionCall
-from ..inputs import PagedKV
+from ..base import AttentionCall, PagedKV
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 

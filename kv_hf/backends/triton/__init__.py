@@ -1,1 +1,28 @@
-"""The Triton kernels: decode over pages, sealing, appending. Only `support` may be imported without Triton."""
+"""The Triton kernels. Only this file and `support` may be imported without Triton."""
+
+import torch
+
+from ...spec import PageSpec
+from ..base import Backend
+from ..compiled_formats import unread_formats
+from . import support
+
+
+def load() -> Backend:
+    """Return the backend; imports triton."""
+    from . import dense, launch, selection_launch, write_pair
+
+    return Backend(
+        "triton",
+        launch.paged_attention,
+        write_pair.write_pair,
+        write_pair.seal_pair,
+        dense.dense_side,
+        selection_launch.choose_pages,
+        max_queries=64,
+    )
+
+
+def why_not(device: torch.device, spec: PageSpec) -> str | None:
+    """Return why the Triton kernels cannot read such pages on `device`, or None."""
+    return unread_formats(spec) or support.why_not(device, spec.keys.dtype, spec)

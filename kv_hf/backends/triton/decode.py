@@ -8,12 +8,31 @@ for 8 columns or fewer. Knows nothing of launch sizes and devices.
 import triton
 import triton.language as tl
 
-from .keys import load_key_factors, score_codes, score_exact, stack
-from .launch_arguments import SPECIALIZED
-from .merge import add_sink, arrive_last, merge_columns
-from .mixed_keys import gather_query, load_mixed_factors, score_mixed
-from .rotation import unrotate_parts
-from .softmax import bend, near_one, weigh
+from .dequant import unrotate_parts
+from .direct import SPECIALIZED
+from .keys import (
+    gather_query,
+    load_key_factors,
+    load_mixed_factors,
+    score_codes,
+    score_exact,
+    score_mixed,
+    stack,
+)
+from .softmax import (
+    LOG2E,
+    Visibility,
+    add_sink,
+    arrive_last,
+    bend,
+    mask_pointers,
+    merge_columns,
+    near_one,
+    row_lengths,
+    tiles_of_split,
+    weigh,
+    window_slots,
+)
 from .tiles import chunk_size, load_query, rescale, store_parts
 from .values import (
     add_codes,
@@ -23,8 +42,38 @@ from .values import (
     offset_rows,
     settle,
 )
-from .visibility import Visibility, mask_pointers, row_lengths, tiles_of_split
-from .window import attend_window
+
+
+@triton.jit
+def attend_window(
+    queries, real, keys, key_slot, values, value_slot, exact, page_tokens, visible, softmax_scale, best, total, acc,
+    K_DIM: tl.constexpr, V_WIDTH: tl.constexpr, V_RUNS: tl.constexpr, V_CHUNKS: tl.constexpr, W_CHUNKS: tl.constexpr,
+    W_TILE: tl.constexpr, W_STAGES: tl.constexpr, W_KEY_DTYPE: tl.constexpr, W_VALUE_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, HIDING: tl.constexpr,
+):  # fmt: skip
+    """Add the window's tokens to the running softmax (best, total, acc) and return it.
+
+    Args:
+        keys, values: pointers to slot 0 of this row and head; slots from `exact` on are not read.
+        visible: a Visibility.
+        acc: parts of the pages' values, settled (see `values.settle`).
+    """
+    COLUMNS: tl.constexpr = total.shape[0]
+    BENT: tl.constexpr = HIDING.bent
+    one = tl.full([COLUMNS], 1.0, tl.float32)
+    query = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, one, W_KEY_DTYPE)
+    factor = one * (softmax_scale * LOG2E)
+    for first in tl.range(0, exact, W_TILE, num_stages=W_STAGES):
+        slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, W_TILE)
+        scores = score_exact(keys + slot * key_slot, held, query, K_DIM, W_CHUNKS, True, PRECISION)
+        scores = bend(scores, factor, at, held, visible, HIDING, True)
+        weights, keep, best = weigh(scores, factor, best, BENT, True)
+        total = total * keep + tl.sum(weights, 0)
+        acc = add_exact(
+            values + slot * value_slot, held, weights, rescale(acc, keep), V_WIDTH, V_RUNS, V_CHUNKS, True,
+            W_VALUE_DTYPE, PRECISION,
+        )  # fmt: skip
+    return best, total, acc
 
 
 @triton.jit(**SPECIALIZED)
@@ -114,7 +163,7 @@ def decode_kernel(
     Grid: (rows, HEADS * blocks of columns, splits). The last split also attends to the window; the program that
     arrives last merges the splits. CHUNK: whether q_len may be more than 1. M_COLUMNS: columns of a program that hold
     query heads; M_SPLITS: splits that are merged at once; M_THREADS: see
-    merge.arrive_last.
+    softmax.arrive_last.
     """
     if not CHUNK:
         q_len = 1

@@ -1,13 +1,117 @@
-"""Turn bytes of codes into numbers that a matrix unit takes, without interleaving channels or tokens.
+"""Turn bytes of codes into numbers that a matrix unit takes, without interleaving channels or tokens, and undo rotations.
 
 Decides the instructions; knows nothing of pages, scales or softmax. A byte holds the codes of places i, i + n,
-.. (n = bytes of the run, see quant/codec.py), so a tile of bytes unpacks into one tile per place, its `runs`. Codes of three bits lie in two planes of bytes.
+.. (n = bytes of the run, see quant/codec.py), so a tile of bytes unpacks into one tile per place, its `runs`. Codes of three
+bits lie in two planes of bytes. Sizes of e4m3 come from formats.linear.Float8Format. float16 has the same subnormals, FEWER
+exponents further down: a code's bits moved to where float16 has exponent and mantissa are the number divided by LIFT. No nan is
+among the codes. Rotated values are sums and differences of two numbers, in the order of quant/codec.py.
 """
 
 import triton
 import triton.language as tl
 
-from .float8 import from_float8
+from ...formats.linear import SCALE_MAX as _SCALE_MAX
+from ...formats.linear import Float8Format
+
+_MANTISSA, _BIAS = Float8Format.mantissa_bits, Float8Format.exponent_bias
+FEWER = 15 - _BIAS
+
+SCALE_MAX = tl.constexpr(_SCALE_MAX)  # float16's largest number
+MAGIC = tl.constexpr(1.5 * 2.0**23)  # adding it to a float leaves integers, rounded half to even
+LIFT = tl.constexpr(2.0**FEWER)
+TO_HALF = tl.constexpr(10 - _MANTISSA)  # bits that float16's mantissa has more
+FROM_FLOAT = tl.constexpr(23 - _MANTISSA)  # bits that float32's mantissa has more
+HALF_STEP = tl.constexpr((1 << (22 - _MANTISSA)) - 1)  # a bit less than half a code's step
+EXPONENTS = tl.constexpr(
+    (127 - _BIAS) << _MANTISSA
+)  # what float32's exponent has more, in units of a code
+LEAST_NORMAL = tl.constexpr((128 - _BIAS) << 23)  # of e4m3, as bits of a float32
+SUBNORMALS = tl.constexpr(
+    2.0 ** (_BIAS - 1 + _MANTISSA)
+)  # e4m3's numbers below are multiples of 1 / SUBNORMALS
+
+
+@triton.jit
+def float8_to_float(code):
+    """Return the numbers of e4m3 codes (int32 of 0 to 255) as fp32, by arithmetic that any target takes."""
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << TO_HALF)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * LIFT
+
+
+@triton.jit
+def float_to_float8(x):
+    """Return e4m3's bits of fp32 numbers within its range, rounded half to even; integer arithmetic, as torch rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + HALF_STEP + ((size >> FROM_FLOAT) & 1)) >> FROM_FLOAT) - EXPONENTS
+    below = ((tl.abs(x) * SUBNORMALS + MAGIC) - MAGIC).to(tl.int32)
+    return tl.where(size < LEAST_NORMAL, below, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.constexpr_function
+def _by_shifts(WORDS):
+    """Return PTX that makes two pairs of float16 numbers of four codes: in order, or where WORDS the low codes first."""
+    # prmt puts two codes each into the high bytes of a register's halves
+    first, second = (0x2404, 0x3414) if WORDS else (0x1404, 0x3424)
+    lift = (15 + FEWER << 10) * 0x10001
+    kept = (0x7F << 10 - _MANTISSA) * 0x10001
+    return f"""{{
+        .reg .b32 a, b, s, t, c;
+        prmt.b32 a, $2, 0, {first:#06x};
+        prmt.b32 b, $2, 0, {second:#06x};
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, {8 - (10 - _MANTISSA)};
+        shr.u32 b, b, {8 - (10 - _MANTISSA)};
+        and.b32 a, a, {kept:#x};
+        and.b32 b, b, {kept:#x};
+        or.b32 a, a, s;
+        or.b32 b, b, t;
+        mov.b32 c, {lift:#x};
+        mul.rn.f16x2 $0, a, c;
+        mul.rn.f16x2 $1, b, c;
+        }}"""
+
+
+@triton.jit
+def from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """Return the numbers of bytes of codes; see dequant.unpack."""
+    if ISA >= 89:
+        return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif ISA > 0:
+        return tl.inline_asm_elementwise(
+            _by_shifts(False), "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        return float8_to_float(x.to(tl.int32)).to(DTYPE)
+
+
+@triton.jit
+def float16_pairs(x, PTX: tl.constexpr):
+    """Return the two float16 numbers that PTX makes of each 16-bit word of x; it takes two words at a time."""
+    return tl.inline_asm_elementwise(
+        PTX, "=&r,=&r,r", args=[x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def float8_pairs(x, ISA: tl.constexpr):
+    """Return the low and the high numbers of 16-bit words of two codes, float16; ISA above 0, see words.unpack_words."""
+    if ISA >= 89:
+        return float16_pairs(
+            x,
+            """{
+            .reg .b32 a;
+            .reg .b16 low, high;
+            prmt.b32 a, $2, 0, 0x3120;
+            mov.b32 {low, high}, a;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+        )
+    else:
+        return float16_pairs(x, _by_shifts(True))
+
 
 # Where the PTX branch leaves an unsigned code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
 # a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
@@ -175,3 +279,93 @@ def _quarters_in_place(x):
         _take_in_place(2), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", args=[x],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
     )  # fmt: skip
+
+
+@triton.constexpr_function
+def _stages(SIZE):
+    """Return how many times two numbers are summed in a transform of SIZE numbers."""
+    return SIZE.bit_length() - 1
+
+
+@triton.constexpr_function
+def _places(CHUNKS):
+    """Return how many places of a run each chunk of rotated values holds."""
+    return CHUNKS[0][2]
+
+
+@triton.constexpr_function
+def _number(p, WIDTH, RUNS, SIZE):
+    """Return the number of part p, which holds SIZE channels, among all parts in the order of their channels."""
+    return ((p % RUNS) * WIDTH + p // RUNS * SIZE) // SIZE
+
+
+@triton.constexpr_function
+def _partner(p, STAGE, WIDTH, RUNS, SIZE):
+    """Return the part that part p is summed with in a stage across parts."""
+    first = (_number(p, WIDTH, RUNS, SIZE) ^ (1 << STAGE)) * SIZE
+    return first % WIDTH // SIZE * RUNS + first // WIDTH
+
+
+@triton.constexpr_function
+def _is_second(p, STAGE, WIDTH, RUNS, SIZE):
+    """Return whether part p is the one that is taken from its partner in a stage across parts."""
+    return bool(_number(p, WIDTH, RUNS, SIZE) >> STAGE & 1)
+
+
+@triton.jit
+def _sum_rows(x, STEP: tl.constexpr):
+    """Replace rows of x [rows, columns] that lie STEP apart by their sum and their difference."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    pairs = tl.permute(tl.reshape(x, [ROWS // (2 * STEP), 2, STEP, COLUMNS]), (0, 2, 3, 1))
+    first, second = tl.split(pairs)
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
+    return tl.reshape(pairs, [ROWS, COLUMNS])
+
+
+@triton.jit
+def _sum_channels(x, STEP: tl.constexpr):
+    """Replace channels of x [tokens, channels] that lie STEP apart by their sum and their difference."""
+    TOKENS: tl.constexpr = x.shape[0]
+    CHANNELS: tl.constexpr = x.shape[1]
+    pairs = tl.permute(tl.reshape(x, [TOKENS, CHANNELS // (2 * STEP), 2, STEP]), (0, 1, 3, 2))
+    first, second = tl.split(pairs)
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+    return tl.reshape(pairs, [TOKENS, CHANNELS])
+
+
+@triton.jit
+def _unrotate_rows(x, SIZE: tl.constexpr):
+    """Transform neighbouring runs of SIZE rows of x [rows, columns], both powers of two."""
+    for stage in tl.static_range(_stages(SIZE)):
+        x = _sum_rows(x, 1 << stage)
+    return x
+
+
+@triton.jit
+def unrotate_channels(x, SIZE: tl.constexpr):
+    """Transform neighbouring runs of SIZE channels of x [tokens, channels], all powers of two."""
+    for stage in tl.static_range(_stages(SIZE)):
+        x = _sum_channels(x, 1 << stage)
+    return x
+
+
+@triton.jit
+def unrotate_parts(
+    parts, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts (see tiles.py)."""
+    SIZE: tl.constexpr = _places(CHUNKS)
+    new = ()
+    for p in tl.static_range(len(parts)):
+        new = new + (_unrotate_rows(parts[p], SIZE),)
+    for stage in tl.static_range(_stages(BLOCK // SIZE)):
+        old = new
+        new = ()
+        for p in tl.static_range(len(old)):
+            other = old[_partner(p, stage, WIDTH, RUNS, SIZE)]
+            if _is_second(p, stage, WIDTH, RUNS, SIZE):
+                new = new + (other - old[p],)
+            else:
+                new = new + (old[p] + other,)
+    return new

@@ -6,6 +6,9 @@ that dtypes, strides (1, multiples of 16) and alignment are those that the kerne
 what kernels compute.
 """
 
+from collections.abc import Callable
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,6 +18,16 @@ from triton import knobs
 from triton.runtime import driver
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
+QUAD = 4  # numbers in as many bytes
+INTERPRETED: bool = knobs.runtime.interpret  # kernels run in Triton's interpreter, on the CPU
+
+TABLES = ("block_table", "num_pages", "exact_lens", "padding")
+STEPWISE = (
+    "table_row", "mask_row", "mask_head", "mask_query", "sliding_window", "sink_tokens", "q_len"
+)  # fmt: skip
+UNALIGNED = (*TABLES, "mask", "sink_logits", "counters", "key_order")
+# for triton.jit of the kernels that attend: numbers that change while a sequence grows must not make new kernels
+SPECIALIZED = {"do_not_specialize": STEPWISE, "do_not_specialize_on_alignment": UNALIGNED}
 
 address = torch.Tensor.data_ptr
 
@@ -31,13 +44,15 @@ def interpreted(kernel: Any) -> bool:
 
 def current_stream(index: int) -> int:
     """Return the stream that a launch on GPU `index` goes to; it must be the current one."""
+    if INTERPRETED:
+        return 0
     stream: int = driver.active.get_current_stream(max(index, 0))
     return stream
 
 
 def is_current(index: int) -> bool:
     """Return whether GPU `index` is the current one; negative: no GPU, which is no reason to change it."""
-    return index < 0 or index == driver.active.get_current_device()
+    return index < 0 or INTERPRETED or index == driver.active.get_current_device()
 
 
 def is_capturing(index: int) -> bool:
@@ -75,6 +90,51 @@ class Compiled:
         )  # fmt: skip
 
 
+Arguments = Callable[[Callable[[torch.Tensor], Any]], tuple[Any, ...]]
+
+
+class Kernel:
+    """A jitted function with its compile-time arguments, which is compiled when it is launched.
+
+    Attributes:
+        jit: the function, whose compile-time arguments come last.
+        constants: these by name; options: num_warps and the like.
+        pointers: picks the run-time arguments whose alignment counts.
+        compiled: by which of them are no multiples of 16 bytes (0: none); empty in the interpreter.
+    """
+
+    __slots__ = ("compiled", "constants", "jit", "options", "pointers")
+
+    def __init__(
+        self, jit: Any, constants: dict[str, Any], pointers: tuple[int, ...], **options: Any
+    ) -> None:
+        self.jit, self.constants, self.options = jit, constants, options
+        self.pointers = itemgetter(*pointers)
+        self.compiled: dict[Any, Compiled] = {}
+
+    def launch(self, x: int, y: int, z: int, stream: int, arguments: Arguments) -> None:
+        """Launch x * y * z programs.
+
+        Args:
+            arguments: returns the run-time arguments; it is given what to hand over for a tensor, its address for a
+                launch, the tensor itself for the compiler and the interpreter.
+        """
+        if INTERPRETED:
+            self.jit[x, y, z](*arguments(as_bytes), **self.constants, **self.options)
+            return
+        given = arguments(address)
+        pointers = self.pointers(given)
+        odd: Any = reduce(or_, pointers) % ALIGNED
+        if odd:
+            odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
+        compiled = self.compiled.get(odd)
+        if compiled is None:
+            tensors = arguments(as_bytes)
+            compiled = Compiled(self.jit, tensors, self.constants, **self.options)
+            self.compiled[odd] = compiled
+        compiled(x, y, z, stream, *given)
+
+
 class Workspace:
     """Room for partial results and counters of the kernels of one stream, which run one after another.
 
@@ -84,20 +144,20 @@ class Workspace:
     __slots__ = ("__weakref__", "counters", "numbers")
     _known: "WeakValueDictionary[tuple[int, int], Workspace]" = WeakValueDictionary()
 
-    def __init__(self, numbers: int, counters: int, where: torch.device) -> None:
-        self.numbers = torch.empty(numbers, dtype=torch.float32, device=where)
-        self.counters = torch.zeros(counters, dtype=torch.int32, device=where)
+    def __init__(self, where: torch.device) -> None:
+        self.numbers = torch.empty(0, dtype=torch.float32, device=where)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=where)
 
     @classmethod
     def of(cls, index: int, stream: int, where: torch.device) -> "Workspace":
         """Return the one of a stream of GPU `index`."""
         found = cls._known.get((index, stream))
         if found is None:
-            found = cls._known[index, stream] = cls(0, 0, where)
+            found = cls._known[index, stream] = cls(where)
         return found
 
     def reserve(self, numbers: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for float32 numbers [numbers or more] and int32 counters [counters or more] that are zero.
+        """Return float32 numbers [numbers] and int32 counters [counters or more] that are zero.
 
         Whoever launches a kernel keeps both until the kernel is launched.
         """
@@ -105,4 +165,49 @@ class Workspace:
             self.numbers = self.numbers.new_empty(numbers)
         if self.counters.shape[0] < counters:
             self.counters = self.counters.new_zeros(counters)
-        return self.numbers, self.counters
+        return self.numbers[:numbers], self.counters
+
+
+class Scratch:
+    """The partial results and counters of one kind of launch: those of its stream, or of the CUDA graph that captures it.
+
+    What a graph captures is replayed on any stream: its partial results lie in the graph's own memory, and its counters
+    are this object's.
+
+    Args:
+        sizes: float32 numbers of each part; parts begin at multiples of 16 bytes.
+        counters: int32 counters, zeros before and after a launch.
+
+    Attributes:
+        nothing: empty parts and counters, for launches that need none.
+    """
+
+    __slots__ = ("counters", "index", "known", "nothing", "sizes", "where", "zeros")
+
+    def __init__(self, sizes: tuple[int, ...], counters: int, where: torch.device) -> None:
+        self.sizes = [-(-size // QUAD) * QUAD for size in sizes]
+        self.counters, self.where = counters, where
+        self.index = -1 if where.index is None else where.index
+        self.known: dict[int, tuple[tuple[torch.Tensor, ...], Workspace]] = {}
+        # zeros made outside of any graph: a graph that captures this launch later need not set them
+        self.zeros = None if is_capturing(self.index) else self._zeros()
+        none = torch.empty(0, dtype=torch.float32, device=where)
+        self.nothing = (*[none for _ in sizes], none.view(torch.int32))
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.counters, dtype=torch.int32, device=self.where)
+
+    def on(self, stream: int) -> tuple[torch.Tensor, ...]:
+        """Return parts [size], float32, and counters [counters], int32, for a launch on a stream, the current one.
+
+        The caller keeps them until the launch.
+        """
+        if INTERPRETED or is_capturing(self.index):
+            fresh = torch.empty(sum(self.sizes), dtype=torch.float32, device=self.where)
+            return (*fresh.split(self.sizes), self._zeros() if self.zeros is None else self.zeros)
+        found = self.known.get(stream)
+        if found is None:
+            shared = Workspace.of(self.index, stream, self.where)
+            numbers, counters = shared.reserve(sum(self.sizes), self.counters)
+            found = self.known[stream] = (*numbers.split(self.sizes), counters), shared
+        return found[0]

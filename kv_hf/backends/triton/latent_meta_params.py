@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from ...spec import PageSpec
-from .meta_params import BOOST, HIP, MIN_SIZE, element_type, hiding, in_float32, power_of_two
-from .tuning import Launch
+from .meta_params import (
+    BOOST,
+    HIP,
+    MIN_SIZE,
+    Launch,
+    element_type,
+    hiding,
+    in_float32,
+    power_of_two,
+)
 
 COLUMNS = 16  # query rows of a program; more are further programs
 CHUNKS = 4  # of the rank: one for each warp

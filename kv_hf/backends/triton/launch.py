@@ -1,26 +1,79 @@
 """Attend to pages: one call finds its plan, hands over addresses and launches; refuses to look into device tensors."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from ...errors import CacheOptionError
+from ...spec import PageSpec
 from ..base import AttentionCall
-from ..inputs import PagedKV
-from . import decode_launch, device, direct, latent_launch
+from . import direct, latent_meta_params, meta_params, support
 from .decode import decode_kernel
-from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
-from .launch_arguments import arguments
-from .launch_plan import LayerPlan, Plan, Shapes, keep
-from .tuning import Launch
+from .direct import INTERPRETED, Kernel, Scratch
+from .latent import latent_kernel
+from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
+from .meta_params import Launch, column_block, constants
+from .softmax import combine_kernel
 
-INTERPRETED = direct.interpreted(decode_kernel)
-Tensors = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], tuple[Any, ...]]
-MASKS = {torch.bool: "bool"}
+TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
+MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
+# places of query, codes, scales and offsets of both sides, windows: what kernels are compiled for the alignment of
+POINTERS = (0, 4, 5, 6, 7, 8, 9, 13, 17)
+LATENT_POINTERS = (0, 4, 5, 6, 7, 8, 9, 13, 16)
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How to launch one kind of call; kept in `PagedKV.launches`.
+
+    Attributes:
+        spec: of the pages; keeps what the plan's key names by id.
+        kernel: what is launched.
+        rows, blocks: the grid without its splits.
+        stretch: tokens of a split at least, 0: any number; most: splits at most.
+        scratch: partial results and counters.
+    """
+
+    spec: PageSpec
+    kernel: Kernel
+    rows: int
+    blocks: int
+    stretch: int
+    most: int
+    scratch: Scratch
+
+    def splits(self, width: int) -> int:
+        """Return the programs that share a row's pages, of which there are at most `width`."""
+        if not self.stretch:
+            return self.most
+        return max(1, min(self.most, width * self.spec.keys.page_size // self.stretch))
+
+
+def keep(launches: dict[Any, Any], key: Any, plan: Plan) -> None:
+    """Keep a plan among what a layer keeps; where these are many, without the other plans."""
+    if len(launches) >= MOST:
+        for old in [known for known, value in launches.items() if isinstance(value, Plan)]:
+            del launches[old]
+    launches[key] = plan
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionPlan(Plan):
+    """How to launch one kind of attention.
+
+    Attributes:
+        shape, strides: of the result, [rows, heads, q_len, dim] over a contiguous [rows, q_len, heads, dim].
+        combine: merges the splits, in `merged` programs times blocks of channels; None where the last program does.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    combine: Kernel | None
+    merged: tuple[int, int]
 
 
 def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.Tensor:
@@ -28,14 +81,13 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
 
     Args:
         call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
-        launch: warps, stages and splits, or None for those of tuning.py and latent_meta_params.py.
+        launch: warps, stages and splits, or None for those of meta_params.py and latent_meta_params.py.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
     Raises: CacheOptionError for a softcap over latents.
     """
     query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
-    softcap, sliding_window = call.softcap, call.sliding_window
     index = query.get_device()
-    if not INTERPRETED and not direct.is_current(index):
+    if not direct.is_current(index):
         with torch.cuda.device(index):
             return paged_attention(call, launch)
     strides = query.stride()
@@ -48,58 +100,93 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask_strides = _mask_strides(mask)
         mask_kind = mask.dtype, mask_strides[0] >> 31
-    shape = query.shape
     key = (
-        id(kv.spec), shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
-        softcap is None, sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
+        id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
+        call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
     )  # fmt: skip
     plan = kv.launches.get(key)
     if plan is None:
-        if softcap is not None and kv.spec.is_latent:
-            raise CacheOptionError(f"softcap: pages of latents are read without one, got {softcap}")
-        shapes = Shapes(
-            rows=shape[0],
-            heads=shape[1],
-            q_len=shape[2],
-            query_dtype=query.dtype,
-            mask="none" if mask is None else MASKS.get(mask.dtype, "float"),
-            softcap=softcap is not None,
-            sliding_window=sliding_window is not None,
-            sinks=sink_logits is not None,
-        )
-        plan = _prepare(query, kv, shapes, launch)
+        plan = _prepare(call, launch)
         keep(kv.launches, key, plan)
     out = query.new_empty_strided(plan.shape, plan.strides)
-    if INTERPRETED:
-        _interpret(plan, _tensors(call, query, mask, mask_strides, out), call, out)
-        return out
     stream = direct.current_stream(index)
     splits = plan.splits(kv.block_table.shape[1])
-    there = address(out)
-    room: tuple[Any, Any, Any] = (there, there, there)
-    if splits > 1:
-        held = None if direct.is_capturing(index) else plan.workspaces.get(stream)
-        held = held or workspace(plan, index, stream, query.device)  # alive until the launch
-        room = held[:3]
-    sinks = there if sink_logits is None else address(sink_logits)
-    shown = there if mask is None else address(mask)
-    given = arguments(address, call, query, shown, mask_strides, sinks, there, room)
-    pointers = plan.pointers(given)
-    a, b, c, d, e, f, g, h, i = pointers
-    odd: Any = (a | b | c | d | e | f | g | h | i) % ALIGNED
-    if odd:
-        odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
-    compiled = plan.compiled.get(odd)
-    if compiled is None:
-        compiled = _compile(plan, _tensors(call, query, mask, mask_strides, out), out.device)
-        plan.compiled[odd] = compiled
-    compiled(plan.rows, plan.blocks, splits, stream, *given)
+    room = plan.scratch.on(stream) if splits > 1 else plan.scratch.nothing  # alive until the launch
+    sinks = out if sink_logits is None else sink_logits
+    shown = out if mask is None else mask
+    plan.kernel.launch(
+        plan.rows, plan.blocks, splits, stream,
+        lambda at: arguments(at, call, query, shown, mask_strides, sinks, out, room),
+    )  # fmt: skip
     if splits > 1 and plan.combine is not None:
-        if plan.combined is None:
-            plan.combined = _compile_combine(plan, sink_logits, out)
-        _, _, programs, parts = plan.combine
-        plan.combined(programs, parts, 1, stream, *room[:2], sinks, there, shape[2], splits)
+        partial, bests, _ = room
+        programs, parts = plan.merged
+        plan.combine.launch(
+            programs, parts, 1, stream,
+            lambda at: (at(partial), at(bests), at(sinks), at(out), plan.shape[2], splits),
+        )  # fmt: skip
     return out
+
+
+def _mask_strides(mask: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of rows, heads and queries, 0 where all share one."""
+    sizes = zip(mask.shape[:3], mask.stride()[:3], strict=True)
+    return tuple(stride if size > 1 else 0 for size, stride in sizes)
+
+
+def arguments(
+    at: Callable[[torch.Tensor], Any],
+    call: AttentionCall,
+    query: torch.Tensor,
+    mask: torch.Tensor,
+    mask_strides: tuple[int, ...],
+    sink_logits: torch.Tensor,
+    out: torch.Tensor,
+    room: tuple[torch.Tensor, ...],
+) -> tuple[Any, ...]:
+    """Return the run-time arguments of the decode kernel, or over latents of the latent kernel.
+
+    Args:
+        at: what to hand over for a tensor, its address or itself.
+        query: [rows, num_heads, q_len, query_dim], of the call, with contiguous channels.
+        mask, sink_logits: of the call, or `out` where there are none: [rows, heads, q_len, value dim].
+        room: partial results, their maxima and sums, counters, one-dimensional.
+    """
+    kv, there = call.kv, at(out)
+    keys, values = kv.key_pages, kv.value_pages
+    table, window_keys, window_values = kv.block_table, kv.residual_keys, kv.residual_values
+    key_row, key_head, key_slot, _ = window_keys.stride()
+    value_row, value_head, value_slot, _ = window_values.stride()
+    partial, bests, counters = room
+    key_scale, key_offset, order = keys.get("scale"), keys.get("offset"), keys.get("order")
+    value_scale, value_offset = values.get("scale"), values.get("offset")
+    row, head, token, _ = query.stride()
+    pages = (
+        at(query), row, head, token, at(keys["codes"]), there if key_scale is None else at(key_scale),
+        there if key_offset is None else at(key_offset), at(values["codes"]),
+        there if value_scale is None else at(value_scale), there if value_offset is None else at(value_offset),
+        at(table), table.stride(0), at(kv.num_pages), at(window_keys), key_row,
+    )  # fmt: skip
+    others = (
+        at(kv.exact_lens), at(kv.padding), at(mask), *mask_strides, at(sink_logits), there, at(partial), at(bests),
+    )  # fmt: skip
+    scale = float(call.softmax_scale)
+    numbers = call.sliding_window or 0, kv.sink_tokens, query.shape[2]
+    if kv.spec.is_latent:  # one head, no softcap; splits are merged by another kernel
+        return (
+            *pages,
+            key_slot,
+            at(window_values),
+            value_row,
+            value_slot,
+            *others,
+            scale,
+            *numbers,
+        )
+    return (
+        *pages, key_head, key_slot, at(window_values), value_row, value_head, value_slot, *others, at(counters),
+        there if order is None else at(order), scale, float(call.softcap or 1.0), *numbers,
+    )  # fmt: skip
 
 
 def refuse_cpu() -> None:
@@ -111,89 +198,74 @@ def refuse_cpu() -> None:
         )
 
 
-def _mask_strides(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of rows, heads and queries, 0 where all share one."""
-    sizes = zip(mask.shape[:3], mask.stride()[:3], strict=True)
-    return tuple(stride if size > 1 else 0 for size, stride in sizes)
-
-
-def _prepare(query: torch.Tensor, kv: PagedKV, shapes: Shapes, launch: Launch | None) -> Plan:
+def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
+    query, spec = call.query, call.kv.spec
     where = query.device
+    if call.softcap is not None and spec.is_latent:
+        raise CacheOptionError(
+            f"softcap: pages of latents are read without one, got {call.softcap}"
+        )
     if where.type == "cpu":
         refuse_cpu()
-    module = latent_launch if kv.spec.is_latent else decode_launch
-    plan = module.prepare(kv, shapes, device.target_isa(where), device.shared_memory(where), launch)
-    # zeros made outside of any graph: a graph that captures this plan later need not set its counters
-    if not direct.is_capturing(query.get_device()):
-        plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
-    return plan
-
-
-def workspace(
-    plan: LayerPlan, index: int, stream: int, where: torch.device
-) -> tuple[int, int, int, Any]:
-    """Return addresses of partial results, of their maxima and sums, and of counters that are zero; and the memory.
-
-    Kernels of one stream share all. What a CUDA graph captures is replayed on any stream: its partial results lie in
-    the graph's own memory, and its counters are the plan's.
-    """
-    shared = None
-    if direct.is_capturing(index):
-        numbers = torch.empty(plan.numbers, dtype=torch.float32, device=where)
-        counters = plan.counters
-        if counters is None:
-            counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
+    rows, heads, q_len, _ = query.shape
+    isa, dim = support.target_isa(where), spec.out_dim
+    mask = "none"
+    if call.mask is not None:
+        mask = "bool" if call.mask.dtype == torch.bool else "float"
+    variant: dict[str, Any] = {
+        "query_dtype": query.dtype, "q_len": q_len, "isa": isa, "mask": mask,
+        "sliding_window": call.sliding_window is not None, "sinks": call.sink_logits is not None,
+    }  # fmt: skip
+    combine = None
+    if spec.is_latent:
+        launch = launch or latent_meta_params.launch_parameters(spec, isa)
+        columns, blocks = COLUMNS, -(-heads * q_len // COLUMNS)
+        plain = latent_constants(spec, heads=heads, num_stages=launch.num_stages, **variant)
+        tile = latent_meta_params.tile_tokens(spec, query.dtype) * latent_meta_params.MIN_TILES
+        most = latent_meta_params.most_splits(rows * blocks)
+        merging = {
+            "HEADS": heads, "COLUMNS": COLUMNS, "V_DIM": dim, "SINKS": variant["sinks"], "SPLITS": COMBINED_SPLITS,
+            "DIM": COMBINED,
+        }  # fmt: skip
+        combine = Kernel(combine_kernel, merging, (0, 1, 3), num_warps=4, enable_fp_fusion=True)
+        jit, pointers = latent_kernel, LATENT_POINTERS
     else:
-        shared = Workspace.of(index, stream, where)
-        numbers, counters = shared.reserve(plan.numbers, plan.groups)
-    start = address(numbers)
-    kept = numbers, counters, shared
-    found = start, start + 4 * plan.partial_results, address(counters), kept
-    if shared is not None:
-        plan.workspaces[stream] = found
-    return found
-
-
-def _tensors(
-    call: AttentionCall,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    mask_strides: tuple[int, ...],
-    out: torch.Tensor,
-) -> Tensors:
-    """Return a function that gives the run-time arguments, with tensors in place of addresses, for partial results."""
-    sinks = out if call.sink_logits is None else call.sink_logits
-    shown = out if mask is None else as_bytes(mask)
-    call = replace(call, softmax_scale=float(call.softmax_scale))
-    return partial(arguments, as_bytes, call, query, shown, mask_strides, sinks, out)
-
-
-def _compile(plan: Plan, tensors: Tensors, where: torch.device) -> Compiled:
-    some = torch.empty(ALIGNED, dtype=torch.float32, device=where)
-    given = tensors((some, some, some.view(torch.int32)))
-    return Compiled(plan.kernel, given, plan.constants, **plan.options)
-
-
-def _compile_combine(plan: Plan, sink_logits: torch.Tensor | None, out: torch.Tensor) -> Compiled:
-    assert plan.combine is not None
-    some = torch.empty(ALIGNED, dtype=torch.float32, device=out.device)
-    kernel, constants, *_ = plan.combine
-    arguments = some, some, out if sink_logits is None else sink_logits, out, 1, 1
-    return Compiled(kernel, arguments, constants, num_warps=4, enable_fp_fusion=True)
-
-
-def _interpret(plan: Plan, tensors: Tensors, call: AttentionCall, out: torch.Tensor) -> None:
-    """Run the kernels in Triton's interpreter: partial results begin as nan, and the counters must end as zeros."""
-    splits = plan.splits(call.kv.block_table.shape[1])
-    numbers = torch.full((plan.numbers,), float("nan"))
-    bests = numbers[plan.partial_results :]
-    counters = torch.zeros(plan.groups, dtype=torch.int32)
-    given = tensors((numbers, bests, counters))
-    plan.kernel[plan.rows, plan.blocks, splits](*given, **plan.constants, **plan.options)
-    assert not counters.any()
-    if splits > 1 and plan.combine is not None:
-        kernel, constants, programs, parts = plan.combine
-        sinks = out if call.sink_logits is None else call.sink_logits
-        kernel[programs, parts](
-            numbers, bests, sinks, out, call.query.shape[2], splits, **constants
+        group, kv_heads = heads // spec.keys.num_kv_heads, spec.keys.num_kv_heads
+        columns = column_block(spec, group, q_len, isa)
+        blocks = kv_heads * -(-group * q_len // columns)
+        launch = launch or meta_params.launch_parameters(
+            spec, columns, isa, query.dtype, support.shared_memory(where), mask
         )
+        plain = constants(
+            spec, group=group, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            softcap=call.softcap is not None, **variant,
+        )  # fmt: skip
+        columns, tile = plain["M_COLUMNS"], plain["TILE"] * meta_params.MIN_TILES
+        most = meta_params.most_splits(rows * blocks)
+        jit, pointers = decode_kernel, POINTERS
+    most = launch.num_splits or most
+    parts = rows * blocks * columns * most  # of all splits
+    return AttentionPlan(
+        spec=spec,
+        kernel=Kernel(
+            jit,
+            triton_constants(plain),
+            pointers,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=True,
+        ),
+        rows=rows,
+        blocks=blocks,
+        stretch=0 if launch.num_splits else tile,
+        most=most,
+        scratch=Scratch((parts * dim, 2 * parts), rows * blocks, where),
+        shape=(rows, heads, q_len, dim),
+        strides=(q_len * heads * dim, dim, heads * dim, 1),
+        combine=combine,
+        merged=(rows * heads * q_len, -(-dim // COMBINED)),
+    )
+
+
+def triton_constants(plain: dict[str, Any]) -> dict[str, Any]:
+    """Replace dtype names by Triton's dtypes."""
+    return {k: TYPES[v] if k.endswith("_DTYPE") else v for k, v in plain.items()}

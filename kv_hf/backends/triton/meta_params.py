@@ -1,15 +1,88 @@
-"""Which kernel serves a spec: tile sizes, chunks, foldings and dtypes as the kernels' compile-time arguments.
+"""Which kernel serves a spec: how a side lies in memory, tiles, chunks, foldings, dtypes, warps and stages.
 
-Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation.
+Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation. Warps and stages
+come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
 """
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec
-from .side_layout import side_layout
+
+
+class SideLayout(NamedTuple):
+    """Codes, scales and offsets of one side of a page.
+
+    Attributes:
+        heads, page, dim: kv heads, tokens of a page and channels.
+        code, bits: as in formats.Scheme.
+        scale_tokens, scale_channels: one scale belongs to so many.
+        offset_tokens, offset_channels: the same of offsets; 0 where there is none.
+        token_contiguous, token_words: as in SideSpec.
+        runs: codes of a byte, or of a word where token_words.
+        width: bytes, words or numbers of a token; of keys of two widths, and of planes of codes, no meaning of its own.
+        size: bytes, words or numbers of a token's codes.
+        rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
+        centered: whether unsigned codes lie around 0 and have no offset.
+        sections: of keys of two widths, (bits, bytes of a token, codes of a byte, first place, first byte) of the wide
+            channels and of the others; else empty.
+    """
+
+    heads: int
+    page: int
+    dim: int
+    code: str
+    bits: int
+    scale_tokens: int
+    scale_channels: int
+    offset_tokens: int
+    offset_channels: int
+    token_contiguous: bool
+    token_words: bool
+    runs: int
+    width: int
+    size: int
+    rotated: int
+    centered: bool
+    sections: tuple[tuple[int, int, int, int, int], ...]
+
+
+@cache
+def side_layout(spec: SideSpec) -> SideLayout:
+    """Return the layout of a side; SideSpec documents it."""
+    scheme = spec.scheme
+    runs = 16 // scheme.bits if spec.token_words else scheme.codes_per_byte
+    return SideLayout(
+        spec.num_kv_heads,
+        spec.page_size,
+        spec.head_dim,
+        scheme.code,
+        scheme.bits,
+        *(scheme.scale_group or (1, 1)),
+        *(scheme.offset_group or (0, 0)),
+        spec.token_contiguous,
+        spec.token_words,
+        runs,
+        spec.head_dim if spec.token_words else spec.head_dim // runs,
+        spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
+        block(spec.head_dim) if scheme.rotated else 0,
+        scheme.code == "unsigned" and scheme.offset_group is None,
+        _sections(spec) if scheme.wide_channels else (),
+    )
+
+
+def _sections(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
+    place = first = 0
+    found = []
+    for bits, channels in spec.runs:
+        found.append((bits, channels * bits // 8, 8 // bits, place, first))
+        place, first = place + channels, first + channels * bits // 8
+    return tuple(found)
+
 
 MAX_TILE = 64  # tokens
 TOKEN_GROUPS = 2  # of the keys' scales in a tile: the scales of more would not fit into registers
@@ -158,7 +231,7 @@ def _key_fold(side: SideSpec) -> str:
 
 
 def _key_sections(side: SideSpec) -> tuple[tuple[Any, ...], ...]:
-    """Return the sections of keys of two widths (see mixed_keys.py), or none."""
+    """Return the sections of keys of two widths (see keys.py), or none."""
     return tuple((*section, chunks(section[1])) for section in side_layout(side).sections)
 
 
@@ -276,3 +349,84 @@ def constants(
         "M_THREADS": 64 * num_warps if isa == HIP else 0,
         "ISA": 0 if exact else isa,
     }  # fmt: skip
+
+
+PROGRAMS = (
+    132 * 8
+)  # programs that fill a large GPU: 132 multiprocessors with 8 resident programs each
+MIN_TILES = 4  # tiles that a split should have at least
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Launch parameters of the decode kernel.
+
+    Attributes:
+        num_warps, num_stages: of the compiled kernel.
+        num_splits: programs that share a row's tiles; 0: by the width of the block table.
+    """
+
+    num_warps: int
+    num_stages: int
+    num_splits: int = 0
+
+
+def launch_parameters(
+    spec: PageSpec,
+    columns: int,
+    isa: int,
+    query_dtype: torch.dtype = torch.bfloat16,
+    shared: int | None = None,
+    mask: str = "none",
+) -> Launch:
+    """Choose the launch parameters of a decode step; splits by `most_splits`.
+
+    Args:
+        columns: query columns of a program; isa: compute capability * 10, or 0.
+        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
+        mask: "none", "bool" or "float".
+    """
+    num_warps, num_stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
+    if shared is not None:
+        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
+            num_stages -= 1
+    return Launch(num_warps, num_stages)
+
+
+def most_splits(programs: int) -> int:
+    """Return the splits that fill the GPU where one split takes `programs` programs."""
+    return max(1, min(MAX_SPLITS, PROGRAMS // programs))
+
+
+def warps_and_stages(
+    spec: PageSpec,
+    columns: int,
+    isa: int,
+    query_dtype: torch.dtype = torch.bfloat16,
+    mask: str = "none",
+) -> tuple[int, int]:
+    """Return (num_warps, num_stages).
+
+    Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
+    memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
+    where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
+    would not fit into two warps' registers.
+    """
+    tile = tile_tokens(spec, query_dtype)
+    dim = max(side.head_dim for side in spec.sides)
+    two_bits = any(side.scheme.bits == 2 for side in spec.sides)
+    packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
+    if columns == 16 and dim > 128:
+        num_warps = 4
+    elif tile == 16 or (
+        packed
+        and columns == 8
+        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or mask == "none")))
+    ):
+        num_warps = 1
+    else:
+        num_warps = 2
+    # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
+    gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
+    return num_warps, 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3

@@ -7,8 +7,7 @@ batches, a token group (or page) each, so that a warp has whole groups. Knows no
 import triton
 import triton.language as tl
 
-from .dequant import run_unit, tile_unit, unpack
-from .float8 import float8_to_float
+from .dequant import float8_to_float, run_unit, tile_unit, unpack
 
 ROWS = tl.constexpr(16)  # of a product, at least
 

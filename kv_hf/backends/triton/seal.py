@@ -9,10 +9,10 @@ Triton 3.6 reads them as plain numbers.
 import triton
 import triton.language as tl
 
-from .page_block import move_to_block
 from .seal_mixed import seal_mixed
 from .seal_numbers import encode, finite, signed_scale, unsigned_range
 from .seal_rotated import seal_rotated
+from .tiles import move_to_block
 
 
 @triton.jit

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from ...formats.linear import Float8Format, SignedFormat
 from ...spec import PageSpec, SideSpec
-from .meta_params import power_of_two
-from .side_layout import SideLayout, side_layout
+from .meta_params import SideLayout, power_of_two, side_layout
 
 TILE_NUMBERS = 4096  # numbers of one tile: what four warps hold without spilling
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}

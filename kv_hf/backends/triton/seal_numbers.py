@@ -6,7 +6,7 @@ SIDE is a SideLayout. Knows nothing of where pages and codes lie.
 import triton
 import triton.language as tl
 
-from .float8 import MAGIC, SCALE_MAX, float_to_float8
+from .dequant import MAGIC, SCALE_MAX, float_to_float8
 
 
 @triton.jit

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from .float8 import SCALE_MAX
-from .rotation import unrotate_channels
+from .dequant import SCALE_MAX, unrotate_channels
 from .seal_numbers import finite, nearest_code, unsigned_range
 
 

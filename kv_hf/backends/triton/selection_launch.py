@@ -3,94 +3,49 @@
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from ...notices import warn_once
-from ...spec import PageSpec
-from .. import registry
 from ..base import AttentionCall
-from . import device, direct
-from .direct import ALIGNED, Compiled, address, as_bytes
-from .launch import refuse_cpu, workspace
-from .launch_plan import LayerPlan, keep, triton_constants
+from ..reference import selection
+from . import direct, support
+from .direct import Kernel, Scratch
+from .launch import Plan, keep, refuse_cpu, triton_constants
 from .meta_params import column_block, power_of_two
 from .selection import choose_kernel
 from .selection_meta_params import NUM_WARPS, selection_constants, splits
 
-INTERPRETED = direct.interpreted(choose_kernel)
 NO_LIMIT = 2**31 - 1  # pages
 LEAST_ROOM = 64  # pages
-QUAD = 4  # numbers: parts of the scratch begin at multiples of 16 bytes
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True)
-class ChoicePlan(LayerPlan):
+@dataclass(slots=True, kw_only=True)
+class ChoicePlan(Plan):
     """How to launch one kind of choice.
 
     Attributes:
-        spec: of the pages; keeps what the plan's key names by id.
-        constants: of the kernel, by name.
-        rows, blocks: the grid without its splits.
-        columns: query heads times queries of a row; block: columns of a program.
-        stretch: tokens of a split at least; max_splits: splits at most.
+        columns: query heads times queries of a row; sums: float32 numbers of the sums of splits.
         room: pages that there is scratch for.
         refused: whether the device has too little for the kernel.
     """
 
-    spec: PageSpec
-    constants: dict[str, Any]
-    rows: int
-    blocks: int
     columns: int
-    block: int
-    stretch: int
-    max_splits: int
-    room: int = LEAST_ROOM
+    sums: int
+    room: int
     refused: bool = False
 
-    @property
-    def groups(self) -> int:
-        """Counters: one for each row."""
-        return self.rows
-
-    @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """float32 numbers of scores of pages, sums of splits, sums of columns and masses of pages."""
-        sums = self.rows * self.blocks * (self.max_splits + 1) * 2 * self.block
-        numbers = self.rows * self.columns * self.room, sums, self.rows * (self.columns + 1)
-        a, b, c = (-(-number // QUAD) * QUAD for number in numbers)
-        return a, b, c, self.rows * self.room
-
-    @property
-    def starts(self) -> tuple[int, int, int, int]:
-        """Where the parts begin."""
-        a, b, c, _ = self.parts
-        return 0, a, a + b, a + b + c
-
-    @property
-    def partial_results(self) -> int:
-        """float32 numbers in front of the sums of splits."""
-        return self.parts[0]
-
-    @property
-    def numbers(self) -> int:
-        """float32 numbers of all scratch."""
-        return sum(self.parts)
-
-    def splits(self, width: int) -> int:
-        """Return the programs that share a row's pages, of which there are at most `width`."""
-        return max(1, min(self.max_splits, width * self.spec.keys.page_size // self.stretch))
-
-    def make_room(self, width: int) -> None:
-        """Have room for `width` pages of each row."""
+    def make_room(self, width: int, where: torch.device) -> None:
+        """Have room for `width` pages of each row: scores of pages, sums of splits, sums of columns, masses of pages."""
         if width > self.room:
-            self.room = power_of_two(width)
-            self.workspaces.clear()
+            self.room = max(LEAST_ROOM, power_of_two(width))
+            rows, columns = self.rows, self.columns
+            sizes = rows * columns * self.room, self.sums, rows * (columns + 1), rows * self.room
+            self.scratch = Scratch(sizes, rows, where)
 
 
 def choose_pages(call: AttentionCall) -> Choice:
@@ -110,7 +65,7 @@ def choose_pages(call: AttentionCall) -> Choice:
 def _choose(call: AttentionCall) -> Choice:
     query, kv = call.query, call.kv
     index = query.get_device()
-    if not INTERPRETED and not direct.is_current(index):
+    if not direct.is_current(index):
         with torch.cuda.device(index):
             return _choose(call)
     if query.stride(3) != 1:
@@ -125,60 +80,32 @@ def _choose(call: AttentionCall) -> Choice:
     if plan is None:
         plan = _prepare(call)
         keep(kv.launches, key, plan)
-    columns = kv.block_table.shape[1]
     if plan.refused:
-        return _by_reference(call)
-    plan.make_room(columns)
-    width = budget.width(columns, kv.page_size)
-    chosen = kv.block_table.new_empty((plan.rows, width))
+        return selection.choose_pages(call)
+    width = kv.block_table.shape[1]
+    plan.make_room(width, query.device)
+    chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(plan.rows)
-    if INTERPRETED:
-        _interpret(plan, call, query, chosen, pages)
-        return chosen, pages
     stream = direct.current_stream(index)
-    held = None if direct.is_capturing(index) else plan.workspaces.get(stream)
-    held = held or workspace(plan, index, stream, query.device)  # alive until the launch
-    scores, _, counters = held[:3]
-    room = (*(scores + 4 * start for start in plan.starts), counters)
-    given = arguments(address, call, query, chosen, pages, room, plan.room)
-    odd = tuple(given[i] % ALIGNED == 0 for i in POINTERS)
-    compiled = plan.compiled.get(odd)
-    if compiled is None:
-        some = torch.empty(ALIGNED, dtype=torch.float32, device=query.device)
-        shown = (*(some,) * 4, some.view(torch.int32))
-        call = replace(call, softmax_scale=float(call.softmax_scale))
-        tensors = arguments(as_bytes, call, query, chosen, pages, shown, plan.room)
-        try:
-            compiled = Compiled(choose_kernel, tensors, plan.constants, **OPTIONS)
-        except OutOfResources as error:
-            plan.refused = True
-            return _by_reference(call, str(error))
-        plan.compiled[odd] = compiled
-    compiled(plan.rows, plan.blocks, plan.splits(columns), stream, *given)
+    room = plan.scratch.on(stream)  # alive until the launch
+    try:
+        plan.kernel.launch(
+            plan.rows, plan.blocks, plan.splits(width), stream,
+            lambda at: arguments(at, call, query, chosen, pages, room, plan.room),
+        )  # fmt: skip
+    except OutOfResources as error:
+        plan.refused = True
+        warn_once(
+            f"read_tokens: triton: {error}",
+            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
+            f"refuses the kernel ({error})",
+        )
+        return selection.choose_pages(call)
     return chosen, pages
 
 
-def _by_reference(call: AttentionCall, reason: str = "") -> Choice:
-    """Choose in plain torch, which waits for the device; say so once, with the reason."""
-    if reason:
-        warn_once(
-            f"read_tokens: triton: {reason}",
-            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
-            f"refuses the kernel ({reason})",
-        )
-    own = registry.load("reference").choose_pages
-    assert own is not None
-    return own(call)
-
-
-OPTIONS: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
-POINTERS = (
-    0,
-    4,
-    5,
-    6,
-    12,
-)  # query, codes, scales, offsets, window: what kernels are compiled for the alignment of
+# query, codes, scales, offsets, window: what kernels are compiled for the alignment of
+POINTERS = (0, 4, 5, 6, 12)
 
 
 def arguments(
@@ -187,7 +114,7 @@ def arguments(
     query: torch.Tensor,
     chosen: torch.Tensor,
     pages: torch.Tensor,
-    room: tuple[Any, ...],
+    room: tuple[torch.Tensor, ...],
     room_pages: int,
 ) -> tuple[Any, ...]:
     """Return the run-time arguments of the kernel that chooses pages.
@@ -211,10 +138,10 @@ def arguments(
         codes if scale is None else at(scale), codes if offset is None else at(offset),
         absent if order is None else at(order), absent if kv.words is None else at(kv.words),
         at(kv.block_table), kv.block_table.stride(0), absent, at(window), *window.stride()[:3], at(kv.exact_lens),
-        absent if sinks is None else at(sinks), at(chosen), at(pages), *room, room_pages, chosen.shape[1],
+        absent if sinks is None else at(sinks), at(chosen), at(pages), *map(at, room), room_pages, chosen.shape[1],
         NO_LIMIT if budget.pages is None else budget.pages, _bits_of(1.0 if budget.share is None else budget.share),
-        min(budget.from_tokens, NO_LIMIT), query.shape[2], call.softmax_scale, call.softcap or 1.0,
-        1.0 if budget.top_p is None else budget.top_p,
+        min(budget.from_tokens, NO_LIMIT), query.shape[2], float(call.softmax_scale),
+        float(call.softcap or 1.0), 1.0 if budget.top_p is None else budget.top_p,
     )  # fmt: skip
 
 
@@ -231,7 +158,7 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
         refuse_cpu()
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
-    group, isa = num_heads // heads, device.target_isa(where)
+    group, isa = num_heads // heads, support.target_isa(where)
     block = column_block(kv.spec, group, q_len, isa)
     blocks = heads * -(-group * q_len // block)
     assert kv.budget is not None
@@ -240,30 +167,11 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
         sinks=call.sink_logits is not None, top_p=kv.budget.top_p is not None, indexed=kv.words is not None,
     )  # fmt: skip
     stretch, most = splits(kv.spec, rows * blocks, kv.words is not None)
-    plan = ChoicePlan(
-        kv.spec, triton_constants(constants), rows, blocks, num_heads * q_len, block, stretch, most
-    )
-    # as for attention: a graph that captures this plan later need not set its counters
-    if not direct.is_capturing(query.get_device()):
-        plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
-    return plan
-
-
-def _interpret(
-    plan: ChoicePlan,
-    call: AttentionCall,
-    query: torch.Tensor,
-    chosen: torch.Tensor,
-    pages: torch.Tensor,
-) -> torch.Tensor:
-    """Run the kernel in Triton's interpreter and return its scratch, which begins as nan; the counters must end as zeros."""
-    numbers = torch.full((plan.numbers,), float("nan"))
-    chosen.fill_(-1)
-    pages.fill_(-1)
-    counters = torch.zeros(plan.groups, dtype=torch.int32)
-    parts = tuple(numbers[start:] for start in plan.starts)
-    given = arguments(as_bytes, call, query, chosen, pages, (*parts, counters), plan.room)
-    grid = plan.rows, plan.blocks, plan.splits(call.kv.block_table.shape[1])
-    choose_kernel[grid](*given, **plan.constants, **OPTIONS)
-    assert not counters.any()
-    return numbers
+    return ChoicePlan(
+        spec=kv.spec,
+        kernel=Kernel(
+            choose_kernel, triton_constants(constants), POINTERS, num_warps=NUM_WARPS, enable_fp_fusion=True
+        ),
+        rows=rows, blocks=blocks, stretch=stretch, most=most, columns=num_heads * q_len,
+        sums=rows * blocks * (most + 1) * 2 * block, room=0, scratch=Scratch((), rows, where),
+    )  # fmt: skip

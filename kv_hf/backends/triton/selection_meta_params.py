@@ -20,8 +20,16 @@ from ...page_summary import (
 )
 from ...read_budget import NEWEST_PAGES
 from ...spec import PageSpec, SideSpec
-from .meta_params import HIP, Hiding, chunks, column_block, compute_types, hiding, power_of_two
-from .side_layout import side_layout
+from .meta_params import (
+    HIP,
+    Hiding,
+    chunks,
+    column_block,
+    compute_types,
+    hiding,
+    power_of_two,
+    side_layout,
+)
 
 NUM_WARPS = 4
 TILE_TOKENS = 256  # of the pages that a program scores at once

@@ -1,10 +1,68 @@
-"""Scores to weights: softcap, masks and one step of the online softmax, in units of log2.
+"""Scores to weights: what queries see, one step of the online softmax in units of log2, and the merge of splits.
 
 Knows nothing of where keys and values come from. Tokens lie along the first axis, query columns along the second.
+A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The program that
+arrives last merges the splits. Over latents a kernel of its own does: at batch 1 a few blocks of query rows are split into
+hundreds of programs, and one program that merged a block would read megabytes alone.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Visibility(NamedTuple):
+    """What a meta_params.Hiding needs to know of the queries of a program.
+
+    Attributes:
+        query_at: [columns], positions of the queries.
+        masks: [columns], pointers to column 0 of each query's mask; left: the column of token 0.
+        sink_tokens, sliding_window, softcap: as in AttentionCall and PagedKV.
+    """
+
+    query_at: Any
+    masks: Any
+    left: Any
+    sink_tokens: Any
+    sliding_window: Any
+    softcap: Any
+
+
+@triton.jit
+def row_lengths(num_pages, exact_lens, padding, row):
+    """Return pages, tokens of the window and columns of padding of a row."""
+    return tl.load(num_pages + row), tl.load(exact_lens + row), tl.load(padding + row)
+
+
+@triton.jit
+def mask_pointers(mask, row, head, token, real, mask_row, mask_head, mask_query):
+    """Return pointers [columns] to column 0 of the masks of queries, which are those of token 0 where not `real`."""
+    masks = mask + row.to(tl.int64) * mask_row + head * mask_head
+    return masks + tl.where(real, token, 0) * mask_query
+
+
+@triton.jit
+def tiles_of_split(first, tiles, window, split, num_splits):
+    """Return begin and end of a split's tiles, of those from `first` on.
+
+    window: the work of the window, in tiles; the last split does it and therefore gets fewer tiles.
+    """
+    work = tiles - first + window
+    begin = tl.minimum(first + work * split // num_splits, tiles)
+    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
+    return begin, end
+
+
+@triton.jit
+def window_slots(first, exact, page_tokens, sink_tokens, TILE: tl.constexpr):
+    """Return TILE slots of the window from `first` on, which of them hold tokens, and the positions of these.
+
+    Slots below `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
+    """
+    slot = first + tl.arange(0, TILE)
+    return slot, slot < exact, slot + tl.where(slot < sink_tokens, 0, page_tokens)
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -102,3 +160,166 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
             down = LIFT - shift
         weights = tl.exp2(tl.fma(scores, factor[None, :], down[None, :]))
     return weights, keep, top
+
+
+@triton.jit
+def add_sink(best, total, logits, SINKS: tl.constexpr):
+    """Add sink logits [columns] (pointers) to the running softmax; returns what to multiply the sums by."""
+    top = best
+    if SINKS:
+        sink = tl.load(logits).to(tl.float32) * LOG2E
+        top = tl.maximum(best, sink)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(best - shift)
+    total = total * keep
+    if SINKS:
+        total += tl.exp2(sink - shift)
+    return keep / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def arrive_last(counters, group, num_splits, THREADS: tl.constexpr):
+    """Say that this program's partial result is written; return whether those of all other splits are, too.
+
+    Writes of all threads happen before the count (a barrier, then a release at the GPU's scope by one thread), and
+    what the last program reads happens after it. The last one sets the counter back for the next launch.
+    THREADS: those of the program on AMD GPUs, whose barrier waits for no write: every wave releases its own; else 0.
+    """
+    if THREADS > 0:
+        lane = tl.arange(0, THREADS)
+        every = counters + group + tl.zeros([THREADS], tl.int32)
+        tl.atomic_add(every, 0, mask=lane % 64 == 0, sem="release", scope="gpu")
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
+    last = arrived == num_splits - 1
+    if last:
+        tl.store(counters + group, 0)
+    return last
+
+
+@triton.jit
+def load_splits(
+    partial, bests, first, num_splits, column, channel, inside,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Load SPLITS splits from `first` on: maxima and sums [SPLITS, columns], values [SPLITS, columns, channels].
+
+    From the second-level cache: another multiprocessor wrote them.
+    """
+    split = first + tl.arange(0, SPLITS)
+    held = split < num_splits
+    at = split[:, None] * COLUMNS + column[None, :]
+    where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
+    best = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(where + COLUMNS, mask=held[:, None], other=0.0, cache_modifier=".cg")
+    where = partial + at[:, :, None] * DIM + channel[None, None, :]
+    x = tl.load(where, mask=held[:, None, None] & inside, other=0.0, cache_modifier=".cg")
+    return best, total, x
+
+
+@triton.jit
+def merge_splits(
+    partial,  # [num_splits, COLUMNS, DIM] fp32, of this row and block of columns
+    bests,  # [num_splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
+    num_splits,
+    column,  # [COLUMNS], places in them that are wanted
+    channel,  # [channels]
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return the running softmax over all splits: maxima, sums [columns], values [columns, channels]."""
+    best = tl.full(column.shape, float("-inf"), tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
+    acc = tl.zeros([column.shape[0], channel.shape[0]], tl.float32)
+    inside = (channel < DIM)[None, None, :]
+    for first in tl.range(0, num_splits, SPLITS):
+        bests_of, totals, x = load_splits(
+            partial, bests, first, num_splits, column, channel, inside, DIM, COLUMNS, SPLITS
+        )
+        top = tl.maximum(best, tl.max(bests_of, 0))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp2(best - shift)
+        weights = tl.exp2(bests_of - shift[None, :])
+        total = total * keep + tl.sum(totals * weights, 0)
+        acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], 0)
+        best = top
+    return best, total, acc
+
+
+@triton.jit
+def merge_columns(
+    partial,
+    bests,
+    sink_logits,
+    out,
+    num_splits,
+    first_token,
+    head,
+    first_column,
+    used,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Merge the splits of a block of query columns of one kv head and store the result, see decode.py.
+
+    first_token: of the row's new tokens in `out`, [tokens, HEADS * GROUP, DIM].
+    """
+    place = tl.arange(0, COLUMNS)
+    column = first_column + place
+    real = column < used
+    query_head = head * GROUP + column % GROUP
+    channel = tl.arange(0, triton.next_power_of_2(DIM))
+    best, total, acc = merge_splits(
+        partial, bests, num_splits, place, channel, DIM, COLUMNS, SPLITS
+    )
+    norm = add_sink(best, total, sink_logits + query_head, SINKS)
+    at = (first_token + column // GROUP) * (HEADS * GROUP) + query_head
+    where = out + at[:, None] * DIM + channel[None, :]
+    result = (acc * norm[:, None]).to(out.dtype.element_ty)
+    tl.store(where, result, mask=real[:, None] & (channel < DIM)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["q_len", "num_splits"],
+    do_not_specialize_on_alignment=["sink_logits"],
+)
+def combine_kernel(
+    partial,  # [groups, num_splits, COLUMNS, V_DIM] fp32
+    bests,  # [groups, num_splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
+    sink_logits,  # [HEADS]
+    out,  # [rows, q_len, HEADS, V_DIM]
+    q_len,
+    num_splits,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Merge one query row: grid (rows * HEADS * q_len, blocks of DIM channels).
+
+    A group is what one program of the decode kernel takes: COLUMNS query rows of one row, heads side by side.
+    SPLITS: splits that are read at once.
+    """
+    queries = HEADS * q_len
+    row = tl.program_id(0) // queries
+    column = tl.program_id(0) % queries
+    blocks = (queries + COLUMNS - 1) // COLUMNS
+    group = (row * blocks + column // COLUMNS).to(tl.int64)
+    channel = tl.program_id(1) * DIM + tl.arange(0, DIM)
+    place = column % COLUMNS + tl.zeros([1], tl.int32)
+    best, total, acc = merge_splits(
+        partial + group * num_splits * (COLUMNS * V_DIM), bests + group * num_splits * (2 * COLUMNS),
+        num_splits, place, channel, V_DIM, COLUMNS, SPLITS,
+    )  # fmt: skip
+    head = column % HEADS + tl.zeros([1], tl.int32)
+    norm = add_sink(best, total, sink_logits + head, SINKS)
+    where = out + tl.program_id(0).to(tl.int64) * V_DIM + channel[None, :]
+    result = (acc * norm[:, None]).to(out.dtype.element_ty)
+    tl.store(where, result, mask=(channel < V_DIM)[None, :])

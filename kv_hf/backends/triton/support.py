@@ -1,6 +1,10 @@
-"""Say whether the Triton kernels can serve a cache here, before anything is compiled; needs no Triton itself."""
+"""What the launches need to know of a device, and whether the Triton kernels can serve a cache there; needs no Triton itself.
+
+Nothing is compiled. Call `target_isa` and `shared_memory` through the module, which tests patch.
+"""
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -11,10 +15,41 @@ from packaging.version import Version
 
 from ...spec import ROWS, PageSpec, SideSpec
 from ..compiled_formats import in_known_groups, transformed, unread_groups
-from . import device as devices
 from . import latent_meta_params, meta_params
 from .latent_meta_params import MAX_PADDED, Chunks
-from .meta_params import MIN_SIZE
+from .meta_params import HIP, MIN_SIZE
+
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
+
+
+def target_isa(device: torch.device) -> int:
+    """Return compute capability * 10 of an NVIDIA device, HIP for an AMD one, 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    if torch.version.hip:
+        return HIP
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def shared_memory(device: torch.device) -> int | None:
+    """Return the bytes of shared memory that one program may take there, or None where nothing limits it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return int(properties.shared_memory_per_block)
+    optin = getattr(
+        properties, "shared_memory_per_block_optin", None
+    )  # newer versions of torch have it
+    return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make the GPU of a tensor [any shape] the current one: Triton launches there, wherever the tensors lie."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
 
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
@@ -145,7 +180,7 @@ def _why_not_gpu(device: torch.device) -> str | None:
 
 def _why_not_shared(device: torch.device, dtype: torch.dtype, spec: PageSpec) -> str | None:
     """Say so where not even the smallest tiles fit into the device's shared memory."""
-    have, isa = devices.shared_memory(device), devices.target_isa(device)
+    have, isa = shared_memory(device), target_isa(device)
     if spec.is_latent:
         need = latent_meta_params.shared_bytes(spec, dtype, isa)
     else:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...formats import format_names, is_shipped, key_scheme, value_scheme
-from ...spec import PageSpec
-from .meta_params import column_block, tile_tokens
+from kv_hf.backends.triton.meta_params import column_block, tile_tokens
+from kv_hf.formats import format_names, is_shipped, key_scheme, value_scheme
+from kv_hf.spec import PageSpec
 
 ISSUE = 4  # warp instructions per clock and multiprocessor
 COPY_BYTES = 4.3e12  # bytes per second, measured copy on an H200

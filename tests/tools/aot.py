@@ -10,26 +10,35 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from ...spec import PageSpec, SideSpec
-from .append import append_pair_kernel
-from .combine import combine_kernel
-from .decode import decode_kernel
-from .dense import dense_kernel
-from .dense_launch import dense_constants
-from .latent import latent_kernel
-from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
-from .latent_meta_params import warps_and_stages as latent_warps_and_stages
-from .launch_arguments import STEPWISE, TABLES
-from .launch_plan import triton_constants
-from .meta_params import HIP, column_block, constants, element_type
-from .seal import seal_pair_kernel
-from .seal_meta_params import pair_constants
-from .selection import STEPWISE as SELECTION_STEPWISE
-from .selection import UNALIGNED as SELECTION_UNALIGNED
-from .selection import choose_kernel
-from .selection_meta_params import NUM_WARPS, selection_constants
-from .tuning import warps_and_stages
-from .write_pair import append_constants
+from kv_hf.backends.triton.append import append_pair_kernel
+from kv_hf.backends.triton.decode import decode_kernel
+from kv_hf.backends.triton.dense import dense_constants, dense_kernel
+from kv_hf.backends.triton.direct import STEPWISE, TABLES
+from kv_hf.backends.triton.latent import latent_kernel
+from kv_hf.backends.triton.latent_meta_params import (
+    COLUMNS,
+    COMBINED,
+    COMBINED_SPLITS,
+    latent_constants,
+)
+from kv_hf.backends.triton.latent_meta_params import warps_and_stages as latent_warps_and_stages
+from kv_hf.backends.triton.launch import triton_constants
+from kv_hf.backends.triton.meta_params import (
+    HIP,
+    column_block,
+    constants,
+    element_type,
+    warps_and_stages,
+)
+from kv_hf.backends.triton.seal import seal_pair_kernel
+from kv_hf.backends.triton.seal_meta_params import pair_constants
+from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
+from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
+from kv_hf.backends.triton.selection import choose_kernel
+from kv_hf.backends.triton.selection_meta_params import NUM_WARPS, selection_constants
+from kv_hf.backends.triton.softmax import combine_kernel
+from kv_hf.backends.triton.write_pair import append_constants
+from kv_hf.spec import PageSpec, SideSpec
 
 STRIDES = (
     "query_row",

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..quant.codec import block, decode, rotate
-from ..spec import SideSpec
-from .inputs import PagedKV
+from kv_hf.quant.codec import block, rotate
+from kv_hf.spec import SideSpec
 
 WALK = 2.0  # roundings of n terms add up to at most WALK * sqrt(n) of them, or n
 EXP_ROUNDINGS = (
@@ -50,12 +49,10 @@ class Rounding:
         """
         if kernel == "c":
             return cls(dtype, integers=integers and dtype != torch.float32)
-        if kernel == "sdpa":
-            return cls(dtype, operands=dtype, apart=False)
         if kernel == "reference":
             own = torch.promote_types(dtype, torch.float32)  # fp32 at least
             return cls(dtype, operands=own, sums=own, apart=False)
-        return cls(dtype, operands=dtype)  # Triton's, and backends of others
+        return cls(dtype, operands=dtype)  # Triton's
 
 
 @dataclass(frozen=True)
@@ -112,23 +109,6 @@ def without_offsets(
         stored["offset"] = torch.zeros_like(stored["scale"])
         side = replace(side, scheme=replace(scheme, offset_group=scheme.scale_group))
     return stored, side
-
-
-def tokens_of(kv: PagedKV, number: int, row: int) -> Tokens:
-    """Return the keys (0) or values (1) of a row in order, decoded to fp32: [num_kv_heads, tokens, head_dim]."""
-    side = kv.spec.sides[number]
-    window = (kv.residual_keys, kv.residual_values)[number][
-        row, :, : int(kv.exact_lens[row])
-    ].float()
-    ids = kv.block_table[row, : int(kv.num_pages[row])].long()
-    pages = {name: field[ids] for name, field in (kv.key_pages, kv.value_pages)[number].items()}
-
-    def in_order(pages: dict[str, torch.Tensor], side: SideSpec) -> torch.Tensor:
-        paged = decode(pages, side, torch.float32).transpose(0, 1).flatten(1, 2)
-        return torch.cat([window[:, : kv.sink_tokens], paged, window[:, kv.sink_tokens :]], 1)
-
-    codes = in_order(*without_offsets(pages, side))
-    return Tokens(in_order(pages, side), codes, side.scheme.rotated)
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -195,28 +175,6 @@ def attend_exactly(
         outs.append(out)
         bounds.append(bound)
     return torch.cat(outs), torch.cat(bounds)
-
-
-def attend_pages(
-    query: torch.Tensor, kv: PagedKV, rounding: Rounding
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `attend_exactly` does with the tokens of each row, whose newest are those of the queries. Walks no table.
-
-    Args:
-        query: [rows, num_heads, q_len, query_dim]; the scale is query_dim ** -0.5.
-    Returns: (result, largest error), both [rows, num_heads, q_len, out_dim], fp64.
-    """
-    found = []
-    for row in range(kv.rows):
-        keys, values = tokens_of(kv, 0, row), tokens_of(kv, 1, row)
-        if kv.spec.is_latent:
-            keys, values = keys.beside(values), keys
-        shape = 1, query.shape[2], keys.numbers.shape[1]
-        bias = torch.full(shape, -math.inf, device=query.device).triu(shape[2] - shape[1] + 1)
-        scale = kv.spec.query_dim**-0.5
-        found.append(attend_exactly(query[row], keys, values, scale, rounding, bias=bias))
-    results, bounds = zip(*found, strict=True)
-    return torch.stack(results), torch.stack(bounds)
 
 
 @dataclass(frozen=True)

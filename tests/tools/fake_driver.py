@@ -17,9 +17,9 @@ from triton.compiler import compiler
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
-from ...spec import ROWS
-from .. import registry
-from . import device, launch, support
+from kv_hf.backends import registry
+from kv_hf.backends.triton import launch, support
+from kv_hf.spec import ROWS
 
 H200_SHARED = 232448  # bytes of shared memory that one program may take
 
@@ -56,8 +56,8 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
     """
     gpu = FakeGpu()
     replaced: list[tuple[ModuleType, str, Any]] = [
-        (device, "target_isa", lambda where: capability),
-        (device, "shared_memory", lambda where: shared_memory),
+        (support, "target_isa", lambda where: capability),
+        (support, "shared_memory", lambda where: shared_memory),
         (launch, "refuse_cpu", lambda: None),
         (support, "why_not", lambda *args, **options: None),
         (registry, "layout_for", lambda where: ROWS),

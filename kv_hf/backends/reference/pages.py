@@ -1,0 +1,153 @@
+"""Write tokens into windows and pages, and pages out as dense tensors: the definition of what every backend writes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...quant.codec import decode, encode
+from ...spec import PageSpec, SideSpec
+from ..base import PagedKV
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Fields = Mapping[str, torch.Tensor]
+TILE_TOKENS = (
+    512  # tokens decoded at a time (a page, where pages are larger): the largest temporary
+)
+
+SEAL_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
+
+
+def seal_pages(
+    tokens: torch.Tensor, jobs: torch.Tensor, fields: Mapping[str, torch.Tensor], spec: SideSpec
+) -> torch.Tensor:
+    """Encode full pages of exact tokens into their places in storage.
+
+    Args:
+        tokens: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
+        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once; a job with a
+            negative page id is skipped.
+        fields: the storage to write to, in place: tensors of spec.fields with a leading [pages].
+        spec: the side to encode for.
+    Returns: bool scalar tensor, True when some number had to be made finite (see quant/codec.py).
+    """
+    damaged = torch.zeros((), dtype=torch.bool, device=tokens.device)
+    for some in jobs[jobs[:, 2] >= 0].long().split(SEAL_PAGES):
+        row, first, page = some.unbind(1)
+        slots = first[:, None] + torch.arange(spec.page_size, device=tokens.device)
+        encoded, bad = encode(tokens[row[:, None], :, slots].transpose(1, 2), spec)
+        for name, new in encoded.items():
+            fields[name][page] = new
+        damaged = damaged | bad
+    return damaged
+
+
+def append_tokens(
+    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
+) -> None:
+    """Write the new tokens of each row into its exact window, in place: window[b, :, starts[b] + i] = new[b, :, skips[b] + i].
+
+    Args:
+        window: [rows, num_kv_heads, slots, head_dim].
+        new: [rows, num_kv_heads, q_len, head_dim], with padding in front.
+        starts, skips: [rows], int32: first slot to write, and columns of padding that are not stored.
+    """
+    q_len = new.shape[2]
+    if q_len == 1 and not bool(skips.any()):
+        rows = torch.arange(window.shape[0], device=window.device)
+        window.transpose(1, 2)[rows, starts.long()] = new[:, :, 0]
+        return
+    for row, (start, skip) in enumerate(zip(starts.tolist(), skips.tolist(), strict=True)):
+        window[row, :, start : start + q_len - skip] = new[row, :, skip:]
+
+
+def decode_tile(
+    pages: Mapping[str, torch.Tensor], spec: SideSpec, ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode pages `ids` [rows, n] to [rows, num_kv_heads, n * page_size, head_dim]."""
+    flat = ids.reshape(-1)
+    tokens = decode({name: tensor[flat] for name, tensor in pages.items()}, spec, dtype)
+    rows, count = ids.shape
+    tokens = tokens.reshape(rows, count, *tokens.shape[1:]).transpose(1, 2)
+    return tokens.flatten(2, 3)
+
+
+def write_pair(
+    windows: Pair,
+    new: Pair,
+    starts: torch.Tensor,
+    skips: torch.Tensor,
+    jobs: torch.Tensor | None,
+    fields: tuple[Fields, Fields] | None,
+    spec: PageSpec,
+    damaged: torch.Tensor,
+    launches: dict[Any, Any],
+) -> None:
+    """Append new tokens to both windows in place; where there are jobs, seal these pages from the windows.
+
+    Args:
+        windows: keys and values, [rows, heads, slots, head_dim].
+        new: their new tokens, [rows, heads, q_len, head_dim].
+        starts, skips: [rows], int32: first free slot, and leading new tokens that are left out.
+        jobs: [n, 3], int32 (row, first slot, page id), or None.
+        fields: tensors of both sides' pages; None where there are no jobs.
+        damaged: uint8 scalar, set to 1 where numbers had to be made finite; never cleared, never read.
+        launches: what the backend keeps for this layer.
+    """
+    if windows[0].is_meta:  # which hold nothing, and whose lengths cannot be read
+        return
+    for window, tokens in zip(windows, new, strict=True):
+        append_tokens(window, tokens, starts, skips)
+    if jobs is not None:
+        assert fields is not None
+        seal_pair(windows, jobs, fields, spec, damaged, launches)
+
+
+def seal_pair(
+    tokens: Pair,
+    jobs: torch.Tensor,
+    fields: tuple[Fields, Fields],
+    spec: PageSpec,
+    damaged: torch.Tensor,
+    launches: dict[Any, Any],
+) -> None:
+    """Seal pages of both sides from `tokens` [rows, heads, slots, head_dim]; the arguments are those of `write_pair`."""
+    if damaged.is_meta:
+        return
+    for side, own, pages in zip(spec.sides, tokens, fields, strict=True):
+        damaged.logical_or_(seal_pages(own, jobs, pages, side))
+
+
+def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
+    """Return the keys or values of all rows as [rows, num_kv_heads, seen, head_dim] in the model's dtype.
+
+    Columns of left padding, and of a preallocated cache those that are free yet, are zeros. The result is the size of one layer's whole cache: callers that can
+    walk pages should.
+
+    Args:
+        kv: the layer's pages and window.
+        side: "keys" or "values".
+    """
+    with kv.hold():
+        return _dense_side(kv, side)
+
+
+def _dense_side(kv: PagedKV, side: str) -> torch.Tensor:
+    spec = getattr(kv.spec, side)
+    pages = kv.key_pages if side == "keys" else kv.value_pages
+    window = kv.residual_keys if side == "keys" else kv.residual_values
+    out = window.new_zeros((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
+    per_tile = max(1, TILE_TOKENS // kv.page_size)
+    for row in range(kv.rows):
+        count, exact = int(kv.num_pages[row]), int(kv.exact_lens[row])
+        start = int(kv.padding[row])
+        sinks = min(kv.sink_tokens, exact)
+        out[row, :, start : start + sinks] = window[row, :, :sinks]
+        at = start + sinks
+        for first in range(0, count, per_tile):
+            ids = kv.block_table[row : row + 1, first : min(first + per_tile, count)]
+            tokens = decode_tile(pages, spec, ids, spec.dtype)[0]
+            out[row, :, at : at + tokens.shape[1]] = tokens
+            at += tokens.shape[1]
+        out[row, :, at : at + exact - sinks] = window[row, :, sinks:exact]
+    return out

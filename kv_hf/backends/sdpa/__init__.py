@@ -1,1 +1,0 @@
-"""Attention over pages through torch's SDPA."""

@@ -22,8 +22,7 @@ from .latent_meta_params import warps_and_stages as latent_warps_and_stages
 from .launch_arguments import STEPWISE, TABLES
 from .launch_plan import triton_constants
 from .meta_params import HIP, column_block, constants, element_type
-from .seal import seal_pair_kernel
-from .seal_meta_params import pair_constants
+from .seal import pair_constants, seal_pair_kernel
 from .selection import STEPWISE as SELECTION_STEPWISE
 from .selection import UNALIGNED as SELECTION_UNALIGNED
 from .selection import choose_kernel

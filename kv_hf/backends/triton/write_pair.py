@@ -12,8 +12,7 @@ from . import direct
 from .append import append_pair_kernel
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .meta_params import power_of_two
-from .seal import seal_pair_kernel
-from .seal_meta_params import pair_constants
+from .seal import pair_constants, seal_pair_kernel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = dict[str, torch.Tensor]

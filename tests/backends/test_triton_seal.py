@@ -96,7 +96,7 @@ def test_seal_writes_the_codecs_bytes_for_hard_numbers(name, side):
 @pytest.mark.parametrize(("name", "side", "dim", "page", "group"), SIZED)
 def test_seal_takes_every_size(name, side, dim, page, group):
     spec = side_of(name, side, dim, page, group)
-    assert not check_bytes(numbers(spec), spec, JOBS[::9])
+    assert not check_bytes(numbers(spec), spec, JOBS[:4:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -104,7 +104,7 @@ def test_seal_takes_every_size(name, side, dim, page, group):
 def test_seal_reads_every_dtype_in_any_strides(name, side, dtype):
     spec = side_of(name, side, dtype=dtype, heads=3)
     tokens = numbers(spec).transpose(1, 2).contiguous().transpose(1, 2)
-    assert not check_bytes(tokens, spec, JOBS[::9])
+    assert not check_bytes(tokens, spec, JOBS[:4:3])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7e4], ids=str)

@@ -374,22 +374,22 @@ def _seal_side(
 @triton.jit(do_not_specialize_on_alignment=["jobs", "damaged", "order"])
 def seal_pair_kernel(
     tokens,  # [rows, heads, slots, dim]
-    row_stride,
-    head_stride,
-    slot_stride,
     codes,
     scale,
     offset,
     value_tokens,  # [rows, heads, slots, value dim]
-    value_row,
-    value_head,
-    value_slot,
     value_codes,
     value_scale,
     value_offset,
     jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
     damaged,  # [] uint8, only ever set
     order,  # [pages, heads, dim], of keys of two widths
+    row_stride,
+    head_stride,
+    slot_stride,
+    value_row,
+    value_head,
+    value_slot,
     KEYS: tl.constexpr,
     KEY_SEALING: tl.constexpr,
     VALUES: tl.constexpr,

@@ -9,12 +9,11 @@ import paged_inputs
 import pytest
 import torch
 from error_bound import Rounding
-from interpreter import call, needs_interpreter, scratch, seal
+from interpreter import call, needs_interpreter, scratch
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import format_names, k_rope_name, k_rope_scheme, latent_scheme
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
@@ -340,85 +339,6 @@ def test_decode_with_ptx_errs_no_more_than_float16(name, page, size):
     allowed = (2 * scale * moved + 3 * eps) * largest
     assert float((out.double() - expected).abs().max()) <= allowed
     assert allowed < 0.05 * largest
-
-
-# -- sealing -----------------------------------------------------------------------------------------------------------
-
-JOBS = torch.tensor([[0, 7, 3], [1, 0, 0], [2, 3, -1]], dtype=torch.int32)
-
-
-def check_bytes(tokens, spec):
-    empty = {n: torch.full((5, *shape), 1, dtype=d) for n, (shape, d) in spec.fields.items()}
-    expected = {name: tensor.clone() for name, tensor in empty.items()}
-    damaged = seal_pages(tokens, JOBS, expected, spec)
-    got, got_damaged = call(seal, tokens, JOBS, empty, spec)
-    for name, tensor in expected.items():
-        view = [t.contiguous().view(torch.uint8) for t in (tensor, got[name])]
-        assert torch.equal(*view), name
-    assert bool(got_damaged) == bool(damaged)
-    return bool(damaged)
-
-
-def numbers(spec):
-    shape = (3, 1, spec.page_size + 7, spec.head_dim)
-    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(spec.dtype)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        *((name, {}) for name in format_names("latent")),
-        ("int8", {"rank": 240, "page": 32, "group": 8}),
-        ("int4", {"rank": 240, "page": 32}),
-        ("int2", {"page": 64, "tokens": 8}),
-        slow("fp8", {"rank": 240, "page": 32}),
-        slow("int4", {"page": 256}),
-        slow("int4", {"page": 64, "tokens": 16}),
-        slow("int2", {"rank": 240, "page": 128}),
-        slow("fp8_ds_mla", {"rank": 256}),
-    ],
-    ids=str,
-)
-def test_seal_writes_the_codecs_bytes(name, sizes):
-    spec = spec_of(name, **sizes).keys
-    tokens = numbers(spec)
-    tokens[0, 0, 8] = 0.0  # a constant token
-    tokens[0, :, :, 3] = 0.25  # and a constant channel
-    tokens[1, 0, 3, 5] = 65504.0
-    assert not check_bytes(tokens, spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("rope", ["exact", "int8"])
-def test_seal_writes_rope_keys_as_keys(rope):
-    spec = spec_of("int8", rope=rope).values
-    assert not check_bytes(numbers(spec), spec)
-
-
-@needs_interpreter
-def test_seal_takes_latents_without_rope_keys():
-    spec = spec_of("int8", rope_dim=0).values
-    assert not check_bytes(numbers(spec), spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("fp8", float("nan")),
-        ("int4", float("nan")),
-        ("int4", 7e4),
-        ("fp8_ds_mla", float("-inf")),
-        slow("int4", float("-inf")),
-    ],
-    ids=str,
-)
-def test_seal_makes_numbers_finite_and_says_so(name, bad):
-    spec = spec_of(name).keys
-    tokens = numbers(spec)
-    tokens[1, 0, 4, 9] = bad
-    assert check_bytes(tokens, spec)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -7,11 +7,8 @@ import torch
 from error_bound import Rounding
 from interpreter import attend, attend_with_ptx, call, dense, needs_interpreter
 from paged_inputs import check, make_kv, make_query
-from test_triton_seal import HARD, check_bytes, numbers
 
 from kv_hf.backends.reference.pages import dense_side
-from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.spec import PageSpec
 
 FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row
 FP32 = torch.float32
@@ -79,50 +76,3 @@ def test_dense_takes_every_size_of_mixed_keys(keys, dim, group):
 def check_dense(kv):
     expected, got = dense_side(kv, "keys"), call(dense, kv, "keys")
     assert torch.equal(got.contiguous().view(torch.uint8), expected.view(torch.uint8))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32], ids=str)
-@pytest.mark.parametrize("keys", MIXED)
-def test_seal_writes_the_codecs_bytes(keys, dtype):
-    spec = side_of(keys, dtype=dtype)
-    assert not check_bytes(numbers(spec), spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("dim", "page", "group"),
-    [(16, 32, 8), (80, 16, None), (96, 32, 16), (128, 16, None), (256, 16, None)],
-)
-@pytest.mark.parametrize("keys", MIXED)
-def test_seal_takes_every_size_of_mixed_keys(keys, dim, page, group):
-    spec = side_of(keys, dim=dim, page=page, group=group)
-    check_bytes(numbers(spec), spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("what", ["zeros", "constant-channels", "half-steps"])
-@pytest.mark.parametrize("keys", MIXED)
-def test_seal_writes_the_codecs_bytes_for_hard_mixed_keys(keys, what):
-    """Of channels with equal ranges the first are wide."""
-    spec = side_of(keys)
-    tokens = numbers(spec)
-    HARD[what](tokens)
-    assert not check_bytes(tokens, spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("bad", [float("inf")], ids=str)
-@pytest.mark.parametrize("keys", MIXED)
-def test_seal_makes_mixed_keys_finite_and_says_so(keys, bad):
-    spec = side_of(keys)
-    tokens = numbers(spec)
-    tokens[1, 1, 4, 9] = bad
-    assert check_bytes(tokens, spec)
-
-
-def side_of(keys, dim=64, page=16, dtype=FP32, group=None):
-    return PageSpec.build(
-        key_scheme(keys, group), value_scheme("exact"), num_kv_heads=2, key_dim=dim, value_dim=16, page_size=page,
-        dtype=dtype,
-    ).keys  # fmt: skip

@@ -7,11 +7,8 @@ import torch
 from error_bound import Rounding
 from interpreter import attend, attend_with_ptx, call, dense, needs_interpreter
 from paged_inputs import check, make_kv, make_query
-from test_triton_seal import HARD, check_bytes, numbers
 
 from kv_hf.backends.reference.pages import dense_side
-from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.spec import PageSpec
 
 FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row
 FP32 = torch.float32
@@ -82,46 +79,3 @@ def test_dense_takes_every_size_of_rotated_values(values, dim, group):
 def check_dense(kv, side="values"):
     expected, got = dense_side(kv, side), call(dense, kv, side)
     assert torch.equal(got.contiguous().view(torch.uint8), expected.view(torch.uint8))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32], ids=str)
-@pytest.mark.parametrize("values", ROTATED)
-def test_seal_writes_the_codecs_bytes(values, dtype):
-    spec = side_of(values, dtype=dtype)
-    assert not check_bytes(numbers(spec), spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("dim", "group"), [(16, 16), (80, 40), (128, 32), (256, 256)])
-@pytest.mark.parametrize("values", ROTATED)
-def test_seal_takes_every_size_of_rotated_values(values, dim, group):
-    spec = side_of(values, dim=dim, group=group)
-    check_bytes(numbers(spec), spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("what", ["zeros", "largest", "half-steps"])
-@pytest.mark.parametrize("values", ROTATED)
-def test_seal_writes_the_codecs_bytes_for_hard_rotated_values(values, what):
-    spec = side_of(values)
-    tokens = numbers(spec)
-    HARD[what](tokens)
-    assert not check_bytes(tokens, spec)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("bad", [float("nan")], ids=str)
-@pytest.mark.parametrize("values", ROTATED)
-def test_seal_makes_rotated_values_finite_and_says_so(values, bad):
-    spec = side_of(values)
-    tokens = numbers(spec)
-    tokens[1, 1, 4, 9] = bad
-    assert check_bytes(tokens, spec)
-
-
-def side_of(values, dim=64, dtype=FP32, group=None):
-    return PageSpec.build(
-        key_scheme("exact"), value_scheme(values, group), num_kv_heads=2, key_dim=16, value_dim=dim, page_size=16,
-        dtype=dtype,
-    ).values  # fmt: skip

@@ -1,144 +1,148 @@
-"""The seal kernel against the bytes that quant/codec.py gives; in the interpreter."""
+"""The seal kernel against the bytes that quant/codec.py gives, for every format and side; in the interpreter."""
 
 import pytest
 import torch
 from interpreter import call, needs_interpreter, seal
-from paged_inputs import DTYPES
 
 from kv_hf.backends.reference.pages import seal_pages
-from kv_hf.formats import format_names, key_scheme, value_scheme
-from kv_hf.spec import PageSpec
+from kv_hf.formats import (
+    format_names,
+    k_rope_scheme,
+    key_scheme,
+    latent_scheme,
+    value_scheme,
+)
+from kv_hf.formats.base import SIDES
+from kv_hf.spec import SideSpec
 
 pytestmark = needs_interpreter
 
-SIZES = [(16, 16), (80, 32), (96, 16), (128, 64), pytest.param(256, 256, marks=pytest.mark.slow)]
-JOBS = torch.tensor([[0, 7, 3], [1, 0, 0], [2, 3, 4]], dtype=torch.int32)
-
-
-def side_of(name, side, dim=64, page=16, dtype=torch.float32, key_group=None, value_group=None):
-    spec = PageSpec.build(
-        key_scheme(name, key_group),
-        value_scheme(name, value_group or (16 if dim % 32 else None)),
-        num_kv_heads=2,
-        key_dim=dim,
-        value_dim=dim,
-        page_size=page,
-        dtype=dtype,
+EVERY = [(name, side) for side in SIDES for name in format_names(side)]
+CODED = [one for one in EVERY if one[0] != "exact"]
+# (channels, tokens of a page, size of a group): powers of two, and groups whose lanes are padded in all ways
+SIZES = {
+    "keys": [(64, 16, None), (80, 32, None), (96, 32, 16), (128, 64, 8), (256, 256, None)],
+    "values": [(64, 16, 16), (80, 32, 40), (96, 16, 96), (96, 16, 32), (128, 64, None), (256, 256, 8)],
+    "latent": [(128, 16, None), (240, 32, 8), (256, 64, 16), (512, 128, None)],
+    "k_rope": [(16, 16, None), (64, 64, None), (192, 32, None)],
+}  # fmt: skip
+SIZED = [
+    pytest.param(
+        name, side, *size, marks=[pytest.mark.slow] * (max(size[:2]) > 240 or size[1] > 64)
     )
-    return getattr(spec, side)
+    for name, side in EVERY
+    for size in SIZES[side]
+    if (name, size[0]) != ("fp8_ds_mla", 240)
+]
+PAD = 7  # tokens in front of a row's page, less its number
 
 
-def numbers(spec, seed=0):
-    shape = (3, spec.num_kv_heads, spec.page_size + 7, spec.head_dim)
-    x = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def side_of(name, side="keys", dim=64, page=16, group=None, dtype=torch.float32, heads=2):
+    dim = 128 if name == "fp8_ds_mla" and dim == 64 else dim
+    scheme = {
+        "keys": lambda: key_scheme(name, group),
+        "values": lambda: value_scheme(name, group),
+        "latent": lambda: latent_scheme(name, group, group),
+        "k_rope": lambda: k_rope_scheme(name, dim),
+    }[side]()
+    heads = 1 if side in ("latent", "k_rope") else heads
+    return SideSpec(side, scheme.resolve(page, dim, side), heads, dim, page, dtype)
+
+
+HARD = (
+    lambda x: x,
+    lambda x: x.zero_(),
+    lambda x: x.zero_().neg_()[..., ::2, ::3].zero_(),  # zeros of both signs
+    lambda x: x.fill_(3.25),
+    lambda x: x.copy_(x[:, :1].expand_as(x).clone()),  # constant channels
+    lambda x: x[:, 5].zero_(),
+    lambda x: x.mul_(1e-6),
+    lambda x: x.mul_(1e4).clamp_(-65504, 65504),
+    lambda x: x[..., 5].fill_(65504.0),
+    lambda x: x.copy_((x * 2).round() / 2),  # half steps, and channels of equal ranges
+)
+JOBS = torch.tensor([(row, PAD - row % PAD, (row * 7 + 3) % len(HARD)) for row in range(len(HARD))])
+
+
+def numbers(spec):
+    """Return tokens of one row for each of HARD."""
+    shape = (len(HARD), spec.num_kv_heads, spec.page_size + PAD, spec.head_dim)
+    x = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     x[..., 3] += 40  # a channel with a large common offset, as some models' keys have
+    for row, change in zip(x, HARD, strict=True):
+        change(row)
     return x.to(spec.dtype)
 
 
-def check_bytes(tokens, spec):
-    """Compare every stored byte."""
-    empty = {
-        name: torch.full((5, *shape), 1, dtype=dtype)
-        for name, (shape, dtype) in spec.fields.items()
-    }
-    expected = {name: tensor.clone() for name, tensor in empty.items()}
-    damaged = seal_pages(tokens, JOBS, expected, spec)
-    got, got_damaged = call(seal, tokens, JOBS, empty, spec)
+def check_bytes(tokens, spec, jobs=JOBS):
+    """Compare every byte of all pages, and what is said of the numbers; return that."""
+    got = {n: torch.full((len(HARD), *s), 1, dtype=d) for n, (s, d) in spec.fields.items()}
+    expected = {name: tensor.clone() for name, tensor in got.items()}
+    real = jobs[jobs[:, 2] >= 0].int()
+    damaged = len(real) > 0 and bool(seal_pages(tokens, real, expected, spec))
+    got, said = call(seal, tokens, jobs.int(), got, spec)
     for name, tensor in expected.items():
-        view = [t.contiguous().view(torch.uint8) for t in (tensor, got[name])]
-        assert torch.equal(*view), name
-    assert got_damaged.dtype == torch.bool
-    assert got_damaged.shape == ()
-    assert bool(got_damaged) == bool(damaged)
-    return bool(damaged)
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert (said.dtype, said.shape, bool(said)) == (torch.bool, (), damaged)
+    return damaged
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_seal_writes_the_codecs_bytes(name, side, dtype):
-    spec = side_of(name, side, dtype=dtype)
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_seal_writes_the_codecs_bytes_for_hard_numbers(name, side):
+    spec = side_of(name, side, heads=1)
     assert not check_bytes(numbers(spec), spec)
 
 
-@pytest.mark.parametrize(("dim", "page"), SIZES)
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_seal_takes_every_size(name, side, dim, page):
-    spec = side_of(name, side, dim, page)
-    check_bytes(numbers(spec), spec)
+@pytest.mark.parametrize(("name", "side", "dim", "page", "group"), SIZED)
+def test_seal_takes_every_size(name, side, dim, page, group):
+    spec = side_of(name, side, dim, page, group)
+    assert not check_bytes(numbers(spec), spec, JOBS[:4:3])
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", ["int4", "int2"])
-def test_seal_takes_every_group_size(name, side):
-    for group in (8, 16, 32):
-        spec = side_of(name, side, 64, 32, key_group=group, value_group=group)
-        check_bytes(numbers(spec), spec)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_seal_reads_every_dtype_in_any_strides(name, side, dtype):
+    spec = side_of(name, side, dtype=dtype, heads=3)
+    tokens = numbers(spec).transpose(1, 2).contiguous().transpose(1, 2)
+    assert not check_bytes(tokens, spec, JOBS[:4:3])
 
 
-HARD = {
-    "zeros": lambda x: x.zero_(),
-    "zeros of both signs": lambda x: x.zero_().neg_()[:, :, ::2, ::3].zero_(),
-    "constant": lambda x: x.fill_(3.25),
-    "constant-channels": lambda x: x.copy_(x[:, :, :1].expand_as(x).clone()),
-    "tiny": lambda x: x.mul_(1e-6),
-    "large": lambda x: x.mul_(1e4).clamp_(-65504, 65504),
-    "largest": lambda x: x[..., 5].fill_(65504.0),
-    "half-steps": lambda x: x.copy_((x * 2).round() / 2),
-}
-
-
-@pytest.mark.parametrize("what", HARD)
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_seal_writes_the_codecs_bytes_for_hard_numbers(name, side, what):
-    spec = side_of(name, side)
-    tokens = numbers(spec)
-    HARD[what](tokens)
-    assert not check_bytes(tokens, spec)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 7e4], ids=str)
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "int2"])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7e4], ids=str)
+@pytest.mark.parametrize(("name", "side"), CODED)
 def test_seal_makes_numbers_finite_and_says_so(name, side, bad):
     spec = side_of(name, side)
     tokens = numbers(spec)
-    tokens[1, 1, 4, 9] = bad
-    assert check_bytes(tokens, spec)
+    tokens[0, -1, PAD + 4, 9] = bad
+    assert check_bytes(tokens, spec, JOBS[:1])
 
 
 def test_seal_copies_exact_numbers_bit_by_bit():
-    spec = side_of("exact", "keys", dtype=torch.bfloat16)
+    spec = side_of("exact", dtype=torch.bfloat16)
     tokens = numbers(spec)
-    tokens.view(torch.int16)[1, 1, 4, 9] = 0x7FA5  # a nan with a payload
+    tokens.view(torch.int16)[1, 1, PAD + 4, 9] = 0x7FA5  # a nan with a payload
     assert not check_bytes(tokens, spec)
 
 
-def test_seal_reads_tokens_of_any_strides():
-    spec = side_of("int4", "values")
-    tokens = numbers(spec).transpose(1, 2).contiguous().transpose(1, 2)
-    assert not tokens.is_contiguous()
-    check_bytes(tokens, spec)
-
-
-def test_seal_without_jobs_writes_nothing():
-    spec = side_of("int4", "keys")
-    fields = {name: torch.full((2, *s), 1, dtype=d) for name, (s, d) in spec.fields.items()}
-    got, damaged = call(seal, numbers(spec), JOBS[:0], fields, spec)
-    assert not bool(damaged)
-    assert all(torch.equal(got[name], tensor) for name, tensor in fields.items())
-
-
-@pytest.mark.parametrize("name", ["exact", "int4"])
-def test_seal_skips_jobs_without_a_page(name):
-    spec = side_of(name, "keys")
-    tokens, jobs = numbers(spec), torch.tensor([[0, 7, -1], [1, 0, 1], [2, 3, -1]])
+@pytest.mark.parametrize("jobs", [[], [[0, 7, -1], [1, 0, 1], [2, 3, -1]]], ids=["none", "some"])
+@pytest.mark.parametrize("name", ["exact", "int4", "int2_mixed"])
+def test_seal_skips_jobs_without_a_page(name, jobs):
+    spec = side_of(name)
+    tokens = numbers(spec)
     tokens[0] = float("nan")  # of a job that is skipped: nothing to report
-    fields = {n: torch.full((2, *s), 1, dtype=d) for n, (s, d) in spec.fields.items()}
-    expected = {n: tensor.clone() for n, tensor in fields.items()}
-    seal_pages(tokens, jobs[1:2], expected, spec)
-    got, damaged = call(seal, tokens, jobs.int(), fields, spec)
-    assert not bool(damaged)
-    assert all(torch.equal(got[n], tensor) for n, tensor in expected.items())
+    assert not check_bytes(tokens, spec, torch.tensor(jobs).view(-1, 3))
+
+
+def seal_far_apart(spec):
+    """Seal heads that lie 2^30 numbers apart; memory that nothing touches takes no room."""
+    tokens, jobs = numbers(spec), JOBS.int()
+    storage = torch.empty(2**31 + 2**20, dtype=spec.dtype)
+    far = storage.as_strided(tokens.shape, (2**16, 2**30, spec.head_dim, 1)).copy_(tokens)
+    fields = {n: torch.zeros(len(HARD), *s, dtype=d) for n, (s, d) in spec.fields.items()}
+    expected = {name: tensor.clone() for name, tensor in fields.items()}
+    seal_pages(tokens, jobs, expected, spec)
+    got, _ = seal(far, jobs, fields, spec)
+    return all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_seal_reads_heads_that_lie_far_apart():
+    assert call(seal_far_apart, side_of("int8", dtype=torch.bfloat16, heads=3))

@@ -30,8 +30,7 @@ from kv_hf.backends.triton.meta_params import (
     element_type,
     warps_and_stages,
 )
-from kv_hf.backends.triton.seal import seal_pair_kernel
-from kv_hf.backends.triton.seal_meta_params import pair_constants
+from kv_hf.backends.triton.seal import pair_constants, seal_pair_kernel
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.selection import choose_kernel

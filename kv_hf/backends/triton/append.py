@@ -11,8 +11,8 @@ def _copy(
 ):  # fmt: skip
     """Copy block `block` of TOKENS tokens of one (row, head)."""
     row = tl.program_id(0)
-    head = tl.program_id(1)
-    token = block * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64)
+    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     skip = tl.load(skips + row)
     slot = tl.load(starts + row) + token - skip
     channel = tl.arange(0, WIDE)
@@ -31,23 +31,23 @@ def _copy(
 )
 def append_pair_kernel(
     window,  # [rows, heads, slots, DIM]
+    new,  # [rows, heads, q_len, DIM]
+    value_window,  # [rows, heads, value_slots, VALUE_DIM]
+    new_value,  # [rows, heads, q_len, VALUE_DIM]
+    starts,
+    skips,
     window_row,
     window_head,
     window_slot,
-    new,  # [rows, heads, q_len, DIM]
     new_row,
     new_head,
     new_token,
-    value_window,  # [rows, heads, value_slots, VALUE_DIM]
     value_row,
     value_head,
     value_slot,
-    new_value,  # [rows, heads, q_len, VALUE_DIM]
     new_value_row,
     new_value_head,
     new_value_token,
-    starts,
-    skips,
     slots,
     value_slots,
     q_len,

@@ -1,78 +1,282 @@
 """Encode full pages of both sides in place, in one launch: the bytes that quant/codec.py defines.
 
-One program per (job, kv head, side): it finds the ranges of all groups, writes scales and offsets, then reads them back
-and writes codes. Launched without fusion of multiplications and additions, every step rounds as the definition's.
-SIDE is a SideLayout everywhere, ENCODING an Encoding; their fields become constexpr where one is handed on, because
-Triton 3.6 reads them as plain numbers.
+One program per (job, kv head, side). Ranges over tokens (keys, most latents) are found first and go through memory, where
+every number of a tile finds its own; ranges over channels are found within a tile, behind the rotation. Launched without
+fusion of multiplications and additions, every step rounds as the definition's.
+
+SIDE is a SideLayout and HOW a Sealing everywhere; fields become constexpr where one is handed on, because Triton 3.6 reads
+them as plain numbers. A tile is [tokens, lanes]: a lane is a channel's place in the order of its page. Each group of
+channels has a power of two of lanes.
 """
+
+from functools import cache
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .seal_mixed import seal_mixed
-from .seal_numbers import encode, finite, signed_scale, unsigned_range
-from .seal_rotated import seal_rotated
+from ...formats.linear import Float8Format, SignedFormat
+from ...spec import PageSpec, SideSpec, planes
+from .dequant import MAGIC, SCALE_MAX, float_to_float8, unrotate_channels
+from .meta_params import power_of_two, side_layout
 from .tiles import move_to_block
 
+TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
+TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
+
+
+class Sealing(NamedTuple):
+    """How the pages of one side are encoded.
+
+    Attributes:
+        top: the largest code; clip: part of a range that codes span.
+        wide, wide_top: places in front whose codes reach further, over all of their range, and the largest of those codes.
+        tall, lanes: of a tile.
+        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes.
+    """
+
+    top: float
+    clip: float
+    wide: int
+    wide_top: float
+    tall: int
+    lanes: int
+    parts: tuple[tuple[int, int, int, int, int], ...]
+
+
+@cache
+def sealing(spec: SideSpec) -> Sealing:
+    """Choose how pages of a side are encoded."""
+    scheme = spec.scheme
+    _, group = scheme.scale_group or (1, 1)
+    lanes = power_of_two(group) * power_of_two(spec.head_dim // group)
+    fewest = 8 if spec.token_words else 16  # all tokens of a word, or as many bytes side by side
+    return Sealing(
+        top=TOPS.get(scheme.code, float((1 << scheme.bits) - 1)),
+        clip=scheme.clip,
+        wide=scheme.wide_channels,
+        wide_top=float((1 << scheme.wide_bits) - 1),
+        tall=min(spec.page_size, max(fewest, TILE_NUMBERS // lanes)),
+        lanes=lanes,
+        parts=() if scheme.is_exact or spec.token_words else _parts(spec),
+    )
+
+
+def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
+    place = byte = 0
+    found = []
+    for bits, places in spec.runs:
+        low = 0
+        for plane in planes(bits):
+            found.append((plane, low, place, places, byte))
+            low, byte = low + plane, byte + places * plane // 8
+        place += places
+    return tuple(found)
+
+
+def pair_constants(spec: PageSpec) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that seals both sides; None for a side without numbers."""
+    keys, values = spec.sides
+    held = values.head_dim > 0
+    return {
+        "KEYS": side_layout(keys), "KEY_SEALING": sealing(keys),
+        "VALUES": side_layout(values) if held else None, "VALUE_SEALING": sealing(values) if held else None,
+    }  # fmt: skip
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
 
 @triton.jit
-def _ranges_over_tokens(
-    source, slot_stride, scale, offset, SIDE: tl.constexpr, ENCODING: tl.constexpr
-):
-    """Find the ranges of every channel over a group's tokens; signed and float8 codes share one scale per page."""
-    GROUP: tl.constexpr = SIDE.offset_tokens
-    WIDE: tl.constexpr = ENCODING.range_tile
-    TOP: tl.constexpr = ENCODING.top
-    CUT: tl.constexpr = ENCODING.cut
-    most = tl.zeros([1], tl.float32)
-    for group in tl.range(SIDE.page // GROUP):
-        token = group * GROUP + tl.arange(0, GROUP)
-        for first in tl.range(0, SIDE.dim, WIDE):
-            channel = first + tl.arange(0, WIDE)
-            inside = channel < SIDE.dim
-            where = source + token[:, None] * slot_stride + channel[None, :]
-            x = finite(tl.load(where, mask=inside[None, :], other=0.0).to(tl.float32))
-            low, high = tl.min(x, 0), tl.max(x, 0)
-            at = group * SIDE.dim + channel
-            if SIDE.code == "unsigned":
-                s, o = unsigned_range(low, high, TOP, CUT)
-                tl.store(scale + at, s, mask=inside)
-            else:
-                o = (0.5 * low + 0.5 * high).to(tl.float16)
-                far = tl.abs(x - o.to(tl.float32)[None, :])
-                most = tl.maximum(most, tl.max(tl.max(far, 0), 0))
-            tl.store(offset + at, o, mask=inside)
-    if SIDE.code != "unsigned":
-        s = signed_scale(most, TOP).to(scale.dtype.element_ty)
-        tl.store(scale + tl.arange(0, 1), s)
+def _load(source, slot_stride, token, channel, inside):
+    """Return numbers [tokens, lanes], with 0 outside."""
+    where = source + token[:, None] * slot_stride + channel[None, :]
+    return tl.load(where, mask=inside[None, :], other=0.0)
 
 
 @triton.jit
-def _ranges_over_channels(
-    source, slot_stride, scale, offset, SIDE: tl.constexpr, ENCODING: tl.constexpr
-):
-    """Find the ranges of every token over a group's channels."""
+def _finite(x):
+    """Replace nan by 0 and clamp to float16's range; -0 becomes 0, so that a minimum has one bit pattern."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX), 0.0) + 0.0
+
+
+@triton.jit
+def _spread(low, high, top, cut, DTYPE: tl.constexpr):
+    """Return scale and offset that spread codes 0 .. top over ranges less a part of `cut` at both ends."""
+    less = (high - low) * cut
+    low, high = low + less, high - less
+    return _scale(high - low, top, DTYPE), low.to(DTYPE)
+
+
+@triton.jit
+def _scale(size, top, DTYPE: tl.constexpr):
+    """Return the scale with which code `top` stands for `size`."""
+    return tl.minimum(tl.math.div_rn(size, top), SCALE_MAX).to(DTYPE)
+
+
+@triton.jit
+def _steps(x, scale):
+    """Return x in units of scales, which may be 0 where all numbers of a group are the same."""
+    scale = scale.to(tl.float32)
+    return tl.math.div_rn(x, tl.where(scale == 0, 1.0, scale))
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _extremes(source, slot_stride, channel, inside, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the least and the largest numbers [lanes] of TOKENS tokens, taken ROWS at a time."""
+    low = tl.full([ROWS, channel.shape[0]], float("inf"), tl.float32)
+    high = -low
+    for first in tl.range(0, TOKENS, ROWS):
+        token = first + tl.arange(0, ROWS)
+        x = _finite(_load(source, slot_stride, token, channel, inside).to(tl.float32))
+        low, high = tl.minimum(low, x), tl.maximum(high, x)
+    return tl.min(low, 0), tl.max(high, 0)
+
+
+@triton.jit
+def _write_order(source, slot_stride, order, lane, SIDE: tl.constexpr, HOW: tl.constexpr):
+    """Write which channel lies at which place: the wide ones in front, either kind in the order of the model's channels."""
+    DIM: tl.constexpr = SIDE.dim
+    PAGE: tl.constexpr = SIDE.page
+    TALL: tl.constexpr = HOW.tall
+    low, high = _extremes(source, slot_stride, lane, lane < DIM, PAGE, TALL)
+    partner = (lane + DIM // 2) % DIM  # RoPE rotates both into each other
+    size = tl.maximum(high - low, tl.gather(high - low, partner, 0))
+    size = tl.where(lane < DIM, size, 0.0)
+    # bits of numbers from 0 on are in their order; of channels with equal ranges the first ones are wide
+    rank = (size.to(tl.int32, bitcast=True).to(tl.int64) << 32) - lane
+    least = tl.sum(tl.where(lane == HOW.wide - 1, tl.sort(rank, descending=True), 0), 0)
+    is_wide = (rank >= least).to(tl.int32)
+    before = tl.cumsum(is_wide, 0) - is_wide  # wide channels in front of each
+    place = tl.where(is_wide > 0, before, HOW.wide + lane - before)
+    tl.store(order + place, lane.to(order.dtype.element_ty), mask=lane < DIM)
+
+
+@triton.jit
+def _write_ranges(
+    source, slot_stride, channel, place, real, top, scale, offset, SIDE: tl.constexpr, HOW: tl.constexpr
+):  # fmt: skip
+    """Write the scales and offsets of groups of tokens; signed and float8 codes share one scale per page."""
+    TOKENS: tl.constexpr = SIDE.offset_tokens
+    ROWS: tl.constexpr = min(HOW.tall, SIDE.offset_tokens)
+    DTYPE: tl.constexpr = scale.dtype.element_ty
+    for group in tl.range(SIDE.page // TOKENS):
+        first = source + group * TOKENS * slot_stride
+        low, high = _extremes(first, slot_stride, channel, real, TOKENS, ROWS)
+        at = group * SIDE.dim + place
+        if SIDE.code == "unsigned":
+            cut = tl.where(place < HOW.wide, 0.0, 0.5 * (1.0 - HOW.clip))
+            s, o = _spread(low, high, top, cut, DTYPE)
+            tl.store(scale + at, s, mask=real)
+        else:
+            o = (0.5 * low + 0.5 * high).to(DTYPE)
+            # rounding keeps the order of numbers: none is further from the offset than one of these
+            far = tl.maximum(high - o.to(tl.float32), o.to(tl.float32) - low)
+            tl.store(scale, _scale(tl.max(far, 0), HOW.top, DTYPE))
+        tl.store(offset + at, o, mask=real)
+
+
+@triton.jit
+def _steps_by_channel(x, token, place, real, scale, offset, SIDE: tl.constexpr):
+    """Return x [tokens, lanes] in steps of its codes, by the ranges that `_write_ranges` has written."""
+    if x.shape[0] <= SIDE.offset_tokens and not SIDE.token_words:
+        token = tl.min(token, 0) + tl.arange(0, 1)  # all are of one group
+    at = (token // SIDE.offset_tokens * SIDE.dim)[:, None] + place[None, :]
+    o = tl.load(offset + at, mask=real[None, :], other=0.0)
+    if SIDE.code == "unsigned":
+        s = tl.load(scale + at, mask=real[None, :], other=1.0)
+    else:
+        s = tl.load(scale)
+    return _steps(x - o.to(tl.float32), s)
+
+
+@triton.jit
+def _steps_by_token(x, token, scale, offset, SIDE: tl.constexpr, HOW: tl.constexpr):
+    """Write the scales and offsets of groups of channels; return x [tokens, lanes] in steps of its codes."""
+    DTYPE: tl.constexpr = scale.dtype.element_ty
     GROUP: tl.constexpr = SIDE.scale_channels
-    GROUPS: tl.constexpr = SIDE.dim // GROUP
-    TOKENS: tl.constexpr = ENCODING.range_tile
-    TOP: tl.constexpr = ENCODING.top
-    CUT: tl.constexpr = ENCODING.cut
-    place = tl.arange(0, triton.next_power_of_2(GROUP))
-    inside = (place < GROUP)[None, :]
-    for first in tl.range(0, SIDE.page, TOKENS):
-        token = first + tl.arange(0, TOKENS)
-        for group in tl.range(GROUPS):
-            where = source + token[:, None] * slot_stride + (group * GROUP + place)[None, :]
-            x = finite(tl.load(where, mask=inside, other=0.0).to(tl.float32))
-            at = token * GROUPS + group
-            if SIDE.code == "unsigned":
-                low = tl.min(tl.where(inside, x, float("inf")), 1)
-                high = tl.max(tl.where(inside, x, float("-inf")), 1)
-                s, o = unsigned_range(low, high, TOP, CUT)
-                tl.store(offset + at, o)
-            else:
-                s = signed_scale(tl.max(tl.abs(x), 1), TOP).to(scale.dtype.element_ty)
-            tl.store(scale + at, s)
+    LANES: tl.constexpr = triton.next_power_of_2(GROUP)
+    shape: tl.constexpr = x.shape
+    x = tl.reshape(x, [shape[0], shape[1] // LANES, LANES])
+    own = (tl.arange(0, LANES) < GROUP)[None, None, :]
+    group = tl.arange(0, shape[1] // LANES)[None, :]
+    held = group < SIDE.dim // GROUP
+    at = (token * (SIDE.dim // GROUP))[:, None] + group
+    if SIDE.offset_tokens > 0:
+        low = tl.min(tl.where(own, x, float("inf")), 2)
+        high = tl.max(tl.where(own, x, float("-inf")), 2)
+        s, o = _spread(low, high, HOW.top, 0.5 * (1.0 - HOW.clip), DTYPE)
+        tl.store(offset + at, o, mask=held)
+        x = x - o.to(tl.float32)[:, :, None]
+    else:
+        most = tl.max(tl.where(own, tl.abs(x), 0.0), 2)
+        if SIDE.centered:
+            s = _scale(most * HOW.clip, 0.5 * HOW.top, DTYPE)
+        else:
+            s = _scale(most, HOW.top, DTYPE)
+    tl.store(scale + at, s, mask=held)
+    x = _steps(x, s[:, :, None])
+    if SIDE.centered:
+        x += 0.5 * HOW.top
+    return tl.reshape(x, shape)
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _codes(steps, top, SIDE: tl.constexpr, HOW: tl.constexpr):
+    """Return the codes (int32, of which the lowest bits count) nearest to steps [tokens, lanes]; top: [lanes]."""
+    # clamped first: rounding by MAGIC needs small numbers, and the bounds are integers
+    if SIDE.code == "unsigned":
+        steps = tl.maximum(steps, 0.0)
+    else:
+        steps = tl.maximum(steps, -HOW.top)
+    steps = tl.minimum(steps, top[None, :])
+    if SIDE.code == "float8":
+        return float_to_float8(steps)
+    else:
+        return (steps + MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _pack(runs, BITS: tl.constexpr):
+    """Put codes [.., runs, places] into the bits of integers [.., places], those of the first run lowest."""
+    shift = (tl.arange(0, runs.shape[1]) * BITS)[None, :, None]
+    return tl.sum((runs & ((1 << BITS) - 1)) << shift, 1)
+
+
+@triton.jit
+def _store_plane(
+    codes, code, token, BITS: tl.constexpr, LOW: tl.constexpr, PLACE: tl.constexpr, PLACES: tl.constexpr,
+    BYTE: tl.constexpr, SIDE: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """Pack BITS bits from LOW on of the codes [tokens, lanes] of PLACES places into bytes of their tokens.
+
+    Run r of a byte is place PLACE + r * WIDTH + byte.
+    """
+    RUNS: tl.constexpr = 8 // BITS
+    WIDTH: tl.constexpr = PLACES // RUNS
+    WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
+    code = code >> LOW
+    if HOW.lanes != PLACES:
+        GROUP: tl.constexpr = SIDE.scale_channels
+        GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
+        number = tl.arange(0, RUNS * WIDE)
+        place = PLACE + number // WIDE * WIDTH + tl.minimum(number % WIDE, WIDTH - 1)
+        lane = place // GROUP * GROUP_LANES + place % GROUP
+        code = tl.gather(code, tl.broadcast_to(lane[None, :], [HOW.tall, RUNS * WIDE]), 1)
+    packed = _pack(tl.reshape(code, [HOW.tall, RUNS, WIDE]), BITS)
+    byte = tl.arange(0, WIDE)
+    at = (BYTE + byte)[None, :]
+    if SIDE.token_contiguous:
+        at = at * SIDE.page + token[:, None]
+    else:
+        at = at + token[:, None] * SIDE.size
+    tl.store(codes + at, packed.to(tl.uint8), mask=(byte < WIDTH)[None, :])
 
 
 @triton.jit
@@ -82,116 +286,121 @@ def _seal_page(
     codes,  # pointers to the page's block
     scale,
     offset,
+    order,
     damaged,
     SIDE: tl.constexpr,
-    ENCODING: tl.constexpr,
+    HOW: tl.constexpr,
 ):
-    """Encode one page of one kv head.
-
-    A line of codes is a token, or several where words hold codes of several tokens. Run r of a byte is channel
-    place + r * width, run r of a word is token line + r * lines.
-    """
-    if SIDE.code != "none":
-        if ENCODING.by_channel:
-            _ranges_over_tokens(source, slot_stride, scale, offset, SIDE, ENCODING)
+    """Encode one page of one kv head."""
+    GROUP: tl.constexpr = SIDE.scale_channels
+    GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
+    TALL: tl.constexpr = HOW.tall
+    BITS: tl.constexpr = SIDE.bits
+    BLOCK: tl.constexpr = SIDE.rotated
+    BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
+    # tokens of a word lie LINES apart
+    RUNS: tl.constexpr = SIDE.runs if SIDE.token_words else 1
+    LINES: tl.constexpr = SIDE.page // RUNS
+    lane = tl.arange(0, HOW.lanes)
+    place = lane // GROUP_LANES * GROUP + lane % GROUP_LANES
+    real = (lane % GROUP_LANES < GROUP) & (place < SIDE.dim)
+    top = tl.where(place < HOW.wide, HOW.wide_top, HOW.top)
+    channel = place
+    if HOW.wide > 0:
+        _write_order(source, slot_stride, order, lane, SIDE, HOW)
+        tl.debug_barrier()  # other threads read it than wrote it
+        channel = tl.load(order + place, mask=real, other=0).to(tl.int32)
+    if BY_CHANNEL:
+        _write_ranges(
+            source, slot_stride, channel, place, real, top, scale, offset, SIDE, HOW
+        )  # fmt: skip
+        tl.debug_barrier()
+    inside = real
+    if BLOCK > 0:  # rotated in the model's order, and then brought into groups
+        channel, inside = lane, lane < SIDE.dim
+    number = tl.arange(0, TALL)
+    for begin in tl.range(0, LINES, TALL // RUNS):
+        token = begin + number // (TALL // RUNS) * LINES + number % (TALL // RUNS)
+        given = _load(source, slot_stride, token, channel, inside)
+        if SIDE.code == "none":
+            tl.store(codes + token[:, None] * SIDE.dim + place[None, :], given, mask=real[None, :])
         else:
-            _ranges_over_channels(source, slot_stride, scale, offset, SIDE, ENCODING)
-        tl.debug_barrier()  # scales and offsets are read by other threads than wrote them
-
-    RUNS: tl.constexpr = SIDE.runs
-    LINES: tl.constexpr = SIDE.page // RUNS if SIDE.token_words else SIDE.page
-    TALL: tl.constexpr = ENCODING.tall
-    WIDE: tl.constexpr = ENCODING.wide
-    TOP: tl.constexpr = ENCODING.top
-    bad = tl.zeros([TALL, WIDE], tl.int32)
-    for begin in tl.range(0, LINES, TALL):
-        line = begin + tl.arange(0, TALL)
-        for start in tl.range(0, SIDE.width, WIDE):
-            place = start + tl.arange(0, WIDE)
-            inside = (place < SIDE.width)[None, :]
-            if SIDE.token_contiguous:
-                target = codes + line[:, None] + (place * SIDE.page)[None, :]
+            given = given.to(tl.float32)
+            x = _finite(given)
+            if tl.max(tl.max((x != given).to(tl.int32), 1), 0) > 0:
+                tl.store(damaged, 1)
+            if BLOCK > 0:
+                # a division by a power of two, and no -0
+                x = unrotate_channels(x, BLOCK) * (1.0 / BLOCK) + 0.0
+                if GROUP != GROUP_LANES:
+                    x = tl.gather(x, tl.broadcast_to(place[None, :], x.shape), 1)
+            if BY_CHANNEL:
+                x = _steps_by_channel(x, token, place, real, scale, offset, SIDE)
             else:
-                target = codes + (line * SIDE.width)[:, None] + place[None, :]
-            if SIDE.code == "none":
-                x = tl.load(
-                    source + line[:, None] * slot_stride + place[None, :], mask=inside, other=0
-                )
-                tl.store(target, x, mask=inside)
-            else:
-                packed = tl.zeros([TALL, WIDE], tl.int32)
-                for run in tl.static_range(RUNS):
-                    token = line + (run * LINES if SIDE.token_words else 0)
-                    channel = place + (0 if SIDE.token_words else run * SIDE.width)
-                    where = source + token[:, None] * slot_stride + channel[None, :]
-                    given = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-                    code, bad = encode(given, bad, token, channel, inside, scale, offset, SIDE, TOP)
-                    if SIDE.token_words and SIDE.code == "signed":
-                        code &= 0xFF
-                    packed = code if RUNS == 1 else packed | (code << (run * SIDE.bits))
-                if SIDE.token_words:
-                    tl.store(target, packed.to(tl.int16), mask=inside)
-                else:
-                    tl.store(target, packed.to(tl.uint8), mask=inside)
-    if SIDE.code != "none":
-        any_bad = tl.max(tl.max(bad, 1), 0)
-        tl.store(damaged, 1, mask=any_bad > 0)
+                x = _steps_by_token(x, token, scale, offset, SIDE, HOW)
+            code = _codes(x, top, SIDE, HOW)
+            if SIDE.token_words:
+                runs = tl.reshape(code, [1, RUNS, TALL // RUNS * HOW.lanes])
+                words = tl.reshape(_pack(runs, BITS), [TALL // RUNS, HOW.lanes])
+                line = begin + tl.arange(0, TALL // RUNS)
+                at = (line * SIDE.dim)[:, None] + place[None, :]
+                tl.store(codes + at, words.to(tl.int16), mask=real[None, :])
+            for part in tl.static_range(len(HOW.parts)):
+                _store_plane(
+                    codes, code, token, HOW.parts[part][0], HOW.parts[part][1], HOW.parts[part][2], HOW.parts[part][3],
+                    HOW.parts[part][4], SIDE, HOW,
+                )  # fmt: skip
 
 
 @triton.jit
 def _seal_side(
     tokens, row_stride, head_stride, slot_stride, jobs, codes, scale, offset, order, damaged, SIDE: tl.constexpr,
-    ENCODING: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
     """Encode the page of one (job, head) of one side."""
     job = jobs + tl.program_id(0) * 3
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     row, first, page = tl.load(job).to(tl.int64), tl.load(job + 1).to(tl.int64), tl.load(job + 2)
     if page >= 0:
         source = tokens + row * row_stride + head * head_stride + first * slot_stride
         block = page.to(tl.int64) * SIDE.heads + head
         codes, scale, offset = move_to_block(codes, scale, offset, block, SIDE)
-        if SIDE.rotated > 0:
-            seal_rotated(source, slot_stride, codes, scale, offset, damaged, SIDE, ENCODING)
-        elif len(SIDE.sections) > 0:
-            order += block * SIDE.dim
-            seal_mixed(source, slot_stride, codes, scale, offset, order, damaged, SIDE, ENCODING)
-        else:
-            _seal_page(source, slot_stride, codes, scale, offset, damaged, SIDE, ENCODING)
+        order += block * SIDE.dim
+        _seal_page(source, slot_stride, codes, scale, offset, order, damaged, SIDE, HOW)
 
 
 @triton.jit(do_not_specialize_on_alignment=["jobs", "damaged", "order"])
 def seal_pair_kernel(
     tokens,  # [rows, heads, slots, dim]
-    row_stride,
-    head_stride,
-    slot_stride,
     codes,
     scale,
     offset,
     value_tokens,  # [rows, heads, slots, value dim]
-    value_row,
-    value_head,
-    value_slot,
     value_codes,
     value_scale,
     value_offset,
     jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
     damaged,  # [] uint8, only ever set
     order,  # [pages, heads, dim], of keys of two widths
+    row_stride,
+    head_stride,
+    slot_stride,
+    value_row,
+    value_head,
+    value_slot,
     KEYS: tl.constexpr,
-    KEY_ENCODING: tl.constexpr,
+    KEY_SEALING: tl.constexpr,
     VALUES: tl.constexpr,
-    VALUE_ENCODING: tl.constexpr,
+    VALUE_SEALING: tl.constexpr,
 ):
     """Encode the pages of the jobs. Grid: (jobs, heads, 2), or (jobs, heads, 1) where VALUES is None."""
     if tl.program_id(2) == 0:
         _seal_side(
             tokens, row_stride, head_stride, slot_stride, jobs, codes, scale, offset, order, damaged, KEYS,
-            KEY_ENCODING,
+            KEY_SEALING,
         )  # fmt: skip
     elif VALUES is not None:
         _seal_side(
             value_tokens, value_row, value_head, value_slot, jobs, value_codes, value_scale, value_offset, order, damaged,
-            VALUES, VALUE_ENCODING,
+            VALUES, VALUE_SEALING,
         )  # fmt: skip

@@ -1,8 +1,6 @@
 """Append and seal both sides of a layer at once: one launch each, directly; refuses to look into device tensors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,24 +10,15 @@ from . import direct
 from .append import append_pair_kernel
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .meta_params import power_of_two
-from .seal import seal_pair_kernel
-from .seal_meta_params import pair_constants
+from .seal import pair_constants, seal_pair_kernel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = dict[str, torch.Tensor]
 
 APPENDED = 16  # new tokens of one program, of a chunk
 INTERPRETED = direct.interpreted(append_pair_kernel)
-APPEND_TENSORS = (
-    0,
-    4,
-    8,
-    12,
-    16,
-    17,
-)  # places among the arguments; alignment does not count for the last two
-NOTHING = (0, 0, 0, 0)  # strides of a side without numbers
-SEAL_TENSORS = (0, 4, 5, 6, 7, 11, 12, 13, 14, 15, 16)  # nor for the last three
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+NOTHING = (0, 0, 0)  # strides of a side without numbers
 
 
 @dataclass(slots=True)
@@ -38,23 +27,24 @@ class WritePlan:
 
     Attributes:
         spec: keeps what the plan's key names by id.
-        kernel: to be compiled with `constants`, by name, and `options`.
-        places: of tensors among the arguments; pointers: picks those whose alignment the kernel is compiled for.
-        heads, sides: of the grid; sides: 2, or 1 where the other one holds no numbers.
+        kernel: takes tensors, then numbers; to be compiled with `constants`, by name.
+        aligned: of the tensors, the first ones, whose alignment the kernel is compiled for.
         tokens: new tokens of one program.
-        compiled: by which pointers are no multiples of 16 (0: none).
+        sides: of the grid: 2, or 1 where the other one holds no numbers.
+        compiled: by which of these tensors begin at no multiples of 16 (0: none).
     """
 
     spec: PageSpec
     kernel: Any
     constants: dict[str, Any]
-    options: dict[str, Any]
-    places: tuple[int, ...]
-    pointers: Callable[[tuple[Any, ...]], tuple[int, ...]]
-    heads: int
-    sides: int
+    aligned: int
     tokens: int = 1
+    sides: int = 2
     compiled: dict[Any, Compiled] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.spec.values.head_dim:
+            self.sides = 1
 
 
 def write_pair(
@@ -92,17 +82,16 @@ def write_pair(
     key = "append", id(spec), q_len > 1, strides, value_strides, to, value_to, index
     plan = launches.get(key)
     if plan is None:
-        plan = launches[key] = _append_plan(spec, q_len)
+        tokens = 1 if q_len == 1 else APPENDED
+        constants = append_constants(spec.keys.head_dim, spec.values.head_dim, tokens)
+        plan = launches[key] = WritePlan(spec, append_pair_kernel, constants, 4, tokens)
     if plan.sides == 1:
         value_strides = value_to = NOTHING
-    arguments = (
-        address(window), to[0], to[1], to[2], address(token), strides[0], strides[1], strides[2],
-        address(value_window), value_to[0], value_to[1], value_to[2],
-        address(value_token), value_strides[0], value_strides[1], value_strides[2],
-        address(starts), address(skips), window.shape[2], value_window.shape[2], q_len,
-    )  # fmt: skip
     tensors = window, token, value_window, value_token, starts, skips
-    _launch(plan, shape[0], -(-q_len // plan.tokens) * plan.sides, index, arguments, tensors)
+    numbers = (
+        *to[:3], *strides[:3], *value_to[:3], *value_strides[:3], window.shape[2], value_window.shape[2], q_len,
+    )  # fmt: skip
+    _launch(plan, shape[0], -(-q_len // plan.tokens) * plan.sides, index, tensors, numbers)
     if jobs is not None:
         seal_pair(windows, jobs, fields, spec, damaged, launches)
 
@@ -137,24 +126,18 @@ def seal_pair(
     key = "seal", id(spec), strides, value_strides, index
     plan = launches.get(key)
     if plan is None:
-        plan = launches[key] = _seal_plan(spec)
+        plan = launches[key] = WritePlan(spec, seal_pair_kernel, pair_constants(spec), 8)
     if plan.sides == 1:
         value_strides = NOTHING
     keys, values = fields
     codes, value_codes = keys["codes"], values["codes"]
-    stored = (
-        codes, keys.get("scale", codes), keys.get("offset", codes), value_codes, values.get("scale", value_codes),
-        values.get("offset", value_codes),
+    tensors = (
+        window, codes, keys.get("scale", codes), keys.get("offset", codes),
+        value_window, value_codes, values.get("scale", value_codes), values.get("offset", value_codes),
+        jobs, damaged, keys.get("order", codes),
     )  # fmt: skip
-    order = keys.get("order", codes)
-    a, b, c, d, e, f = map(address, stored)
-    arguments = (
-        address(window), strides[0], strides[1], strides[2], a, b, c,
-        address(value_window), value_strides[0], value_strides[1], value_strides[2], d, e, f,
-        address(jobs), address(damaged), address(order),
-    )  # fmt: skip
-    tensors = window, *stored[:3], value_window, *stored[3:], jobs, damaged, order
-    _launch(plan, jobs.shape[0], plan.sides, index, arguments, tensors)
+    numbers = *strides[:3], *value_strides[:3]
+    _launch(plan, jobs.shape[0], plan.sides, index, tensors, numbers)
 
 
 def _contiguous(
@@ -170,48 +153,26 @@ def _launch(
     x: int,
     z: int,
     index: int,
-    arguments: tuple[Any, ...],
     tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[int, ...],
 ) -> None:
-    """Launch x * heads * z programs; `arguments` hold the addresses of `tensors` at plan.places."""
-    odd: Any = 0
-    if not INTERPRETED:
-        pointers = plan.pointers(arguments)
-        for pointer in pointers:
-            odd |= pointer
-        odd %= ALIGNED
-        if odd:
-            odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
-        compiled = plan.compiled.get(odd)
-        if compiled is not None:
-            compiled(x, plan.heads, z, direct.current_stream(index), *arguments)
-            return
-    given = list(arguments)
-    for place, tensor in zip(plan.places, tensors, strict=True):
-        given[place] = as_bytes(tensor)
+    """Launch x * heads * z programs on GPU `index`."""
+    y = plan.spec.keys.num_kv_heads
     if INTERPRETED:
-        plan.kernel[x, plan.heads, z](*given, **plan.constants, **plan.options)
+        plan.kernel[x, y, z](*map(as_bytes, tensors), *numbers, **plan.constants, **OPTIONS)
         return
-    compiled = plan.compiled[odd] = Compiled(
-        plan.kernel, tuple(given), plan.constants, **plan.options
-    )
-    compiled(x, plan.heads, z, direct.current_stream(index), *arguments)
-
-
-def _append_plan(spec: PageSpec, q_len: int) -> WritePlan:
-    dim, value_dim = (side.head_dim for side in spec.sides)
-    tokens = 1 if q_len == 1 else APPENDED
-    return WritePlan(
-        spec=spec,
-        kernel=append_pair_kernel,
-        constants=append_constants(dim, value_dim, tokens),
-        options={"num_warps": 4, "enable_fp_fusion": False},
-        places=APPEND_TENSORS,
-        pointers=itemgetter(*APPEND_TENSORS[:4]),
-        heads=spec.keys.num_kv_heads,
-        sides=2 if value_dim else 1,
-        tokens=tokens,
-    )  # fmt: skip
+    addresses = tuple(map(address, tensors))
+    odd: Any = 0
+    for pointer in addresses[: plan.aligned]:
+        odd |= pointer
+    odd %= ALIGNED
+    if odd:
+        odd = tuple(pointer % ALIGNED == 0 for pointer in addresses[: plan.aligned])
+    compiled = plan.compiled.get(odd)
+    if compiled is None:
+        given = *map(as_bytes, tensors), *numbers
+        compiled = plan.compiled[odd] = Compiled(plan.kernel, given, plan.constants, **OPTIONS)
+    compiled(x, y, z, direct.current_stream(index), *addresses, *numbers)
 
 
 def append_constants(dim: int, value_dim: int, tokens: int) -> dict[str, int]:
@@ -220,17 +181,3 @@ def append_constants(dim: int, value_dim: int, tokens: int) -> dict[str, int]:
         "DIM": dim, "WIDE": power_of_two(dim), "VALUE_DIM": value_dim, "VALUE_WIDE": power_of_two(value_dim),
         "TOKENS": tokens,
     }  # fmt: skip
-
-
-def _seal_plan(spec: PageSpec) -> WritePlan:
-    keys, values = spec.sides
-    return WritePlan(
-        spec=spec,
-        kernel=seal_pair_kernel,
-        constants=pair_constants(spec),
-        options={"num_warps": 4, "enable_fp_fusion": False},
-        places=SEAL_TENSORS,
-        pointers=itemgetter(*SEAL_TENSORS[:-3]),
-        heads=keys.num_kv_heads,
-        sides=2 if values.head_dim else 1,
-    )  # fmt: skip

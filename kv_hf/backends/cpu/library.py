@@ -15,7 +15,9 @@ from ...spec import PageFields, PageSpec, SideSpec
 from .abi import ABI, DTYPES, Part, Status
 
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")  # by abi.Isa
-ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
+# a lesser instruction set than the processor has, by a word or its number; "none": no library at all
+ISA_VARIABLE = "KV_HF_ISA"
+ISA_WORDS = ("portable", "avx2", "avx512", "vnni")
 LIBRARY_VARIABLE = "KV_HF_LIBRARY"  # a file to load in place of the installed library: one built with sanitizers, say
 FOLDER = Path(__file__).parent
 _PROCESS = os.getpid()  # that imported this module
@@ -57,10 +59,10 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
     library.kv_hf_isa.restype = ctypes.c_int64
     asked, best = os.environ.get(ISA_VARIABLE), int(library.kv_hf_isa())
-    if asked is not None and asked not in map(str, range(best + 1)):
-        sets = ", ".join(f"{index} {name}" for index, name in enumerate(ISA_NAMES[: best + 1]))
+    if asked is not None and asked not in (*ISA_WORDS[: best + 1], *map(str, range(best + 1))):
+        words = ", ".join(f"{word} ({index})" for index, word in enumerate(ISA_WORDS[: best + 1]))
         return None, (
-            f"{ISA_VARIABLE} must be between 0 and {best} on this processor ({sets}), or none, got {asked!r}"
+            f"{ISA_VARIABLE} must be one of {words} on this processor, or none, got {asked!r}"
         )
     library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
     library.kv_hf_use_openmp(_torch_openmp())
@@ -119,7 +121,8 @@ def missing() -> str | None:
 def isa() -> int:
     """Return the instruction set in use, an index of ISA_NAMES."""
     best = int(library().kv_hf_isa())
-    return int(os.environ.get(ISA_VARIABLE, best))
+    asked = os.environ.get(ISA_VARIABLE, str(best))
+    return ISA_WORDS.index(asked) if asked in ISA_WORDS else int(asked)
 
 
 class Block:

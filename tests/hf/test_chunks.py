@@ -6,15 +6,13 @@ import pytest
 import rounding
 import torch
 import transformers
-from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, shared_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
-from kv_hf.backends import dispatch, registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
-from kv_hf.bridge.handles import KVView
 from kv_hf.hf import attention, dense
 from kv_hf.hf import dispatch as wrappers
 
@@ -75,10 +73,6 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
     rounding.assert_close(sliced[shown], whole[shown])
 
 
-def test_chunks_go_densely_where_slices_would_be_slower():
-    assert registry.load("reference").max_queries == registry.load("sdpa").max_queries == 16
-
-
 # -- chunks that are written out ------------------------------------------------------------------------------------
 
 
@@ -118,14 +112,6 @@ def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
     torch.testing.assert_close(out, expected.transpose(1, 2))
     assert out.is_contiguous()
     assert taken == [given]
-
-
-def test_causal_attention_is_left_to_masks_without_fused_kernels(monkeypatch):
-    x = torch.randn(1, 2, 50, 16)
-    assert dense.causal_attention(x, x, x) is None
-    pretend_fused(monkeypatch, flash=False)
-    monkeypatch.setattr(dense, "can_use_efficient_attention", lambda params: False)
-    assert dense.causal_attention(x, x, x) is None
 
 
 def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
@@ -188,26 +174,6 @@ def test_long_turns_make_their_mask_once(monkeypatch, lengths):
     rounding.assert_close(found, expected)
     assert len(made) == 1  # the second forward's
     assert lengths[1] == 150 or not taken
-
-
-def test_long_turns_on_a_cpu_read_pages(monkeypatch):
-    """The C kernel takes any number of queries: nothing is written out."""
-    if library.missing():
-        pytest.skip(library.missing())
-    model, stock = make_model("llama"), make_model("llama")
-    monkeypatch.setattr(KVView, "dense", pytest.fail)
-    found, expected = two_turns(model, stock, *turns([150, 40]), kernel="auto")
-    rounding.assert_close(found, expected)
-
-
-def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
-    """Layers with full attention do without, in the same forward."""
-    model, stock = make_sliding("gemma3", 40), make_sliding("gemma3", 40)
-    taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
-    found, expected = two_turns(model, stock, *turns([150]))
-    rounding.assert_close(found, expected)
-    assert len(taken) == 2
-    assert len(made) == 1  # the sliding layers' of the second forward
 
 
 def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):

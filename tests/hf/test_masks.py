@@ -5,8 +5,8 @@ import rounding
 import tiny_latent
 import torch
 import transformers
-from test_sliding import make as make_sliding
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
+from tiny_sliding import make_sliding
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
@@ -177,28 +177,6 @@ def test_masks_with_a_function_of_the_model_are_read(options, new):
         assert not found.dense()[..., 60 + new :].any()
 
 
-def test_masks_of_preallocated_caches_hide_columns_without_a_token():
-    """Attention that computes densely, as with dropout, sees all max_length columns."""
-    model = shared_model("llama")
-    for options, new in ((one, new) for one in CACHES.values() for new in (1, 4)):
-        cache = kv_hf.PagedCache(model.config, page_size=16, **options)
-        with torch.no_grad():
-            model(tokens(2, 60), past_key_values=cache)
-        mask = create_causal_mask(model.config, torch.empty(2, new, 64), None, cache)
-        if options:
-            assert mask.dense().sum(-1).tolist() == [[[*range(61, 61 + new)]]] * 2
-        assert (mask is None) if not options and new == 1 else mask.causal == (not options)
-
-
-def test_padding_of_a_forward_that_was_refused_is_forgotten():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, page_size=16, max_pages=2)
-    with pytest.raises(kv_hf.PagePoolExhaustedError):
-        model.generate(**left_padded([80, 40]), past_key_values=cache, max_new_tokens=2)
-    cache.update(*torch.randn(2, 2, 2, 9, 16), 0)
-    assert [row.padding for row in cache.group.rows] == [0, 0]
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_columns_put_in_front_are_no_padding(attention):
     """Virtual tokens and images: generate() knows the mask of the text only, the model passes a longer one."""
@@ -293,16 +271,6 @@ def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
             tokens(2, new, seed=60), attention_mask=mask, position_ids=places, past_key_values=cache
         )
     rounding.assert_close(found.logits, expected)
-
-
-def test_mask_of_columns_that_a_sliding_layer_gave_back_is_refused():
-    model = make_sliding("mistral", 20)
-    cache = kv_hf.PagedCache(model.config, page_size=16)
-    mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)
-    with torch.no_grad():
-        model(tokens(1, 100), past_key_values=cache)
-        with pytest.raises(kv_hf.CacheMismatchError, match="attention_mask has 101 columns"):
-            model(tokens(1, 1), attention_mask=mask, past_key_values=cache)
 
 
 # -- masks that are left out come back where a model computes with its keys, or with the mask, before attention --------

@@ -3,7 +3,6 @@
 import mmap
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,9 @@ from kv_hf.pages.cpu_memory import (
     LEAST_BYTES,
     LEAST_COLUMNS,
     TRIM_VARIABLE,
-    PrefillWatch,
     advise,
     give_back_freed,
     huge_page_bytes,
-    mapped_zeros,
     trim_heap,
 )  # fmt: skip
 from kv_hf.pages.storage import SideStorage
@@ -99,13 +96,6 @@ def test_fields_share_no_memory():
     assert len(storages) == len(storage.fields)
 
 
-def test_small_sides_and_other_devices_stay_with_torch():
-    codes = side().fields["codes"]
-    page_bytes = codes[0:1].new_empty((1, *codes.shape[1:])).nbytes
-    assert mapped_zeros(codes, LEAST_BYTES // page_bytes - 1) is None
-    assert mapped_zeros(codes.to("meta"), 1000) is None
-
-
 @pytest.mark.parametrize("refused", [1, 10**6], ids=["once", "always"])
 def test_grown_does_without_mappings_that_the_system_refuses(refused, monkeypatch):
     real, asked = mmap.mmap, []
@@ -171,31 +161,6 @@ def advised(address: int) -> bool:
 
 
 @needs_huge_pages
-def test_advise_reaches_whole_huge_pages_alone() -> None:
-    size = huge_page_bytes()
-    memory = torch.empty(6 * size, dtype=torch.uint8)
-    begin = (
-        -memory.data_ptr() % size + size // 2
-    )  # a tensor that begins and ends inside of a huge page
-    part = memory[begin : begin + 3 * size]
-    assert advise(part)
-    start = part.data_ptr()
-    assert advised(start + size // 2) and advised(start + 2 * size)
-    assert not advised(start) and not advised(start + 3 * size - 1)
-
-
-@needs_huge_pages
-def test_advise_leaves_small_tensors_and_other_devices() -> None:
-    assert not advise(torch.empty(huge_page_bytes(), dtype=torch.uint8))
-    assert not advise(torch.empty(4 * huge_page_bytes(), dtype=torch.uint8, device="meta"))
-
-
-def test_advise_does_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_memory, "huge_page_bytes", lambda: 0)
-    assert not advise(torch.empty(1 << 24, dtype=torch.uint8))
-
-
-@needs_huge_pages
 def test_grown_asks_for_huge_pages_and_keeps_pages() -> None:
     spec = PageSpec.build(
         key_scheme("exact"),
@@ -245,31 +210,6 @@ def calls(monkeypatch):
     found = []
     monkeypatch.setattr(cpu_memory, "give_back_freed", lambda: found.append(1))
     return found
-
-
-def test_watch_gives_back_once_behind_a_prefill(calls):
-    watch = PrefillWatch()
-    for columns in (LONG, LONG, LONG):  # chunks of one prefill
-        watch.begin(columns, CPU)
-    assert not calls
-    for _ in range(5):
-        watch.begin(1, CPU)
-    watch.end()
-    assert len(calls) == 1
-    watch.begin(LONG, CPU)
-    watch.end()
-    watch.begin(1, CPU)
-    assert len(calls) == 2
-
-
-def test_watch_leaves_short_forwards_and_other_devices_alone(calls):
-    watch = PrefillWatch()
-    watch.begin(LONG - 1, CPU)
-    watch.begin(1, CPU)
-    watch.begin(LONG, torch.device("cuda"))
-    watch.begin(1, torch.device("cuda"))
-    watch.end()
-    assert not calls
 
 
 @pytest.mark.parametrize(
@@ -365,15 +305,6 @@ def test_trim_heap_does_nothing_beside_other_libraries(version, monkeypatch):
         assert not trim_heap()
     finally:
         cpu_memory._malloc_trim.cache_clear()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc is a library of Linux")
-def test_trim_heap_finds_glibc():
-    try:
-        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (OSError, ValueError):
-        glibc = False
-    assert trim_heap() == glibc
 
 
 @pytest.mark.slow

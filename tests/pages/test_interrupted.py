@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from fault_points import count_places, throw
-from test_operations import FULL, HYBRID, PAGE, states
+from token_states import FULL, HYBRID, PAGE, dense, feed, same, text
 
 import kv_hf
 from kv_hf.errors import InterruptedForwardError
@@ -20,39 +20,6 @@ from kv_hf.errors import InterruptedForwardError
 # what is thrown into a generator that is being closed is ignored by Python, and said
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 ERRORS = (KeyboardInterrupt, MemoryError)
-
-
-@functools.lru_cache(maxsize=256)
-def columns_of(rows, first, last, layer):
-    return states([row[:last] for row in rows], [0] * len(rows), first, last - first, layer)
-
-
-def feed(cache, rows, first, last):
-    """Append columns first .. last - 1 of the token lists `rows` to all layers, as one forward."""
-    for layer in range(len(cache.layers)):
-        cache.update(*columns_of(tuple(map(tuple, rows)), first, last, layer), layer)
-
-
-def text(seed, length=160):
-    return [(seed * 7 + place * (3 + seed)) % 50 for place in range(length)]
-
-
-def dense(cache):
-    """All that the cache holds, as tensors of its own; None for layers without tokens."""
-    found = []
-    for layer in cache.layers:
-        if int(layer.get_seq_length()):
-            found += [layer.keys.clone(), layer.values.clone()]
-        else:
-            found += [None, None]
-    return found
-
-
-def same(a, b):
-    return len(a) == len(b) and all(
-        (x is None) == (y is None) and (x is None or torch.equal(x, y))
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 class Scene:

@@ -5,8 +5,6 @@ import errno
 import functools
 import gc
 import os
-import pickle
-import random
 import re
 import subprocess
 import sys
@@ -16,12 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from offloaded_pages import EagerCopies, FakeLayer, LateCopies, place_outside
-from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
+from tiny_sliding import make_sliding
 
 import kv_hf
-from kv_hf.pages.cpu_memory import runs_of
-from kv_hf.pages.offload import SEAL_PAGES, Demand, split_layers
+from kv_hf.pages.offload import SEAL_PAGES
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
@@ -132,44 +129,6 @@ def test_formats_that_differ_by_layer_share_the_buffers(place):
     check_equal(generate(five_layers(), inputs, "int4", {**layers, **place}), expected)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_sequence_of_operations_is_equal(place, seed):
-    """Freed ids come back with other bytes while buffers still hold the old ones."""
-    model, chance = five_layers(), random.Random(seed)
-    budget = {"device_bytes": 104_040} if seed % 2 else {}
-    both = [make_cache(keys="int8", **options) for options in ({}, {**place, **budget})]
-    for _ in range(24):
-        rows = len(both[0].group.rows) or 2
-        what = chance.choice(["append"] * 4 + ["crop", "reorder", "select", "copy", "reset"])
-        if both[0].get_seq_length() == 0 or what == "append":
-            ids = tokens(rows, chance.choice([1, 3, 20, 50]), seed=chance.randrange(99))
-            logits = [forward(model, cache, ids) for cache in both]
-            assert torch.equal(*logits)
-        elif what == "crop":
-            count = min(chance.choice([1, 5, 40]), both[0].get_seq_length())
-            for cache in both:
-                cache.crop(-count)
-        elif what in ("reorder", "select"):
-            index = [chance.randrange(rows) for _ in range(rows if what == "reorder" else 2)]
-            for cache in both:
-                cache.batch_select_indices(torch.tensor(index))
-        elif what == "copy":
-            kept = both
-            both = [copy.deepcopy(cache) for cache in both]
-            if chance.random() < 0.5:
-                for cache in kept:
-                    forward(model, cache, tokens(rows, 20, seed=7))
-            del kept
-        elif chance.random() < 0.3:
-            for cache in both:
-                cache.reset()
-            continue
-        both[1].check_integrity()
-        for layer in chance.sample(range(LAYERS), 2):
-            plain, ours = (cache.layers[layer].keys for cache in both)
-            assert plain is ours is None or torch.equal(plain, ours)
-
-
 def test_handles_read_after_other_layers_are_right(place):
     """All layers share the buffers: a handle must fetch when it is read, not when it is made."""
     states = torch.randn(2, 1, 2, 200, 16)
@@ -183,24 +142,6 @@ def test_handles_read_after_other_layers_are_right(place):
     for plain, ours in zip(*handles, strict=True):
         for a, b in zip(plain, ours, strict=True):
             assert torch.equal(a.dense(), b.dense())
-
-
-def test_pickle_is_equal_and_offloads_again(place):
-    model = five_layers()
-    cache, plain = make_cache(**place), make_cache()
-    for one in (cache, plain):
-        forward(model, one, tokens(1, 150))
-    read = pickle.loads(pickle.dumps(cache))
-    assert outside(cache) == list(range(LAYERS))
-    logits = [forward(model, one, tokens(1, 1)) for one in (read, plain, cache)]
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[1])
-    assert outside(read) == outside(cache)  # before it seals a page of its own
-    for seed in range(3):
-        logits = [forward(model, one, tokens(1, 9, seed=seed)) for one in (read, plain, cache)]
-        assert torch.equal(logits[0], logits[1])
-        assert torch.equal(logits[2], logits[1])
-    read.check_integrity()
-    assert outside(read) == list(range(LAYERS))
 
 
 def test_copies_generate_at_once_in_threads(place):
@@ -240,16 +181,6 @@ def test_inference_mode_and_gradients_may_take_turns(place):
             ids = tokens(2, length, seed=length)
             logits = [model(ids, past_key_values=cache).logits for cache in both]
         assert torch.equal(*logits)
-
-
-def test_transformers_own_offload_and_prefetch_leave_the_pages_alone(place):
-    model, cache, plain = five_layers(), make_cache(**place), make_cache()
-    for one in (cache, plain):
-        forward(model, one, tokens(1, 100))
-    for layer in cache.paged_layers:
-        layer.offload()
-        layer.prefetch()
-    assert torch.equal(*(forward(model, one, tokens(1, 1)) for one in (cache, plain)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -334,38 +265,6 @@ def test_budget_that_ends_while_the_text_grows_leaves_the_cache_usable(place):
     assert torch.equal(*(forward(model, one, tokens(1, 3)) for one in (cache, plain)))
 
 
-def test_layers_that_leave_lie_far_apart():
-    spec = make_spec()
-    demands = {layer: Demand(spec, torch.device("cpu"), 100, 100) for layer in range(8)}
-    some = split_layers(demands, 7 * 100 * spec.page_bytes, 1)
-    assert some.offloaded == {0, 4, 2}
-    # one that has left already is not taken back
-    more = split_layers(demands, 7 * 100 * spec.page_bytes, 1, already={7})
-    assert some.offloaded != more.offloaded
-    assert 7 in more.offloaded
-    # five layers, one of them twice while it grows, and two buffers for the three that have left
-    assert len(split_layers(demands, (5 + 1 + 2) * 100 * spec.page_bytes, 2).offloaded) == 3
-    demands[6] = Demand(spec, torch.device("cpu"), 1000, 10)
-    assert min(split_layers(demands, 9 * 100 * spec.page_bytes, 1).offloaded) == 6
-
-
-def test_saved_pages_are_those_outside_and_placement_stays_behind(place, tmp_path):
-    model = five_layers()
-    cache = make_cache(model, keys="int4", **place)
-    forward(model, cache, tokens(1, 150))
-    assert outside(cache)
-    cache.save(tmp_path / "cache.safetensors", model)
-    read = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model)
-    assert read.options.offload is None and read.memory().offloaded == 0
-    assert torch.equal(forward(model, read, tokens(1, 3)), forward(model, cache, tokens(1, 3)))
-
-
-def test_what_offload_does_not_go_with_is_refused():
-    for other in ({"max_length": 64}, {"prefix_store": kv_hf.PrefixStore()}):
-        with pytest.raises(kv_hf.CacheOptionError, match="does not go with"):
-            kv_hf.PagedCache(five_layers().config, offload="disk", **other)
-
-
 def test_reset_gives_everything_back(tmp_path):
     model = five_layers()
     cache = make_cache(offload="disk", offload_dir=str(tmp_path))
@@ -408,47 +307,6 @@ def check_slots(fields, layer, plan):
         assert found == [1000 * layer.layer_idx + page for page in plan.ids]
 
 
-def test_slots_renumber_the_table():
-    plan = plan_of([9, 2, 5], [2, 11])
-    assert plan.ids == [2, 5, 9, 11]
-    assert plan.runs == [(0, 2, 1), (1, 5, 1), (2, 9, 1), (3, 11, 1)]
-    assert plan.table.tolist() == [[2, 0, 1], [0, 3, 0]]
-    assert plan.table.dtype == torch.int32
-    assert runs_of(enumerate([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
-    assert runs_of(((0, page) for page in (3, 5, 9)), gap=1) == [(0, 3, 3), (0, 9, 1)]
-    assert plan_of([], []).table.shape == (2, 0)
-
-
-def test_next_layer_is_fetched_while_this_one_is_read():
-    spec, copies = make_spec(), LateCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
-    staging.resize(8 * spec.page_bytes)
-    plan = plan_of([0, 1, 2, 7])
-    for step in range(3):
-        for layer in layers:
-            copies.log.clear()
-            with staging.reading(layer, plan) as found:
-                asked = [what for what, _ in copies.log]
-                check_slots(found, layer, plan)
-            # once the order is known nothing is fetched when it is read, and one layer behind it
-            fetched = [what for what, _ in copies.log][len(asked) :].count("run")
-            if step == 2:
-                assert (asked.count("run"), fetched) == (0, 1)
-
-
-def test_new_table_is_fetched_late_for_its_first_layer_only():
-    spec, copies = make_spec(), EagerCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(4)]
-    staging.resize(8 * spec.page_bytes)
-    for plan in (plan_of([0, 1]), plan_of([0, 1]), plan_of([0, 1, 2])):
-        late = []
-        for layer in layers:
-            copies.log.clear()
-            with staging.reading(layer, plan):
-                late.append([what for what, _ in copies.log].count("run"))
-    assert late == [1, 0, 0, 0]
-
-
 def test_every_buffer_is_kept_until_copies_into_it_are_done():
     """The last step of a generation fetches a layer that nobody reads: the cache may go before the copy is done."""
     spec, copies = make_spec(), LateCopies()
@@ -482,23 +340,6 @@ def test_fetch_waits_for_the_last_reader_of_its_buffer_and_for_writes():
     assert [entry for entry in copies.log if entry[0] == "run"] == [("run", (used, "sealed"))]
 
 
-def test_pages_written_since_are_fetched_again_and_only_those():
-    spec, copies = make_spec(), LateCopies()
-    staging, layer = Staging(copies), FakeLayer(0, spec)
-    staging.resize(8 * spec.page_bytes)
-    plan = plan_of([0, 1, 2, 7])
-    with staging.reading(layer, plan):
-        pass
-    with staging.reading(layer, plan):
-        assert layer.fetched == [(0, 3), (7, 1)]
-    for fields in layer.sides:
-        fields["codes"][2] = 77
-    staging.outdate(layer, [2, 11])
-    with staging.reading(layer, plan) as fields:
-        assert fields[0]["codes"][2].unique().tolist() == [77]
-    assert layer.fetched == [(0, 3), (7, 1), (2, 1)]
-
-
 def test_failed_fetch_is_tried_again():
     spec = make_spec()
     staging, layer = Staging(Copies(torch.device("cpu"))), FakeLayer(3, spec)
@@ -516,40 +357,7 @@ def test_failed_fetch_is_tried_again():
         check_slots(fields, layer, plan)
 
 
-def test_encoded_pages_are_taken_and_put(place):
-    model = five_layers()
-    caches = [make_cache(keys="int4", **options) for options in ({}, place, place)]
-    for cache in caches[:2]:
-        forward(model, cache, tokens(1, 300))
-    forward(model, caches[2], tokens(1, 300, seed=5))
-    pages = [3, 4, 9, 2]
-    for sides in zip(*(cache.layers[1].storage.sides for cache in caches), strict=True):
-        plain, ours, other = (side.take(pages) for side in sides)
-        for name, field in plain.items():
-            assert torch.equal(ours[name], field)
-            assert not torch.equal(other[name], field)
-            sides[2].put(7, name, field)
-        found = sides[2].take(range(7, 11))
-        assert all(torch.equal(found[name], field) for name, field in plain.items())
-
-
 # -- failures ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"offload": "dsk"}, "offload must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
-        ({"device_bytes": 4}, "device_bytes=4 needs offload='cpu' or 'disk'"),
-        ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
-        ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
-        ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
-    ],
-    ids=str,
-)
-def test_bad_options(options, message):
-    with pytest.raises(kv_hf.CacheOptionError, match=message):
-        make_cache(**options)
 
 
 def test_cpu_on_a_cpu_is_refused():

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_model, tokens
-from transformers import LlamaConfig
 
 import kv_hf
-from kv_hf.evaluation import measure_footprint
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages import cpu_memory
 from kv_hf.pages.cpu_memory import (
@@ -22,6 +20,7 @@ from kv_hf.pages.cpu_memory import (
     advise,
     give_back_freed,
     huge_page_bytes,
+    runs_of,
     trim_heap,
 )  # fmt: skip
 from kv_hf.pages.storage import SideStorage
@@ -137,6 +136,11 @@ def test_a_forked_process_has_pages_of_its_own():
         os._exit(int(storage.fields["codes"].view(torch.uint8).flatten()[0] != 99))
     assert os.waitpid(child, 0)[1] == 0
     check(storage, PAGES, PAGES)
+
+
+def test_runs_of_joins_neighbours():
+    assert runs_of(enumerate([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
+    assert runs_of(((0, page) for page in (3, 5, 9)), gap=1) == [(0, 3, 3), (0, 9, 1)]
 
 
 # -- huge pages
@@ -305,27 +309,3 @@ def test_trim_heap_does_nothing_beside_other_libraries(version, monkeypatch):
         assert not trim_heap()
     finally:
         cpu_memory._malloc_trim.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not cpu_memory._malloc_trim(), reason="only glibc keeps what a prefill frees")
-def test_process_with_int4_stays_below_one_with_dynamic_cache():
-    """Two processes of their own, as users start them: a small model with heads as real ones have them."""
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 512,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-    }
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        **sizes, **heads, max_position_embeddings=1 << 20, tie_word_embeddings=False
-    )
-    grown = {
-        cache: measure_footprint(config, cache, 8192, steps=4)
-        for cache in ("dynamic", "paged_int4")
-    }
-    if grown["dynamic"]["prefill_grown_bytes"] is None:
-        pytest.skip("this system does not tell what is resident")
-    for field in ("prefill_grown_bytes", "steps_grown_bytes"):
-        assert grown["paged_int4"][field] < grown["dynamic"][field]

@@ -16,7 +16,7 @@ from kv_hf.cache.store import LayerStore
 from kv_hf.hf import room
 from kv_hf.pages import storage as blocks
 from kv_hf.pages.cpu_memory import HostMemory
-from kv_hf.pages.rows import LEAST_AHEAD, MOST_AHEAD, Expected
+from kv_hf.pages.rows import Expected
 
 META = torch.device("meta")
 LAYERS = 32
@@ -152,32 +152,6 @@ def test_block_that_cannot_be_made_changes_nothing(on_a_gpu, monkeypatch, error)
     assert same(dense(cache), dense(plain))
 
 
-def test_layers_of_other_sizes_do_not_share_a_block(on_a_gpu):
-    """A layer with fewer heads than the one before: the place that was made for it does not fit."""
-    cache = kv_hf.PagedCache(FULL, page_size=16)
-    cache.update(*torch.randn(2, 1, 2, 60, 32), 0)
-    cache.update(*torch.randn(2, 1, 1, 60, 32), 1)
-    cache.check_integrity()
-    heads = [layer.storage.keys.fields["codes"].shape[1] for layer in cache.layers]
-    assert heads == [2, 1]
-
-
-@pytest.mark.parametrize(
-    ("seen", "prompt", "end", "target"),
-    [
-        (100, 100, 5000, 100 + LEAST_AHEAD),
-        (2000, 2000, 9000, 4000),
-        (8000, 8000, 90_000, 8000 + MOST_AHEAD),
-        (80_000, 80_000, 200_000, 90_000),
-        (8000, 8000, 8100, 8100),
-        (512, 30_000, 30_100, 30_100),  # a chunk of the prompt
-        (300, 100, 200, 300),  # longer than was said
-    ],
-)
-def test_target_is_bounded_and_never_beyond_the_end(seen, prompt, end, target):
-    assert Expected(prompt, end).target(seen) == target
-
-
 SLIDING = {"sliding_window": 24}
 MIXED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 
@@ -206,25 +180,6 @@ def test_generation_that_runs_to_its_end_holds_what_is_predicted(
                 sink_tokens=4, recent_tokens=0, window=group.window, prompt=columns,
             )  # fmt: skip
             assert layers[0].storage.capacity == told.pages_allocated
-
-
-def test_turns_and_prompts_behind_a_cache_are_expected_as_a_whole(on_a_gpu):
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, page_size=16)
-    turn = tokens(1, 20)
-    out = model.generate(turn, past_key_values=cache, max_new_tokens=10, min_new_tokens=10)
-    assert cache.group.expected == Expected(20, 29)
-    longer = torch.cat([out, tokens(1, 7)], 1)
-    model.generate(longer, past_key_values=cache, max_new_tokens=10, min_new_tokens=10)
-    assert cache.group.expected == Expected(37, 46)
-    new, mask = tokens(1, 5), torch.ones(1, 46 + 5, dtype=torch.int64)
-    model.generate(new, attention_mask=mask, past_key_values=cache, max_length=9)
-    assert cache.group.expected == Expected(51, 8)
-    model.generate(
-        tokens(1, 3), attention_mask=torch.ones(1, cache.get_seq_length() + 3, dtype=torch.int64),
-        past_key_values=cache, max_new_tokens=4,
-    )  # fmt: skip
-    assert cache.group.expected.end == cache.get_seq_length()
 
 
 def test_beams_make_no_room_that_they_do_not_use(on_a_gpu):

@@ -6,19 +6,16 @@ import functools
 import gc
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from offloaded_pages import EagerCopies, FakeLayer, LateCopies, place_outside
+from offloaded_pages import FakeLayer, LateCopies, place_outside
 from tiny_models import left_padded, make_model, tokens
 from tiny_sliding import make_sliding
 
 import kv_hf
-from kv_hf.pages.offload import SEAL_PAGES
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
@@ -322,24 +319,6 @@ def test_every_buffer_is_kept_until_copies_into_it_are_done():
         assert len(copies.kept) == 2
 
 
-def test_fetch_waits_for_the_last_reader_of_its_buffer_and_for_writes():
-    spec, copies = make_spec(), EagerCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
-    staging.resize(8 * spec.page_bytes)
-    plan = plan_of([0, 1, 2, 7])
-    for _ in range(2):
-        for layer in layers:
-            with staging.reading(layer, plan):
-                pass
-    copies.log.clear()
-    layers[1].written = "sealed"
-    with staging.reading(
-        layers[0], plan
-    ):  # has been fetched; 1 goes into the buffer that 2 was read from
-        used = copies.marks
-    assert [entry for entry in copies.log if entry[0] == "run"] == [("run", (used, "sealed"))]
-
-
 def test_failed_fetch_is_tried_again():
     spec = make_spec()
     staging, layer = Staging(Copies(torch.device("cpu"))), FakeLayer(3, spec)
@@ -437,66 +416,3 @@ def open_files(folder):
     found = [os.readlink(x) for x in links if x.is_symlink()]
     found += Path("/proc/self/maps").read_text().splitlines()
     return [one for one in found if str(folder) in one]
-
-
-MEASURED = """
-import ctypes, json, os, sys, torch, kv_hf
-from transformers import LlamaConfig
-from kv_hf.backends.base import AttentionCall
-ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: freed tensors go back to the system
-LAYERS, TOKENS = 8, 16384
-config = LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, num_attention_heads=4, hidden_size=256)
-def resident():
-    lines = open("/proc/self/status").read().splitlines()
-    return {x.split(":")[0]: 1024 * int(x.split()[1]) for x in lines if x.startswith(("VmRSS", "VmHWM"))}
-def steps(cache, first, count):
-    for i in range(LAYERS):
-        cache.update(*torch.zeros(2, 1, 2, first, 64, dtype=torch.bfloat16), i)
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-    for _ in range(count):
-        for i in range(LAYERS):
-            handles = cache.update(*torch.zeros(2, 1, 2, 1, 64, dtype=torch.bfloat16), i)
-            view = handles[0].view_of_pages
-            kv_hf.backends.dispatch.paged_attention(AttentionCall(torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16), view.kv, 1.0))
-torch.set_num_threads(1)
-steps(kv_hf.PagedCache(config, offload="disk", offload_dir=sys.argv[1]), 500, 3)
-before = resident()["VmRSS"]
-cache = kv_hf.PagedCache(config, **json.loads(sys.argv[2]))
-steps(cache, TOKENS, 70)
-found = resident()
-memory = cache.memory()
-print(json.dumps({"grown": found["VmRSS"] - before, "peak": found["VmHWM"] - before, "total": memory.total,
-                  "pages": memory.payload + memory.scales + memory.staging, "offloaded": memory.offloaded}), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("budget", [None, 12 << 20, 30 << 20])
-def test_resident_memory_stays_under_the_budget_and_a_kill_leaves_no_file(tmp_path, budget):
-    """8 layers of 8 MiB: what the process takes more is what the cache says it has."""
-    options = {"offload": "disk", "offload_dir": str(tmp_path)}
-    if budget:
-        options["device_bytes"] = budget
-    import json
-
-    process = subprocess.Popen(
-        [sys.executable, "-c", MEASURED, str(tmp_path), json.dumps(options)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        found = json.loads(process.stdout.readline())
-        assert os.listdir(tmp_path) == []
-    finally:
-        process.kill()
-        process.wait()
-    assert os.listdir(tmp_path) == []
-    slack = 4 << 20  # a mapped piece, the page that is sealed, Python's own objects
-    assert found["pages"] <= (budget or 10 << 20)
-    assert found["grown"] <= found["total"] + slack
-    assert found["peak"] <= (budget or found["total"]) + (found["total"] - found["pages"]) + slack
-    assert found["offloaded"] >= (64 << 20) - (budget or 0)
-    assert SEAL_PAGES < 64

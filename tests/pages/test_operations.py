@@ -55,7 +55,7 @@ class World:
         recent = 0 if self.store is not None and keys != "exact" else self.rng.choice([0, 10])
         self.options = {"sink_tokens": self.rng.choice([0, 4]), "recent_tokens": recent}
         self.twins = [Twin(self) for _ in range(2)]
-        self.counts, self.thrown = Counter(), Counter()
+        self.counts, self.thrown, self.at = Counter(), Counter(), None
 
     def states(self, rows, padding, first, layer):
         """Keys and values [2, rows, heads, columns, dim] of the tokens `rows` from column `first` on."""
@@ -125,10 +125,11 @@ class World:
 
     # -- one operation ---------------------------------------------------------------------------------------
 
-    def step(self):
-        kind = self.rng.choice(OPERATIONS)
+    def step(self, kind=None, twin=None):
+        """Do an operation, or a random one, to a twin, or a random one."""
+        kind = kind or self.rng.choice(OPERATIONS)
         self.counts[kind] += 1
-        twin = self.rng.choice(self.twins)
+        twin = twin or self.rng.choice(self.twins)
         if kind == "fork":
             self.fork(twin)
         elif kind == "drop":
@@ -144,11 +145,11 @@ class World:
 
     def run(self, kind, call):
         """Call, often throwing into it; return whether something was thrown."""
-        if not self.faults or self.rng.random() < 0.5:
+        if self.at is None and (not self.faults or self.rng.random() < 0.5):
             call()
             return False
         error = self.rng.choice([KeyboardInterrupt, MemoryError])
-        place = throw(call, int(2 ** self.rng.uniform(0, 11.5)), error)
+        place = throw(call, self.at or int(2 ** self.rng.uniform(0, 11.5)), error)
         self.thrown[kind] += bool(place)
         return bool(place)
 
@@ -322,8 +323,9 @@ class Twin:
         )
 
     def whole(self):
+        """Say whether no forward stopped half-way; until a reset pages may be counted as held by more than hold them."""
         try:
-            self.paged.check_integrity()
+            self.paged.check_done()
         except InterruptedForwardError:
             return False
         return True
@@ -347,6 +349,7 @@ KINDS = {
     "int4": {"keys": "int4"},
     "sliding": {"sliding": True},
     "recording": {"recording": True},
+    "int4 recording": {"keys": "int4", "recording": True},
     "sliding recording": {"sliding": True, "recording": True},
     "exact, faults": {"faults": True},
     "int4, faults": {"keys": "int4", "faults": True},
@@ -370,4 +373,41 @@ def test_random_operations_equal_plain_caches(kind, seed, operations, place, tmp
         world.check(world.twins if number % 5 == 0 else world.rng.sample(world.twins, 1))
     thrown = f"thrown into {world.thrown.total()}: {dict(world.thrown)}" if world.faults else ""
     print(f"\n{kind}: {world.counts.total()} operations {dict(world.counts)} {thrown}")
+    world.end()
+
+
+# kinds of caches -> worlds in which an operation on one of them is stopped at places one after the other
+STOPPED = {
+    **{f"{kind}, {keys}": (kind, {"keys": keys}) for kind in ("plain", "outside", "some outside", "fixed", "store") for keys in ("exact", "int4")},
+    "plain, sliding": ("plain", {"sliding": True}),
+    "fixed, sliding": ("fixed", {"sliding": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [6, pytest.param(10**6, marks=SLOW)], ids=["some", "every"])
+@pytest.mark.parametrize("operation", dict.fromkeys(OPERATIONS))
+@pytest.mark.parametrize("kind", STOPPED)
+def test_operations_stopped_at_places_leave_the_cache_or_say_reset(
+    kind, operation, most, tmp_path, monkeypatch
+):
+    """A cache that was stopped is as before, as afterwards, or asks for a reset; those that share its pages notice nothing."""
+    made, options = STOPPED[kind]
+    world = World(0, tmp_path / "cache.safetensors", place_outside("disk", monkeypatch), **options)
+    base = Twin(world, world.make(made))
+    for _ in range(2):
+        world.change(base, "append")
+    places = 2000 if most > 2000 else 400  # those behind an operation's end stop nothing
+    for at in range(1, places, max(1, places // most)):
+        twin = copy.copy(base)
+        twin.paged, twin.truth = copy.deepcopy(base.paged), copy.deepcopy(base.truth)
+        world.twins, world.at = [base, twin], at
+        world.step(operation, twin)
+        world.at = None
+        assert base.holds(base.truth)
+        for one in world.twins[1:]:
+            one.reset()
+            world.change(one, "append")
+        world.check(world.twins)
+        del twin, one
+    del base
     world.end()

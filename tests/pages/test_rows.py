@@ -1,7 +1,6 @@
 """Planning of forwards, against lists of token numbers per row and layers that only follow what steps say."""
 
 from dataclasses import dataclass, field, replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -249,29 +248,6 @@ def test_append_in_chunks_skips_what_a_row_of_a_longer_shared_prefix_holds():
         rows.check_integrity()
 
 
-@pytest.mark.parametrize("windows", [(None, WINDOW), (WINDOW, None)], ids=["first", "second"])
-@pytest.mark.parametrize("error", [PagePoolExhaustedError, MemoryError, KeyboardInterrupt])
-def test_a_forward_that_a_window_has_no_room_for_changes_none(windows, error):
-    limit = 8 if error is PagePoolExhaustedError else None
-    forward, layers = make(windows=windows, max_pages=limit)
-    for layer in layers:
-        layer.append(columns_of([0, 0], 56))
-    full = next(group for group in forward.groups if group.window is None)
-    full.stores[0] = Mock(
-        **{"make_room.side_effect": error}
-    )  # behind the limit, where there is one
-    before = state_of(forward)
-    with pytest.raises(error):
-        layers[0].append(columns_of([0, 0], 100, 56))
-    assert state_of(forward) == before
-    for group in forward.groups:
-        group.check_integrity()
-    full.stores.clear()
-    for layer in layers:  # what still fits works
-        layer.append(columns_of([0, 0], 11, 56))
-        assert layer.group is not full or layer.tokens() == columns_of([0, 0], 67)
-
-
 @pytest.mark.parametrize("source", [2, -3, 7])
 def test_select_out_of_range_raises_and_changes_nothing(source):
     group, layer = one()
@@ -326,51 +302,9 @@ def test_crop_into_the_padding_keeps_what_is_left_of_it():
 # -- interrupted forwards ------------------------------------------------------------------------------------
 
 
-def stop_in_a_layer(layers):
-    layers[0].forward.join(layers[0], 2, 3)
-
-
-def stop_behind_a_layer(layers):
-    layers[0].append(columns_of([0, 0], 3, 40))
-
-
 def stop_in_a_change(layers):
     with pytest.raises(AttributeError):
         select([*layers, None], [0, 0])
-
-
-STOPS = [
-    stop_in_a_layer,
-    stop_behind_a_layer,
-    stop_in_a_change,
-]
-NEXT = {
-    "append": lambda layers: layers[0].append(columns_of([0, 0], 3, layers[0].seen)),
-    "select": lambda layers: select(layers, [1, 0]),
-    "crop": lambda layers: crop(layers, 2),
-}
-
-
-@pytest.mark.parametrize("then", NEXT)
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("forwards", [1, 2], ids=["the second forward", "the third forward"])
-def test_the_next_use_behind_an_interrupted_one_raises_until_reset(stop, then, forwards):
-    forward, layers = make(3)
-    for _ in range(forwards):
-        for layer in layers:
-            layer.append(columns_of([0, 0], 40 // forwards, layer.seen))
-    stop(layers)
-    before = state_of(forward)
-    for _ in range(2):
-        with pytest.raises(InterruptedForwardError, match=r"stopped half-way.*reset\(\)"):
-            NEXT[then](layers)
-        assert state_of(forward) == before
-    reset(layers)
-    for layer in layers:
-        layer.append(columns_of([0], 60))
-    crop(layers, 1)
-    assert [layer.tokens() for layer in layers] == [[list(range(59))]] * 3
-    forward.groups[0].check_integrity()
 
 
 def test_a_layer_that_joins_with_another_change_raises():

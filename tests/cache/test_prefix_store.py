@@ -96,22 +96,6 @@ def test_later_calls_share_and_compute_only_what_is_new():
     assert {kept[0].group.pool.count(page) for page in first} == {6}
 
 
-@pytest.mark.parametrize("keys", ["int8", "int4", "fp8", "int2"])
-def test_quantized_prefix_equals_a_chat_that_went_on(keys):
-    """With quantized pages a shared prompt reads its prefix as any later turn reads an earlier one: bit for bit."""
-    model, tail = shared_model("llama"), words(9, 3)
-    implementation = "paged_int2_v1" if keys == "int2" else f"paged_{keys}"
-    store = kv_hf.PrefixStore()
-    run(model, [SYSTEM[:196] + words(5, seed) for seed in (6, 7)], store, implementation)
-    found = run(model, [SYSTEM[:196] + tail], store, implementation)
-    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=PAGE)
-    with torch.no_grad():
-        model(torch.tensor([SYSTEM[:196]]), past_key_values=cache)
-    expected = model.generate(**batch([SYSTEM[:196] + tail]), **KEPT, past_key_values=cache)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert all(map(torch.equal, found.logits, expected.logits))
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_sliding_layers_keep_their_pages_and_share_them(name):
     model, store = make_sliding(name, 24), kv_hf.PrefixStore()
@@ -328,14 +312,6 @@ def test_threads_share_one_store():
     store.arena.pool(None).check_integrity()
 
 
-def test_saved_options_and_model_with_linear_layers():
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is transformers' Linear"):
-        kv_hf.PagedCache(config, prefix_store=kv_hf.PrefixStore())
-
-
 def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
     model, store = shared_model("llama"), kv_hf.PrefixStore()
     run(model, [SYSTEM], store)
@@ -415,28 +391,6 @@ def test_keys_that_depend_on_the_length_of_the_text_are_not_shared(kind):
     for a, b in zip(*logits, strict=True):
         rounding.assert_close(a, b)
     assert store.stats().rows == 0
-
-
-def test_prefill_that_stops_before_its_first_layer_leaves_the_cache_empty():
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    run(model, [SYSTEM], store)
-    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[0].register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(**batch([SYSTEM + words(9, 2)]), **KEPT, past_key_values=cache)
-    finally:
-        hook.remove()
-    assert cache.get_seq_length() == 0
-    rows = [words(150, 3)]
-    check(
-        model.generate(**batch(rows), **KEPT, past_key_values=cache),
-        model.generate(**batch(rows), **KEPT),
-    )
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "model"])

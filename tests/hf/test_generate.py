@@ -230,72 +230,37 @@ def test_rejected_candidates_leave_no_byte(implementation, kind):
 # -- loops of the user's own ------------------------------------------------------------------------------------
 
 
-def search(model, input_ids, generation_config, road, **model_kwargs):
-    """Decode like contrastive search: try three tokens per row, keep the one that repeats the context least.
+@pytest.mark.parametrize("inputs", [EVEN, PADDED], ids=["even", "padded"])
+def test_custom_generate_equals_dynamic_cache(model, inputs):
+    """As contrastive search does: rows are repeated, chosen among and cut back in every step."""
 
-    `road` says how the cache follows: "select" repeats and selects rows, "reorder" lets all candidates follow the
-    chosen one and selects, "crop" tries one candidate after the other and takes it back.
-    """
-    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask
-    rows, tried = input_ids.shape[0], 3
+    def decode(model, input_ids, generation_config, **given):
+        rows, cache, mask = len(input_ids), given["past_key_values"], given.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        logits, new = model(**forward(input_ids, mask, cache)).logits[:, -1], input_ids[:, -1:]
+        for _ in range(generation_config.max_new_tokens):
+            chances, best = logits.softmax(-1).topk(3)
+            mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
+            cache.batch_repeat_interleave(3)
+            wide = mask.repeat_interleave(3, 0)
+            tried = model(**forward(best.view(-1, 1), wide, cache)).logits[:, -1]
+            score = chances - 0.5 * tried.softmax(-1).amax(-1).view(rows, 3)
+            chosen = score.argmax(-1)
+            cache.batch_select_indices(torch.arange(rows) * 3 + chosen)
+            cache.crop(-1)  # and once more, with the chosen one alone
+            new = best.gather(1, chosen[:, None])
+            logits = model(**forward(new, mask, cache)).logits[:, -1]
+            input_ids = torch.cat([input_ids, new], 1)
+        return input_ids
 
-    def forward(ids, mask):
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        out = model(
-            ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            output_hidden_states=True,
-        )
-        return out.logits[:, -1], out.hidden_states[-1]
+    def forward(ids, mask, cache):
+        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        named = {"attention_mask": mask, "position_ids": places, "past_key_values": cache}
+        return {"input_ids": ids, **named}
 
-    logits, context = forward(input_ids, mask)
-    for _ in range(generation_config.max_new_tokens):
-        candidates = logits.softmax(-1).topk(tried)
-        mask = torch.cat([mask, mask.new_ones(rows, 1)], -1)
-        if road == "crop":
-            found = []
-            for number in range(tried):
-                found.append(forward(candidates.indices[:, number, None], mask))
-                cache.crop(-1)
-            logits, hidden = (
-                torch.stack(part, 1).flatten(0, 1) for part in zip(*found, strict=True)
-            )
-        else:
-            cache.batch_repeat_interleave(tried)
-            wide = mask.repeat_interleave(tried, 0)
-            logits, hidden = forward(candidates.indices.reshape(-1, 1), wide)
-        like = torch.cosine_similarity(hidden, context.repeat_interleave(tried, 0), dim=-1)
-        score = candidates.values - 0.6 * like.amax(-1).view(rows, tried)
-        best = score.argmax(-1)
-        index = torch.arange(rows) * tried + best
-        chosen = candidates.indices[torch.arange(rows), best, None]
-        if road == "crop":
-            forward(chosen, mask)
-        elif road == "reorder":
-            cache.reorder_cache(index.repeat_interleave(tried))
-            cache.batch_select_indices(torch.arange(rows * tried) % tried == 0)
-        else:
-            cache.batch_select_indices(index)
-        logits = logits[index]
-        context = torch.cat([context, hidden[index]], 1)
-        input_ids = torch.cat([input_ids, chosen], -1)
-    return input_ids
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("road", ["select", "reorder", "crop"])
-def test_custom_generate_equals_dynamic_cache(model, road, padded):
-    def decode(model, input_ids, generation_config, road, **model_kwargs):
-        for name in ("logits_processor", "stopping_criteria", "use_cache"):
-            model_kwargs.pop(name, None)
-        return search(model, input_ids, generation_config, road, **model_kwargs)
-
-    inputs = left_padded([44, 3, 31]) if padded else {"input_ids": tokens(2, 44)}
-    options = {"max_new_tokens": 24, "custom_generate": decode, "road": road}
-    assert torch.equal(*(model.generate(**inputs, **options, **cache) for cache in ({}, PAGES)))
+    options = {"max_new_tokens": 20, "custom_generate": decode}
+    found = [model.generate(**inputs, **options, **cache) for cache in ({}, PAGES)]
+    assert torch.equal(*found)
 
 
 # -- chats ------------------------------------------------------------------------------------------------------
@@ -529,22 +494,6 @@ def test_stop_strings_give_the_tokens_of_dynamic_cache(speaker, tokenizer, rows)
     text = tokenizer.decode(speaker.generate(**inputs, **GREEDY)[0, -12:-9])
     held = compare(speaker, inputs, **GREEDY, stop_strings=[text], tokenizer=tokenizer)
     assert held.get_seq_length() < inputs["input_ids"].shape[1] + 23 or rows > 1
-
-
-MOVED: dict[str, dict[str, Any]] = {
-    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
-    "DoLa": {"dola_layers": "low"},
-    "group beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
-    "constrained beams": {"num_beams": 4, "force_words_ids": [[5]]},
-}
-
-
-@pytest.mark.parametrize("name", list(MOVED))
-def test_modes_that_transformers_has_moved_to_the_hub_are_refused_by_it(name):
-    """Code of the Hub, which only trust_remote_code=True runs: with any cache."""
-    for cache in ({}, PAGES):
-        with pytest.raises(ValueError, match="trust_remote_code=True"):
-            shared_model("llama").generate(**PADDED, **GREEDY, **MOVED[name], **cache)
 
 
 # -- modes and dtypes -------------------------------------------------------------------------------------------

@@ -281,16 +281,3 @@ def test_bench_times_the_graph_of_generate(gpu):
     assert gpu == {"captures": 1, "replays": 5}
     assert all(torch.isfinite(one).all() for one in logits)
     assert decoding.cache.get_seq_length() == 46
-
-
-def test_bench_times_no_python_in_place_of_a_graph(gpu, monkeypatch):
-    from measure.gpu import decoding_of
-
-    monkeypatch.setattr(step_graph, "_agree", lambda expected, found: False)
-    decoding = decoding_of(shared_model("llama"), 40, 2, "paged_int4", "graph")
-    decoding.run()
-    with (
-        pytest.raises(RuntimeError, match="no graph: its replay gave other logits"),
-        pytest.warns(KVCacheWarning),
-    ):
-        decoding.run()

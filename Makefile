@@ -80,7 +80,7 @@ test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests,
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-environments
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
-	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_integrations.py -k quantized
+	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_generate.py -k quantized
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'

@@ -43,7 +43,7 @@ COMPILED = [
     "formats/test_mixed_and_rotated",
     "hf/test_chunks",
     "hf/test_families",
-    "hf/test_generate_features",
+    "hf/test_generate",
     "hf/test_latent_families",
 ]
 # in numpy; torch computes what is expected
@@ -52,7 +52,7 @@ INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_latent"]
 OUTWARD = [
     "backends/test_threads",
     "backends/test_triton_launch",
-    "cache/test_cache_options",
+    "cache/test_options",
     "doctor",
     "hf/test_devices",
     "hf/test_install",

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import kv_hf
 from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
 from kv_hf.errors import CacheOptionError
-from kv_hf.pages.storage import PageStorage
 
 LAYERS, HEADS, DIM = 2, 2, 16
 
@@ -79,10 +77,6 @@ def test_every_public_method_of_cache_is_covered_or_inherited():
     assert found - known - {"lazy_initialization", "supports_early_init"} == set()
 
 
-def test_update_returns_what_dynamic_cache_returns():
-    assert_equal(*filled())
-
-
 def test_first_update_returns_the_very_tensors():
     paged, _ = make("int4")
     parts = states(2, 40, 0)
@@ -119,22 +113,14 @@ def test_iteration_gives_dense_keys_and_values():
         assert torch.equal(mine[1], theirs[1])
 
 
-@pytest.mark.parametrize("removed", [1, 2, 7, 29, 30, 31, 50, 51, 52, 500])
-def test_crop_equals_dynamic_cache_and_appending_goes_on(removed):
+@pytest.mark.parametrize("removed", [1, 30, torch.tensor(-51), 500])
+def test_crop_equals_dynamic_cache(removed):
     paged, dynamic = filled()
-    paged.crop(-removed)
-    dynamic.crop(-removed)
+    for cache in (paged, dynamic):
+        cache.crop(-abs(removed))
     assert_equal(paged, dynamic)
-    parts = states(3, 25, 99)
-    append(paged, parts)
-    append(dynamic, parts)
-    assert_equal(paged, dynamic)
-
-
-def test_crop_takes_tensors():
-    paged, dynamic = filled()
-    paged.crop(torch.tensor(-5))
-    dynamic.crop(-5)
+    for cache in (paged, dynamic):
+        append(cache, states(3, 25, 99))
     assert_equal(paged, dynamic)
 
 
@@ -150,30 +136,6 @@ def test_crop_of_a_positive_number_follows_the_installed_transformers():
         with pytest.raises(ValueError):
             dynamic.crop(11)
         assert_equal(paged, dynamic)
-
-
-@pytest.mark.parametrize("keys", ["int4", "fp8"])
-def test_crop_after_past_recording_leaves_no_trace(keys):
-    """A rejected candidate must leave the same bytes as if it had never been."""
-    paged, _ = make(keys)
-    straight, _ = make(keys)
-    for cache in (paged, straight):
-        cache.activate_past_recording()
-        append(cache, states(2, 45, 0))
-    for seed in range(1, 12):
-        kept, rejected = states(2, 3, seed), states(2, 9, 100 + seed)
-        joined = [
-            [torch.cat(pair, 2) for pair in zip(a, b, strict=True)]
-            for a, b in zip(kept, rejected, strict=True)
-        ]
-        append(paged, joined)
-        paged.crop(-9)
-        append(straight, kept)
-        straight.crop(0)
-    paged.check_integrity()
-    for mine, theirs in zip(paged.paged_layers, straight.paged_layers, strict=True):
-        assert torch.equal(mine.keys, theirs.keys)
-        assert torch.equal(mine.values, theirs.values)
 
 
 @pytest.mark.parametrize("keys", ["int4", "fp8"])
@@ -210,57 +172,6 @@ def test_crop_into_a_sealed_page_says_so_and_stays_close():
     dynamic.crop(-20)
     paged.check_integrity()
     torch.testing.assert_close(paged.layers[1].keys, dynamic.layers[1].keys, rtol=0, atol=0.05)
-
-
-@pytest.mark.parametrize("order", [[2, 0, 1], [0, 0, 0], [1, 1, 2]])
-def test_reorder_cache_equals_dynamic_cache(order):
-    paged, dynamic = filled()
-    for cache in (paged, dynamic):
-        cache.reorder_cache(torch.tensor(order))
-    assert_equal(paged, dynamic)
-    parts = states(3, 40, 5)
-    append(paged, parts)
-    append(dynamic, parts)
-    assert_equal(paged, dynamic)
-
-
-def test_reorder_cache_shares_sealed_pages():
-    paged, _ = filled()
-    held = paged.group.pool.num_held
-    storage = paged.layers[0].storage.keys.fields["codes"]
-    paged.reorder_cache(torch.tensor([0, 0, 0]))
-    assert paged.group.pool.num_held == held // 3
-    assert paged.layers[0].storage.keys.fields["codes"] is storage
-
-
-def test_batch_operations_equal_dynamic_cache():
-    paged, dynamic = filled()
-    for cache in (paged, dynamic):
-        cache.batch_repeat_interleave(2)
-    assert_equal(paged, dynamic)
-    for chosen in (torch.tensor([0, 3, 5, 1]), torch.tensor([True, False, True, False])):
-        for cache in (paged, dynamic):
-            cache.batch_select_indices(chosen)
-        assert_equal(paged, dynamic)
-    parts = states(2, 20, 5)
-    append(paged, parts)
-    append(dynamic, parts)
-    assert_equal(paged, dynamic)
-
-
-def test_reset_allows_another_batch_size():
-    paged, dynamic = filled()
-    paged.reset()
-    assert paged.get_seq_length() == 0
-    assert not paged.is_initialized
-    assert paged.group.pool.num_held == 0
-    assert paged.memory().total == 0
-    fresh, _ = make()
-    parts = states(5, 33, 1)
-    append(paged, parts)
-    append(fresh, parts)
-    for mine, theirs in zip(paged.layers, fresh.layers, strict=True):
-        assert torch.equal(mine.keys, theirs.keys)
 
 
 def test_early_initialization_then_update():
@@ -369,34 +280,3 @@ def test_sealed_pages_hold_what_the_codec_encodes_and_never_change(keys):
                     for name, tensor in storage.fields.items():
                         assert torch.equal(tensor[page], expected[name][0])
                         assert torch.equal(tensor[page], before[2 * index + side][name][page])
-
-
-def test_bookkeeping_runs_once_per_forward():
-    paged, _ = make()
-    calls = []
-    plan = paged.group.plan
-    paged.group.plan = lambda *op: calls.append(op) or plan(*op)
-    append(paged, states(2, 40, 0))
-    append(paged, states(2, 1, 1))
-    assert len(calls) == 2
-
-
-def test_storage_grows_one_layer_at_a_time_before_the_step(monkeypatch):
-    """A layer's old pages are gone before the next one's new are made: one layer exists twice, never all of them."""
-    paged, _ = make()
-    append(paged, states(2, 17, 0))
-    old, grow = [], PageStorage.grow
-
-    def watched(storage, capacity, ahead=0):
-        assert not any(tensor() is not None for tensor in old)
-        assert paged.get_seq_length() == 17
-        old.extend(weakref.ref(x) for side in storage.sides for x in side.fields.values())
-        grow(storage, capacity, ahead)
-
-    monkeypatch.setattr(PageStorage, "grow", watched)
-    parts = states(2, 40, 1)
-    paged.update(*parts[0], 0)
-    first, second = (layer.storage.capacity for layer in paged.paged_layers)
-    assert len(old) == 4 and first == second
-    paged.update(*parts[1], 1)
-    assert paged.layers[1].storage.capacity == first

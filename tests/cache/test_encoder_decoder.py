@@ -11,6 +11,7 @@ import rounding
 import tiny_encoder_decoders as tiny
 import torch
 import transformers
+from beside_stock import assert_same, pages
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -37,10 +38,7 @@ MAKES_ITS_CROSS_CACHE = ("t5gemma",)
 
 
 def paged(cross="exact", name="paged_exact", **options):
-    return {
-        "cache_implementation": name,
-        "cache_config": {"page_size": 16, "cross_attention": cross, **options},
-    }
+    return pages(name, cross_attention=cross, **options)
 
 
 def other_inputs(name):
@@ -55,12 +53,6 @@ def other_inputs(name):
 def stock_greedy(family):
     """What a model with the weights that every model of the family has gives on transformers' own cache."""
     return tiny.make_model(family).generate(**tiny.sources(LENGTHS), **GREEDY)
-
-
-def assert_same(expected, found):
-    assert torch.equal(expected.sequences, found.sequences)
-    for a, b in zip(expected.logits, found.logits, strict=True):
-        rounding.assert_close(b, a)
 
 
 # before 5.23 T5 and its kin compute attention by themselves: from dense tensors
@@ -110,14 +102,6 @@ def test_audio_vision_and_composed_models_equal_dynamic_cache(name, cross):
     assert held > 0 and (cross == "exact" or cache.cross_attention_cache.memory().pages_held > 0)
 
 
-def test_decoder_without_an_attention_interface_warns_and_works():
-    model, inputs = tiny.vision_encoder_decoder("trocr")
-    expected = model.generate(**inputs, **GREEDY)
-    with pytest.warns(kv_hf.KVCacheWarning, match="does not know kv_hf"):
-        found = model.generate(**inputs, **GREEDY, **paged("same"))
-    assert_same(expected, found)
-
-
 @pytest.mark.parametrize("family", tiny.OWN_MASKS)
 def test_encoder_with_attention_of_its_own_keeps_the_masks_that_it_wants(family):
     """Such an encoder adds the mask to the scores by itself, and shares its config with the decoder."""
@@ -128,45 +112,6 @@ def test_encoder_with_attention_of_its_own_keeps_the_masks_that_it_wants(family)
     assert_same(expected, found)
     assert_same(expected, model.generate(**inputs, **GREEDY, **paged("same")))
     assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.5},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"do_sample": True, "num_beams": 2},
-    ],
-    ids=["beams", "beams-returned", "samples", "beam-samples"],
-)
-@pytest.mark.parametrize("cross", ["exact", "same"])
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_beams_and_samples_equal_dynamic_cache(family, cross, options):
-    model, inputs = tiny.shared_model(family), tiny.sources(LENGTHS)
-    options = {"max_new_tokens": 40, **options}
-    torch.manual_seed(7)
-    expected = model.generate(**inputs, **options)
-    torch.manual_seed(7)
-    assert torch.equal(expected, model.generate(**inputs, **options, **paged(cross)))
-
-
-@pytest.mark.parametrize("cross", ["exact", "same"])
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_assisted_and_lookup_decoding_equal_plain_decoding(family, cross):
-    model = tiny.shared_model(family)
-    assistant = tiny.make_model(
-        family, **{"t5": {"num_decoder_layers": 1}}.get(family, {"decoder_layers": 1})
-    )
-    inputs = {"input_ids": tiny.sources([40])["input_ids"]}
-    options = {"max_new_tokens": 40, "do_sample": False}
-    plain = model.generate(**inputs, **options)
-    assert torch.equal(
-        plain, model.generate(**inputs, **options, **paged(cross), assistant_model=assistant)
-    )
-    assert torch.equal(
-        plain, model.generate(**inputs, **options, **paged(cross), prompt_lookup_num_tokens=4)
-    )
 
 
 @pytest.mark.parametrize("family", [family for family in ("t5", "bart") if family not in DENSE])
@@ -251,18 +196,6 @@ def test_copy_goes_on_as_the_cache_would(cross, copied):
     cache.check_integrity()
 
 
-def test_decoder_with_more_layers_than_the_encoder_is_cached_whole():
-    """transformers 5.23 counts the encoder's layers of a T5 and fails; a DynamicCache without a config does not."""
-    model = tiny.make_model("t5", num_layers=1, num_decoder_layers=3)
-    inputs = tiny.sources(LENGTHS)
-    dynamic = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    expected = model.generate(**inputs, **GREEDY, past_key_values=dynamic)
-    for cross in ("exact", "same"):
-        found = model.generate(**inputs, **GREEDY, **paged(cross))
-        assert_same(expected, found)
-        assert len(found.past_key_values.self_attention_cache.layers) == 3
-
-
 @pytest.mark.parametrize("name", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_quantized_pages_give_what_their_dense_numbers_give(family, name, monkeypatch):
@@ -282,35 +215,6 @@ def test_quantized_pages_give_what_their_dense_numbers_give(family, name, monkey
         options = cache_options(name)
         assert kinds == {(options["keys"], options["values"])}
     rounding.assert_close(*logits)
-
-
-def test_int8_cross_attention_is_within_its_rounding():
-    """|out' - out| <= (exp(2 d) - 1) max|v| + max|v' - v| with d = max|scale q (k' - k)|, and k' - k half a step."""
-    model, inputs = tiny.shared_model("bart"), tiny.sources([120])
-    config = model.config
-    exact, stored = DynamicCache(config=config), kv_hf.CrossCache(config, keys="int8", page_size=16)
-    for cross in (exact, stored):
-        pair = EncoderDecoderCache(DynamicCache(config=config), cross)
-        with torch.no_grad():
-            model(**inputs, decoder_input_ids=torch.tensor([[3]]), past_key_values=pair)
-    module = model.model.decoder.layers[0].encoder_attn
-    query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0)) * 3
-    keys, values = exact.layers[0].keys, exact.layers[0].values
-    from kv_hf.hf.attention import kv_hf_attention
-
-    expected = kv_hf_attention(module, query, keys, values, None, scaling=0.25)[0]
-    handles = stored.layers[0].keys, stored.layers[0].values
-    found = kv_hf_attention(module, query, *handles, None, scaling=0.25)[0]
-    read = [handle.dense() for handle in handles]
-    spread = keys.amax(2) - keys.amin(2)
-    # 254 steps over the widest channel of a page and head; scale and middle are kept in 16 bits
-    step = spread.amax(-1) / 254 * (1 + 2**-10)
-    assert ((read[0] - keys).abs().amax((2, 3)) <= step / 2 + keys.abs().amax() * 2**-11).all()
-    assert (read[0] - keys).abs().amax() > 0
-    moved = (query @ (read[0] - keys).transpose(2, 3)).abs().amax() * 0.25
-    bound = torch.expm1(2 * moved) * values.abs().amax() + (read[1] - values).abs().amax()
-    assert 0 < (found - expected).abs().amax() <= bound + 1e-6
-    assert bound < 0.2 * expected.abs().amax()  # the bound says something
 
 
 def test_beams_share_the_encoders_pages():
@@ -343,36 +247,6 @@ def test_memory_of_the_pair_is_the_sum_of_its_halves():
             assert (whole.payload, whole.tail) == (own.payload, own.tail)
         text = repr(cache)
         assert "PagedCache(keys='int4'" in text
-
-
-def test_layer_formats_reach_both_halves():
-    model = tiny.shared_model("t5")
-    options = {"layers": {"1": {"keys": "int8"}}, "reserve_tokens": 500, "recent_tokens": 8}
-    out = model.generate(
-        **tiny.sources(LENGTHS), **GREEDY, **paged("same", "paged_int4", **options)
-    )
-    rows = out.past_key_values.report()
-    assert [(row.kind, row.keys, row.values) for row in rows] == [
-        (kind, keys, "int4") for kind in ("paged", "cross paged") for keys in ("int4", "int8")
-    ]
-    assert out.past_key_values.cross_attention_cache.memory().pages_allocated == 12
-
-
-def test_whisper_reads_attention_weights_and_long_audio():
-    model, inputs = tiny.whisper()
-    features = torch.randn(2, 16, 260, generator=torch.Generator().manual_seed(0))
-    assert model.config.max_source_positions * 2 < features.shape[-1]
-    options = {
-        "max_new_tokens": 20,
-        "return_timestamps": True,
-        "attention_mask": torch.ones(2, 260, dtype=torch.long),
-    }
-    model = copy.deepcopy(model)
-    generation = model.generation_config
-    generation.no_timestamps_token_id, generation.eos_token_id = 90, 2
-    expected = model.generate(features, **options)
-    for cross in ("exact", "same"):
-        assert torch.equal(expected, model.generate(features, **options, **paged(cross)))
 
 
 @pytest.mark.parametrize("cross", ["exact", "same"])
@@ -418,18 +292,6 @@ def test_bad_caches_and_options_are_refused():
     with pytest.raises(kv_hf.PagePoolExhaustedError):
         model.generate(**tiny.sources([90]), **paged("same", max_pages=2), max_new_tokens=2)
     assert model.generate(**inputs, **paged("same"), max_new_tokens=3).shape == (1, 4)
-
-
-@pytest.mark.parametrize("kind", ["exact", "same"])
-def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder_in_custom_loops(kind):
-    model, inputs = tiny.make_model("t5gemma"), tiny.sources(LENGTHS)
-    prompt = torch.randint(4, 97, (3, 30), generator=torch.Generator().manual_seed(1))
-    pair = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16, cross_attention=kind)
-    with torch.no_grad():
-        whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
-        for part in prompt.split([20, 1, 1, 3, 5], -1):
-            last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
-    rounding.assert_close(last, whole[:, -1])
 
 
 def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():

@@ -7,8 +7,7 @@ import traceback
 
 import pytest
 import torch
-from test_interrupted import dense, feed, same, text
-from test_operations import FULL, PAGE
+from token_states import FULL, PAGE, dense, feed, same, text
 
 import kv_hf
 
@@ -104,28 +103,4 @@ def test_child_may_use_a_cache_whose_pages_are_in_memory():
     assert same(dense(cache), before)
     for one in (cache, plain):
         feed(one, ROWS, 201, 260)
-    assert same(dense(cache), dense(plain))
-
-
-class Numbers(torch.utils.data.Dataset):
-    """A data set that knows a cache, as code in a notebook does."""
-
-    def __init__(self, cache):
-        self.cache = cache
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return index
-
-
-def test_workers_of_a_data_loader_leave_an_offloaded_cache_alone():
-    cache, plain = filled(offload="disk"), filled()
-    loader = torch.utils.data.DataLoader(
-        Numbers(cache), num_workers=2, multiprocessing_context="fork"
-    )
-    assert sorted(int(x) for batch in loader for x in batch) == list(range(8))
-    for one in (cache, plain):
-        feed(one, ROWS, 201, 300)
     assert same(dense(cache), dense(plain))

@@ -83,25 +83,6 @@ def test_handle_of_an_earlier_forward_raises():
         old + 1
 
 
-def test_eager_attention_gives_its_weights():
-    model, plain = make_model("llama"), make_model("llama")
-    for made in (model, plain):
-        made.set_attn_implementation("eager")
-    ids = tokens(1, 40)
-    weights = []
-    for made, cache in (
-        (model, kv_hf.PagedCache(model.config)),
-        (plain, DynamicCache(config=plain.config)),
-    ):
-        with torch.no_grad():
-            made(ids, past_key_values=cache)
-            weights.append(
-                made(ids[:, :1], past_key_values=cache, output_attentions=True).attentions
-            )
-    for found, expected in zip(*weights, strict=True):
-        rounding.assert_close(found, expected)
-
-
 def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     model, cache = filled_cache("int4")
     with pytest.warns(kv_hf.KVCacheWarning, match="No gradient flows through the keys"):
@@ -110,51 +91,6 @@ def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     attention = model.model.layers[0].self_attn
     assert attention.q_proj.weight.grad.abs().sum() > 0
     assert attention.k_proj.weight.grad is None and attention.v_proj.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
-        ("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
-        ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "layer_types": None}),
-        ("Gemma4TextConfig", {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
-                              "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
-        ("GptOssConfig", {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4,
-                          "num_experts_per_tok": 2}),
-        ("Cohere2Config", {"sliding_window": 8}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_models_with_sliding_layers_too_equal_dynamic_cache(name, options):
-    """Full and sliding layers are paged, softcap and sinks included."""
-    import transformers
-    from tiny_models import COMMON
-
-    if name == "Gemma4TextConfig" and not hasattr(transformers, name):
-        pytest.skip("not in this transformers")
-    torch.manual_seed(0)
-    layers = {"num_hidden_layers": 4, **{k: v for k, v in options.items() if v is not None}}
-    if name == "Gemma3TextConfig":
-        layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    config = getattr(transformers, name)(**{**COMMON, **layers})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config.eos_token_id = None
-    inputs = left_padded([100, 33])
-    kept = {
-        "max_new_tokens": 30,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    expected = model.generate(**inputs, **kept)
-    found = model.generate(**inputs, cache_implementation="paged_exact", **kept)
-    assert torch.equal(expected.sequences, found.sequences)
-    for a, b in zip(expected.logits, found.logits, strict=True):
-        rounding.assert_close(b, a)
-    report = found.past_key_values.report()
-    assert {row.kind for row in report} == {"paged", "paged, sliding window of 8"}
-    assert not any(row.reason for row in report) and found.past_key_values.memory().other == 0
 
 
 def test_dropout_takes_the_dense_route():
@@ -175,29 +111,6 @@ def test_dropout_takes_the_dense_route():
         attention.kv_hf_attention(module, query, keys, values, None, dropout=0.5, dense=dense)
     ((keys, kwargs),) = seen
     assert type(keys) is torch.Tensor and kwargs["dropout"] == 0.5
-
-
-def test_cache_of_an_assistant_records_its_past():
-    """generate() makes the assistant's cache itself and crops it all the time."""
-    model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
-    made = []
-    original = kv_hf.PagedCache.activate_past_recording
-
-    def noted(self):
-        made.append(len(self.layers))
-        return original(self)
-
-    kv_hf.PagedCache.activate_past_recording = noted
-    try:
-        model.generate(
-            tokens(1, 30),
-            assistant_model=assistant,
-            max_new_tokens=6,
-            cache_implementation="paged_int4",
-        )
-    finally:
-        del kv_hf.PagedCache.activate_past_recording
-    assert {1, 2} <= set(made)  # both the assistant's and the target's
 
 
 @pytest.mark.parametrize("options", [{}, {"keys": "int4"}, {"max_length": 200}], ids=str)
@@ -249,7 +162,7 @@ def test_handle_is_stale_as_soon_as_its_layer_is_being_changed(monkeypatch):
 
 def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_reads():
     """A copy took a page that the source's last forward had given back, and its handles still read, for its own."""
-    from test_sliding import make
+    from tiny_sliding import make_sliding as make
 
     config = make("mistral", 24).config
     cache = kv_hf.PagedCache(

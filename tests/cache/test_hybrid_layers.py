@@ -1,17 +1,15 @@
 """Layers of attention and linear attention together: pages hold the keys and values, transformers the state."""
 
-import copy
 from functools import cache
 
 import pytest
 import rounding
 import torch
 from planned_models import is_there, make_config
-from tiny_models import left_padded, tokens
+from tiny_models import tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kv_hf
-from kv_hf.cache.layer_kinds import HybridLayer
 
 FAMILIES = [name for name in ("falcon_h1", "zamba2", "inkling_text") if is_there(name)]
 GREEDY = {
@@ -32,22 +30,6 @@ def model_of(family):
 
 def paged(model, **options):
     return kv_hf.PagedCache(model.config, page_size=16, **options)
-
-
-@pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("lengths", [[60, 60], [60, 9, 33]], ids=["equal", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_equals_dynamic_cache(family, lengths, more):
-    model, inputs = model_of(family), left_padded(lengths)
-    expected = model.generate(**inputs, **GREEDY, **more)
-    found = model.generate(**inputs, **GREEDY, **more, past_key_values=paged(model))
-    assert torch.equal(expected.sequences, found.sequences)
-    for a, b in zip(expected.logits, found.logits, strict=True):
-        rounding.assert_close(b, a)
-    cache = found.past_key_values
-    assert any(isinstance(layer, HybridLayer) for layer in cache.layers)
-    assert cache.memory().pages_held > 0
-    cache.check_integrity()
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 200}], ids=["growing", "max_length"])
@@ -84,22 +66,6 @@ def test_rows_repeat_and_select_with_their_states(family):
         expected = model(step, past_key_values=wide).logits
         found = model(step, past_key_values=ours).logits
     rounding.assert_close(found, expected)
-
-
-def test_copy_goes_on_independently_and_reset_takes_another_batch():
-    model, ids = model_of("falcon_h1"), tokens(2, 50)
-    cache = paged(model, keys="int8")
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        copied = copy.deepcopy(cache)
-        step = tokens(2, 1, seed=4)
-        first = model(step, past_key_values=cache).logits
-        assert torch.equal(first, model(step, past_key_values=copied).logits)
-        cache.reset()
-        assert cache.memory().total == 0
-        again = model(ids[:1], past_key_values=cache).logits
-        fresh = model(ids[:1], past_key_values=paged(model, keys="int8")).logits
-    assert torch.equal(again, fresh)
 
 
 def test_reset_gives_states_of_layers_without_attention_back():

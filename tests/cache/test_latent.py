@@ -1,15 +1,22 @@
 """What generate() and the cache do with pages of latents: same tokens as transformers' own cache."""
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
 import rounding
 import torch
-from test_latent_families import LENGTHS, paged, read_pages
-from tiny_latent import SPARSE, is_there, make_model, shared_model
-from tiny_models import left_padded, tokens
+from beside_stock import compare, pages, run
+from test_latent_families import (
+    EXPANDING,
+    LENGTHS,
+    largest_difference,
+    paged,
+    read_pages,
+    stock_attention,
+)
+from tiny_latent import SPARSE, is_there, make_model, shared_model, text_config
+from tiny_models import left_padded, make_config, tokens
 from transformers import DynamicCache
 
 import kv_hf
@@ -35,76 +42,31 @@ def some(families: list[str]) -> list[Any]:
     return [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in families]
 
 
-ONE = {"input_ids": tokens(1, 40)}
-PAGES = {"page_size": 16}
-
-
-def generated(model: Any, inputs: dict[str, Any], name: str | None, **options: Any) -> Any:
-    """Return what generate() makes, greedy unless told otherwise; `name` is a cache_implementation or None."""
-    if name is not None:
-        given = options.pop("cache_config", {})
-        options |= {"cache_implementation": name, "cache_config": {**PAGES, **given}}
-    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True} | options
-    torch.manual_seed(7)
-    return model.generate(**inputs, **options)
-
-
-def check_same(
-    family: str, inputs: dict[str, Any], config: dict[str, Any] | None = None, **options: Any
-) -> Any:
-    """Check that pages give the tokens of transformers' own cache; return the paged cache."""
-    model = shared_model(family)
-    stock = generated(model, inputs, None, **options)
-    found = generated(model, inputs, "paged_exact", cache_config=config or {}, **options)
-    assert torch.equal(found.sequences, stock.sequences)
-    cache = found.past_key_values
-    assert isinstance(cache, kv_hf.PagedCache)
-    cache.check_integrity()
-    return cache
+LOOKED_UP = {
+    "input_ids": tokens(1, 13, seed=2).repeat(1, 4)
+}  # of other seeds one has a step whose best two tokens are a rounding apart
+FEATURES = {
+    "beams": (left_padded(LENGTHS), {"num_beams": 3}, {}),
+    "samples": (left_padded(LENGTHS), {"do_sample": True, "num_return_sequences": 3, "top_k": 20}, {}),
+    "lookup": (LOOKED_UP, {"prompt_lookup_num_tokens": 4}, {}),
+    "assistant": ({"input_ids": tokens(1, 40)}, {"assistant_model": None}, {}),
+    "offload": (left_padded(LENGTHS), {"num_beams": 2}, {"offload": "disk"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
-class TestGenerate:
-    def test_beams(self, family):
-        cache = check_same(family, left_padded(LENGTHS), num_beams=3)
-        assert cache.memory().pages_held > 0
-
-    def test_beams_return_several(self, family):
-        check_same(family, ONE, num_beams=4, num_return_sequences=3)
-
-    def test_sampling_several(self, family):
-        options = {"do_sample": True, "num_return_sequences": 3, "top_k": 20}
-        check_same(family, left_padded(LENGTHS), **options)
-
-    def test_prompt_lookup(self, family):
-        # of the other seeds one has a step whose best two tokens are a rounding apart
-        repeated = {"input_ids": tokens(1, 13, seed=2).repeat(1, 4)}
-        check_same(family, repeated, prompt_lookup_num_tokens=4, max_new_tokens=40)
-
-    def test_assistant(self, family):
-        assistant = make_model(family)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_generate_equal_dynamic_cache(feature, family):
+    inputs, options, config = FEATURES[feature]
+    if feature == "assistant":
+        options = {"assistant_model": make_model(family)}
         with torch.no_grad():  # some of its tokens are accepted, some not
-            for parameter in assistant.parameters():
+            for parameter in options["assistant_model"].parameters():
                 parameter.mul_(1 + 0.01 * torch.randn(parameter.shape))
-        check_same(family, ONE, assistant_model=assistant, max_new_tokens=40)
-
-    def test_chunks_of_the_prompt(self, family):
-        check_same(family, {"input_ids": tokens(2, 70)}, prefill_chunk_size=24)
-
-    def test_offload(self, family):
-        cache = check_same(family, left_padded(LENGTHS), {"offload": "disk"}, num_beams=2)
-        assert cache.memory().offloaded > 0
-
-    def test_a_chat_goes_on(self, family):
-        model = shared_model(family)
-        texts = []
-        for cache in (DynamicCache(config=model.config), paged(model)):
-            ids = tokens(1, 40)
-            for turn in range(3):
-                ids = model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False)
-                ids = torch.cat([ids, tokens(1, 21, seed=turn)], 1)
-            texts.append(ids)
-        assert torch.equal(*texts)
+    cache = compare(
+        shared_model(family), inputs, pages(**config), **{"max_new_tokens": 24, **options}
+    )
+    assert bool(cache.memory().offloaded) == bool(config)
 
 
 def filled(family: str, cache: Any, rows: int = 2) -> Any:
@@ -213,9 +175,9 @@ def test_prompts_share_their_prefix(family, latent):
     prefix = tokens(1, 50)
     for seed in range(3):
         ids = torch.cat([prefix, tokens(1, 9, seed=seed + 1)], 1)
-        alone = generated(model, {"input_ids": ids}, f"paged_{latent}")
-        found = generated(
-            model, {"input_ids": ids}, f"paged_{latent}", cache_config={"prefix_store": store}
+        alone, found = (
+            run(model, {"input_ids": ids}, pages(f"paged_{latent}", **shared))
+            for shared in ({}, {"prefix_store": store})
         )
         if latent == "exact":
             assert torch.equal(found.sequences, alone.sequences)
@@ -223,19 +185,139 @@ def test_prompts_share_their_prefix(family, latent):
     assert store.stats().rows_hit == 2 and store.stats().tokens_computed < 120
 
 
-@pytest.mark.parametrize("family", some(FAMILIES))
-def test_a_model_and_a_cache_are_pickled(family):
-    model = make_model(family)
-    stock = generated(model, ONE, None).sequences
-    cache = generated(model, ONE, "paged_exact").past_key_values
-    copied = copy.deepcopy(model)
-    assert torch.equal(generated(copied, ONE, "paged_exact").sequences, stock)
-    model.set_attn_implementation("sdpa")
-    written = pickle.dumps(model)
-    assert b"kv_hf" not in written
-    assert torch.equal(generated(pickle.loads(written), ONE, None).sequences, stock)
-    read = pickle.loads(pickle.dumps(cache))
-    read_pages(model)
+# -- encoded latents -------------------------------------------------------------------------------------------
+
+EXPANDED = [
+    f for f in ("deepseek_v3", "deepseek_v32", "dots3_note", "mistral_large4") if f in EXPANDING
+]
+FORMATS = {
+    "exact": {"latent": "exact", "k_rope": "int8"},
+    "fp8": {"latent": "fp8"},
+    "int8": {"latent": "int8", "k_rope": "int8"},
+    "int4": {"latent": "int4", "k_rope": "int8"},
+    "int8 in groups of 16": {"latent": "int8", "latent_group_size": 16},
+    "int4 in groups of 8 tokens": {"latent": "int4", "key_group_size": 8},
+    "int2": {"latent": "int2"},
+    "fp8_ds_mla": {"latent": "fp8_ds_mla"},
+    "keys and values": {"keys": "int4", "values": "int4"},
+}
+
+
+def wide(family: str, name: str) -> Any:
+    """Return a model whose ranks the format divides."""
+    rank = 128 if name == "fp8_ds_mla" else 32
+    ranks = {"kv_lora_rank": rank} | ({"swa_kv_lora_rank": rank} if family == "dots3_note" else {})
+    return make_model(family, **ranks)
+
+
+def step(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     with torch.no_grad():
-        logits = [model(tokens(1, 1), past_key_values=one).logits for one in (cache, read)]
-    rounding.assert_close(*logits)
+        return model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+
+
+def dense_copy(model: Any, cache: Any) -> DynamicCache:
+    """Return transformers' cache of the rounded latents that `cache` holds."""
+    copied = DynamicCache(config=model.config)
+    for mine, theirs in zip(cache.layers, copied.layers, strict=True):
+        if getattr(mine, "keys", None) is not None:
+            theirs.update(mine.keys.clone(), mine.values.clone())
+        if getattr(theirs, "is_sliding", False):  # it holds the last tokens of as many as were seen
+            theirs.cumulative_length = cache.get_seq_length()
+        if getattr(mine, "indexer_keys", None) is not None:
+            theirs.update_indexer(mine.indexer_keys.clone())
+    return copied
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", EXPANDED)
+def test_a_step_equals_the_stock_model_on_the_same_latents(family, name):
+    model = wide(family, name)
+    cache = paged(model, **FORMATS[name])
+    ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :17] = 0
+    read_pages(model)
+    exact = paged(model)
+    for one in (cache, exact):
+        step(model, one, ids[:, :57], mask[:, :57])
+    for chunk in (1, 2):
+        end = 57 + chunk if chunk == 1 else 60
+        part, seen = ids[:, end - chunk : end], mask[:, :end]
+        oracle = dense_copy(model, cache)
+        found, unrounded = (step(model, one, part, seen) for one in (cache, exact))
+        text = text_config(model)
+        inner = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
+        stock = stock_attention(family)
+        model.set_attn_implementation({inner[0]: stock} if inner else stock)
+        wanted = step(model, oracle, part, seen)
+        read_pages(model)
+        rounding.assert_close(found, wanted)
+        if name != "exact":
+            lost = largest_difference([found], [unrounded])
+            assert lost > rounding.allowed(unrounded), "nothing was rounded"
+    assert cache.memory().pages_held > 0
+
+
+# -- options ------------------------------------------------------------------------------------------------
+
+
+def cache_of(family: str = "deepseek_v3", **options: Any) -> kv_hf.PagedCache:
+    return paged(make_model(family), **options)
+
+
+def test_different_formats_of_keys_and_values_are_an_error_that_latent_resolves():
+    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 stores one latent for both.*latent="):
+        cache_of(keys="int8", values="int4")
+    cache = cache_of(keys="int8", values="int4", latent="int2", k_rope="int8")
+    assert [(row.keys, row.values) for row in cache.report()] == [("int2", "int8")] * 2
+
+
+def test_layers_override_the_latent_of_single_layers():
+    cache = cache_of(latent="int4", layers={"1": "int8"})
+    assert [row.keys for row in cache.report()] == ["int4", "int8"]
+    cache = cache_of(keys="int4", values="int4", layers={"0": {"keys": "exact", "values": "exact"}})
+    assert [row.keys for row in cache.report()] == ["exact", "int4"]
+    for options in ({"latent": "int4"}, {"keys": "int4", "values": "int4"}):
+        with pytest.raises(kv_hf.CacheOptionError, match="layer 1 stores one latent for both"):
+            cache_of(**options, layers={"1": {"keys": "int8"}})
+
+
+@pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "dots3_note") if f in EXPANDING])
+def test_groups_that_do_not_divide_the_rank_are_an_error(family):
+    with pytest.raises(kv_hf.CacheOptionError, match="group"):
+        cache_of(family, latent="int8", latent_group_size=24)
+    with pytest.raises(kv_hf.CacheOptionError, match="group|128"):
+        cache_of(family, latent="fp8_ds_mla")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"latent": "int8"},
+        {"latent_group_size": 8, "keys": "int8"},
+        {"k_rope": "int8"},
+        {"mla": "absorb"},
+        {"mla": "expand"},
+    ],
+)
+def test_other_models_refuse_options_about_latents(options):
+    name = next(iter(options))
+    with pytest.raises(kv_hf.CacheOptionError, match=f"{name}=.*latent attention"):
+        kv_hf.PagedCache(make_config("llama"), **options)
+
+
+@pytest.mark.parametrize(
+    "other", [{"latent": "int8"}, {"latent": "int4", "k_rope": "exact"}, {"latent": "exact"}]
+)
+def test_a_prefix_store_holds_latents_of_one_format(other):
+    """Pages of the first cache's format were read and written by caches of another."""
+    store = kv_hf.PrefixStore()
+    paged(make_model("deepseek_v3"), latent="int4", prefix_store=store)
+    with pytest.raises(kv_hf.CacheOptionError, match="one store per model and format"):
+        paged(make_model("deepseek_v3"), **other, prefix_store=store)

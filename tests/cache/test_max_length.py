@@ -1,21 +1,15 @@
 """A cache with max_length: the tokens of one that grows, in every kind of layer; all room at once, and no token beyond it."""
 
-import copy
-import pickle
-
 import pytest
 import rounding
 import tiny_latent
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_sliding import make as windows
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
+from tiny_sliding import make_sliding as windows
 from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.formats import format_names
-from kv_hf.spec import predict_memory
 
 LAYERS, HEADS, DIM, LENGTH = 2, 2, 16, 160
 GREEDY = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
@@ -114,22 +108,6 @@ def test_features_of_generate_equal_dynamic_cache(kind, options):
     assert torch.equal(found, wanted)
 
 
-@settings(max_examples=15)
-@given(data=st.data(), kind=st.sampled_from(["llama", "mistral"]))
-def test_any_split_into_forwards_equals_dynamic_cache(data, kind):
-    model = windows("mistral", 24) if kind == "mistral" else shared_model("llama")
-    cuts = sorted(data.draw(st.sets(st.integers(1, 89), max_size=7)))
-    ids = tokens(2, 90)
-    cache = kv_hf.PagedCache(model.config, page_size=16, max_length=96)
-    dynamic = DynamicCache(config=model.config)
-    with torch.no_grad():
-        for first, last in zip([0, *cuts], [*cuts, 90], strict=True):
-            part = ids[:, first:last]
-            found, wanted = (model(part, past_key_values=c).logits for c in (cache, dynamic))
-            rounding.assert_close(found, wanted)
-    assert cache.get_seq_length() == 90
-
-
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm5_next"])
 def test_indexers_score_as_many_columns_as_masks_have(kind):
     """The second forward stopped: indexer keys of the text so far met a mask with room for all of it."""
@@ -160,19 +138,6 @@ def test_all_pages_are_made_at_the_first_forward_and_never_move():
     assert addresses(fixed) == places and after.pages_held > before.pages_held
 
 
-def test_memory_is_what_predict_memory_says():
-    fixed, _ = caches("int4")
-    filled(fixed, (40, 1, 1), (0, 7, 25))
-    specs = [layer.spec for layer in fixed.layers]
-    told = predict_memory(
-        specs, [42, 35, 17], sink_tokens=2, recent_tokens=0, reserve_tokens=LENGTH
-    )
-    got = fixed.memory()
-    for name in ("payload", "scales", "tail", "tables", "pages_held", "pages_allocated", "tokens"):
-        assert getattr(got, name) == getattr(told, name), name
-    assert got.pages_allocated == 3 * ((LENGTH - 2) // 16)
-
-
 def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
     fixed, _ = caches()
     filled(fixed, (150,))
@@ -184,13 +149,6 @@ def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
     fixed.check_integrity()
 
 
-def test_a_first_forward_that_is_refused_leaves_nothing_begun():
-    cache, _ = caches()
-    with pytest.raises(kv_hf.CacheMismatchError, match="max_length=160 is reached"):
-        append(cache, states(1, LENGTH + 1, 0))
-    assert not cache.started and cache.get_seq_length() == 0
-
-
 def test_generate_refuses_a_longer_text_before_its_first_forward():
     model = shared_model("llama")
     with pytest.raises(kv_hf.CacheOptionError, match="up to 100 long, and cache_config max_length"):
@@ -200,45 +158,3 @@ def test_generate_refuses_a_longer_text_before_its_first_forward():
             cache_implementation="paged_int8",
             cache_config={"max_length": 99},
         )
-
-
-def test_changes_of_rows_crops_copies_and_pickles_equal_those_of_a_cache_that_grows():
-    pair = caches("int4")
-    for cache in pair:
-        filled(cache, (40, 1, 1), (0, 7, 25))
-        cache.reorder_cache(torch.tensor([2, 0, 2]))
-        append(cache, states(3, 7, 5))
-        cache.crop(-3)
-        cache.batch_select_indices(torch.tensor([0, 2]))
-        append(cache, states(2, 30, 6))
-    same_bytes(*pair)
-    for other in (copy.deepcopy(pair[0]), pickle.loads(pickle.dumps(pair[0]))):
-        before = pair[0].layers[1].keys
-        append(other, states(2, 20, 7))
-        assert torch.equal(pair[0].layers[1].keys, before) and other.max_length == LENGTH
-    append(pair[1], states(2, 20, 7))
-    same_bytes(other, pair[1])
-
-
-def test_reset_takes_another_batch():
-    pair = caches("int8")
-    filled(pair[0], (40, 1), (0, 7, 25))
-    pair[0].reset()
-    assert pair[0].get_seq_length() == 0 and pair[0].layers[0].keys is None
-    for cache in pair:
-        filled(cache, (30, 1, 20), (4, 0))
-    same_bytes(*pair)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_length": 0}, "max_length must be"),
-        ({"max_length": 99, "max_pages": 4}, "max_pages=4 does not go with max_length"),
-        ({"max_length": 99, "offload": "cpu"}, "offload='cpu' does not go with max_length"),
-        ({"max_length": 99, "reserve_tokens": 9}, "reserve_tokens=9 does not go with max_length"),
-    ],
-)
-def test_bad_options_are_refused(options, says):
-    with pytest.raises(kv_hf.CacheOptionError, match=says):
-        kv_hf.PagedCache(make_config("llama"), **options)

@@ -1,6 +1,5 @@
 """What a prefix store and a saved cache know a model by: weights however they were written, hooks, autocast."""
 
-import copy
 import gc
 import os
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import transformers
 from test_prefix_store import KEPT, SYSTEM, batch, check, run, words
-from tiny_models import make_model, shared_model, tokens
+from tiny_models import make_model, tokens
 from torch import nn
 
 import kv_hf
@@ -47,17 +46,6 @@ def test_sample_reads_a_number_of_every_row_and_every_column(shape):
     assert len(found) <= max(WHOLE, 3 * max(shape) + 3)
 
 
-def test_sample_reads_every_row_of_stacked_experts():
-    places = torch.arange(8 * 96 * 64, dtype=torch.int32).reshape(8, 96, 64)
-    found = sample(places).long()
-    assert len((found // 64).unique()) == 8 * 96 and len(found) < 8 * 96 * 3
-
-
-def test_sample_of_a_turned_matrix_is_that_of_its_copy():
-    turned = matrix(300, 200).T
-    assert torch.equal(sample(turned), sample(turned.contiguous()))
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64],
@@ -80,22 +68,6 @@ def test_described_finds_a_line_written_through_data(line):
     data = model.weight.data if line == "row" else model.weight.data.T
     data[77] *= 1.001
     assert described(weights) != before
-
-
-def test_described_finds_a_single_number_that_torch_counts():
-    """Between the samples only the count of writes tells."""
-    model = nn.Linear(400, 300)
-    before = described(weights_of(model), places=True)
-    with torch.no_grad():
-        model.weight[1, 5] += 1
-    assert described(weights_of(model), places=True) != before
-
-
-def test_weights_of_takes_tied_tensors_once_and_buffers_too():
-    names = [weight.name for weight in weights_of(make_model("llama", tie_word_embeddings=True))]
-    assert len(names) == 2 * 9 + 3 + 1 or "lm_head.weight" not in names
-    buffers = [one for one in weights_of(shared_model("llama")) if "inv_freq" in one.name]
-    assert buffers and not any(weight.persistent for weight in buffers)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------
@@ -155,17 +127,6 @@ def test_weights_made_in_inference_mode_are_watched():
     check(found, model.generate(**batch(ROWS), **KEPT))
 
 
-def test_old_pages_that_a_live_cache_brings_later_are_not_found():
-    model, store = make_model("llama"), kv_hf.PrefixStore()
-    out = run(model, ROWS, store)
-    through_data(model)
-    store.bind_model(model)
-    store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
-    found = run(model, ROWS, store)
-    check(found, model.generate(**batch(ROWS), **KEPT))
-    assert store.stats().rows_hit == 0
-
-
 def test_a_cache_that_went_on_with_other_weights_is_not_kept():
     model, store = make_model("llama"), kv_hf.PrefixStore()
     out = run(model, ROWS, store)
@@ -208,25 +169,6 @@ def test_autocast_has_prefixes_of_its_own():
     assert store.stats().rows_hit == 0
 
 
-def test_a_hook_on_all_modules_has_prefixes_of_its_own():
-    model, store = make_model("llama"), kv_hf.PrefixStore()
-    every = nn.modules.module
-
-    def double(module, given, out):
-        return out * 1.5 if isinstance(module, nn.Linear) else None
-
-    before = store.bind_model(model)
-    for register in (every.register_module_forward_hook, every.register_module_forward_pre_hook):
-        handle = register(double if register.__name__.endswith("forward_hook") else lambda *_: None)
-        try:
-            assert store.bind_model(model) != before
-            run(model, ROWS, store)
-        finally:
-            handle.remove()
-    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
-    assert store.bind_model(model) == before and store.stats().rows_hit == 0
-
-
 def test_dropout_that_is_a_number_is_not_shared_in_training():
     """Llama's attention_dropout is no module: pages filled under it were found again in eval mode."""
     model, store = make_model("llama", attention_dropout=0.5).train(), kv_hf.PrefixStore()
@@ -239,28 +181,6 @@ def test_dropout_that_is_a_number_is_not_shared_in_training():
     assert store.stats().rows_hit == 0
     model.model.layers[0].self_attn.train()
     assert drops_numbers(model) and not drops_numbers(make_model("llama").train())
-
-
-def test_dropout_in_training_is_not_shared_and_says_so():
-    model, store = make_model("llama").train(), kv_hf.PrefixStore()
-    run(model, ROWS, store)
-    assert store.stats().rows == 1  # nothing is dropped: shared
-    model.model.layers[0].mlp.up_proj = nn.Sequential(
-        model.model.layers[0].mlp.up_proj, nn.Dropout(0.5)
-    )
-    with pytest.warns(kv_hf.KVCacheWarning, match="drops numbers at random"):
-        cache = run(model, ROWS, store).past_key_values
-    assert store.stats().rows == 1
-    with pytest.raises(kv_hf.CacheMismatchError, match="do not follow from its tokens alone"):
-        store.add(cache, ROWS)
-
-
-def test_state_of_a_copy_is_that_of_the_model():
-    model = make_model("llama")
-    copied = copy.deepcopy(model)
-    assert ModelId.for_store(model).space == ModelId.for_store(copied).space
-    assert described(weights_of(model)) == described(weights_of(copied))
-    assert ModelId.of(model).difference(ModelId.of(copied)) is None
 
 
 # -- offloaded weights -----------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ import threading
 import pytest
 import rounding
 import torch
-from test_sliding import make as make_sliding
 from tiny_models import make_model, shared_model, tokens
+from tiny_sliding import make_sliding
 
 import kv_hf
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
-from kv_hf.hf.prefix import read_prompt
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 
@@ -81,22 +80,6 @@ def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
     assert store.arena.num_held == store.stats().pages
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_row_whose_padding_ends_behind_the_first_computed_column(chunk):
-    """Its pages are known, but the other row makes the forward begin inside of its padding."""
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    run(model, [SYSTEM], store)
-    rows = [SYSTEM[:25] + words(80, 12), SYSTEM[:60], words(33, 13)]
-    run(model, [rows[2]], store)
-    options = {} if chunk is None else {"prefill_chunk_size": chunk}
-    found = run(model, rows, store, **options)
-    check(found, model.generate(**batch(rows), **KEPT))
-    found.past_key_values.check_integrity()
-    assert store.stats().rows_hit == (
-        3 if chunk is None else 1
-    )  # a chunk is too short for the others
-
-
 def test_later_calls_share_and_compute_only_what_is_new():
     model, store = shared_model("llama"), kv_hf.PrefixStore()
     run(model, [SYSTEM + words(20, 2)], store)
@@ -113,55 +96,6 @@ def test_later_calls_share_and_compute_only_what_is_new():
     assert {kept[0].group.pool.count(page) for page in first} == {6}
 
 
-def test_rows_of_one_batch_store_a_common_prefix_once():
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    out = run(model, [SYSTEM + words(10, seed) for seed in range(2, 10)], store)
-    group = out.past_key_values.group
-    assert len({row.pages[:12] for row in group.rows}) == 1
-    assert store.stats().tokens_computed == 196 + 8 * 14
-    assert group.pool.num_held == 12 + 8 * 2
-
-
-@pytest.mark.parametrize("keys", ["int8", "int4", "fp8", "int2"])
-def test_quantized_prefix_equals_a_chat_that_went_on(keys):
-    """With quantized pages a shared prompt reads its prefix as any later turn reads an earlier one: bit for bit."""
-    model, tail = shared_model("llama"), words(9, 3)
-    implementation = "paged_int2_v1" if keys == "int2" else f"paged_{keys}"
-    store = kv_hf.PrefixStore()
-    run(model, [SYSTEM[:196] + words(5, seed) for seed in (6, 7)], store, implementation)
-    found = run(model, [SYSTEM[:196] + tail], store, implementation)
-    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=PAGE)
-    with torch.no_grad():
-        model(torch.tensor([SYSTEM[:196]]), past_key_values=cache)
-    expected = model.generate(**batch([SYSTEM[:196] + tail]), **KEPT, past_key_values=cache)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert all(map(torch.equal, found.logits, expected.logits))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 2, "num_return_sequences": 2},
-        {"num_return_sequences": 3, "do_sample": True},
-    ],
-    ids=str,
-)
-def test_beams_and_several_sequences(options):
-    model, rows = shared_model("qwen2"), [SYSTEM + words(9, 2), SYSTEM + words(4, 3)]
-    store = kv_hf.PrefixStore()
-    plain = {**GREEDY, **options}
-    torch.manual_seed(0)
-    expected = model.generate(**batch(rows), **plain)
-    torch.manual_seed(0)
-    config = {"page_size": PAGE, "prefix_store": store}
-    found = model.generate(
-        **batch(rows), **plain, cache_implementation="paged_exact", cache_config=config
-    )
-    assert torch.equal(found, expected)
-    assert store.stats().skipped > 0.6
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_sliding_layers_keep_their_pages_and_share_them(name):
     model, store = make_sliding(name, 24), kv_hf.PrefixStore()
@@ -172,19 +106,6 @@ def test_sliding_layers_keep_their_pages_and_share_them(name):
     assert {row.kind for row in found.past_key_values.report()} <= {
         "paged", "paged, sliding window of 24",
     }  # fmt: skip
-
-
-def test_generated_text_is_kept_when_asked_for():
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    prompt = SYSTEM + words(9, 2)
-    out = run(model, [prompt], store, max_new_tokens=60)
-    before = store.stats().pages
-    store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
-    assert store.stats().pages == before + 4
-    longer = out.sequences[0].tolist() + words(5, 3)
-    found = run(model, [longer], store)
-    check(found, model.generate(**batch([longer]), **KEPT))
-    assert store.known(store.bind_model(model), longer) == 4 + PAGE * ((len(longer) - 4) // PAGE)
 
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["one row", "ragged rows"])
@@ -209,16 +130,6 @@ def test_store_that_keeps_answers_knows_the_next_turn(rows, keys):
 
 def answers(out, new):
     return out.sequences[:, -new:].tolist()
-
-
-def test_kept_answer_has_the_pages_of_the_chat_that_went_on():
-    model = shared_model("llama")
-    store, config = kv_hf.PrefixStore(keep_answers=True), {"keys": "int4", "values": "int4"}
-    first = run(model, [SYSTEM[:100]], store, config=config, max_new_tokens=60)
-    text = [*first.sequences[0].tolist(), *words(20, 7)]
-    went_on = model.generate(**batch([text]), **KEPT, past_key_values=first.past_key_values)
-    shared = run(model, [text], store, config=config)
-    check(shared, went_on)
 
 
 @pytest.mark.parametrize(
@@ -305,57 +216,6 @@ def test_full_store_gives_up_the_least_recently_used():
     store.arena.pool(None).check_integrity()
 
 
-def test_many_beginnings_count_with_their_exact_first_tokens():
-    """One page behind 60 sinks each: the sinks take most of the bytes, and the newest texts fill the bound."""
-    model, config = shared_model("llama"), {"sink_tokens": 60}
-    each = 2 * 2 * 2 * (PAGE + 60) * 16 * 4  # layers, sides, heads, tokens, channels, bytes
-    store = kv_hf.PrefixStore(max_bytes=4 * each)
-    texts = [words(60 + PAGE + 1, seed) for seed in range(40, 48)]
-    for text in texts:
-        run(model, [text], store, config=config, max_new_tokens=1)
-        gc.collect()
-        assert store.stats().bytes <= store.max_bytes
-    run(
-        model, [texts[-1]], store, config=config, max_new_tokens=1
-    )  # behind it nobody holds the first
-    stats, space = store.stats(), store.bind_model(model)
-    assert (stats.pages, stats.bytes) == (4, 4 * each)
-    assert [bool(store.known(space, text)) for text in texts] == [False] * 4 + [True] * 4
-
-
-def test_pages_that_a_cache_reads_are_not_given_up():
-    model = shared_model("llama")
-    store = kv_hf.PrefixStore(max_bytes=1)
-    out = run(model, [SYSTEM], store, max_new_tokens=2)
-    cache = out.past_key_values
-    cache.check_integrity()
-    alone = kv_hf.PagedCache(model.config, page_size=PAGE)
-    with torch.no_grad():
-        model(out.sequences[:, :-1], past_key_values=alone)
-        run(model, [words(100, 4)], store)
-        step = torch.tensor([[5]])
-        found, expected = (model(step, past_key_values=one).logits for one in (cache, alone))
-    rounding.assert_close(found, expected)
-    del cache, out
-    gc.collect()
-    run(model, [words(100, 5)], store)
-    gc.collect()
-    run(model, [words(3, 5)], store)
-    assert store.stats().pages <= 6
-
-
-def test_pages_beyond_the_bound_are_not_shared_with_the_row_that_has_them_too():
-    """The store gave up its pages of the same tokens, and then told the row to hold them."""
-    model, store = make_model("llama"), kv_hf.PrefixStore(max_bytes=1)
-    run(model, [SYSTEM], store)
-    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
-    with torch.no_grad():
-        model(torch.tensor([SYSTEM]), past_key_values=cache)
-    assert store.stats().pages > 0
-    store.add(cache, [SYSTEM])
-    cache.check_integrity()
-
-
 def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)
@@ -369,27 +229,6 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     assert tree.give_up(5) == 0
     pool.release([pages[2]])
     assert tree.give_up(5) == 2 and not tree.roots and pool.num_held == 1
-
-
-def test_memory_given_back_while_another_cache_is_short():
-    """A cache without pages yet must not go on in storage that the store has dropped."""
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    out = run(model, [words(9, 1)], store, max_new_tokens=2)
-    short, text = out.past_key_values, out.sequences[0, :-1].tolist() + SYSTEM
-    other = run(model, [words(9, 2)], store, max_new_tokens=2).past_key_values
-    emptied = run(model, [words(9, 3)], store, max_new_tokens=2).past_key_values
-    emptied.crop(-10)
-    other.reset()
-    store.clear()
-    with torch.no_grad():
-        model(torch.tensor([SYSTEM[:90]]), past_key_values=other)
-        model(torch.tensor([SYSTEM]), past_key_values=short)
-        model(torch.tensor([SYSTEM[:50]]), past_key_values=emptied)
-    store.add(short, [text])
-    store.add(emptied, [SYSTEM[:50]])
-    assert len({id(cache.layers[0].storage) for cache in (short, other, emptied)}) == 1
-    for rows in ([text + words(9, 4)], [SYSTEM[:50] + words(9, 4)]):
-        check(run(model, rows, store), model.generate(**batch(rows), **KEPT))
 
 
 def test_store_of_another_model_or_format_is_refused():
@@ -450,14 +289,6 @@ def test_prompts_that_tokens_do_not_describe_are_not_shared_and_say_so(change, r
     assert store.stats() == before
 
 
-def test_a_list_of_images_keeps_a_prompt_from_being_shared():
-    """Images of several sizes come as a list of tensors; settings of a call hide nothing."""
-    ids = torch.tensor([SYSTEM])
-    images = {"pixel_values": [torch.zeros(3, 8, 8), torch.zeros(3, 8, 4)], "use_cache": True}
-    assert read_prompt(ids, None, images) == "the prompt holds pixel_values beside its tokens"
-    assert read_prompt(ids, None, {"use_cache": True, "logits_to_keep": 1}).rows == [SYSTEM]
-
-
 def test_threads_share_one_store():
     model, store = shared_model("llama"), kv_hf.PrefixStore(max_bytes=60 * 8192)
     prompts = [SYSTEM[: 40 * k] + words(30, k) for k in range(1, 5)]
@@ -479,14 +310,6 @@ def test_threads_share_one_store():
     assert not wrong
     gc.collect()
     store.arena.pool(None).check_integrity()
-
-
-def test_saved_options_and_model_with_linear_layers():
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is transformers' Linear"):
-        kv_hf.PagedCache(config, prefix_store=kv_hf.PrefixStore())
 
 
 def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
@@ -568,55 +391,6 @@ def test_keys_that_depend_on_the_length_of_the_text_are_not_shared(kind):
     for a, b in zip(*logits, strict=True):
         rounding.assert_close(a, b)
     assert store.stats().rows == 0
-
-
-def test_prefill_that_stops_before_its_first_layer_leaves_the_cache_empty():
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    run(model, [SYSTEM], store)
-    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[0].register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(**batch([SYSTEM + words(9, 2)]), **KEPT, past_key_values=cache)
-    finally:
-        hook.remove()
-    assert cache.get_seq_length() == 0
-    rows = [words(150, 3)]
-    check(
-        model.generate(**batch(rows), **KEPT, past_key_values=cache),
-        model.generate(**batch(rows), **KEPT),
-    )
-
-
-def test_shallow_copy_is_independent_too():
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    cache = run(model, [SYSTEM], store).past_key_values
-    expected = copy.deepcopy(cache)
-    copied = copy.copy(cache)
-    del cache
-    gc.collect()
-    run(model, [words(220, 5)], store)  # takes the pages, if they were let go
-    with torch.no_grad():
-        logits = [
-            model(torch.tensor([[5]]), past_key_values=one).logits for one in (copied, expected)
-        ]
-    assert torch.equal(*logits)
-
-
-def test_storage_is_not_replaced_under_a_cache_that_has_no_page_yet():
-    """Another dtype finds no page held, but a cache that will seal into the storage that is there."""
-    model, store = make_model("llama"), kv_hf.PrefixStore()
-    short = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
-    short.update(*torch.randn(2, 1, 2, 9, 16), 0)
-    other = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
-    with pytest.raises(kv_hf.CacheMismatchError, match="shared with a cache of other formats"):
-        other.update(*torch.randn(2, 1, 2, 9, 16).bfloat16(), 0)
-    short.reset()
-    other.update(*torch.randn(2, 1, 2, 9, 16).bfloat16(), 0)
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "model"])

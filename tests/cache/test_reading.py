@@ -1,6 +1,5 @@
 """Steps that read a part of a long text: what is read, that nothing is lost, and every operation on such a cache."""
 
-import copy
 import logging
 import warnings
 
@@ -8,10 +7,8 @@ import pytest
 import rounding
 import tiny_latent
 import torch
-from test_choose_pages import compare_choices
-from tiny_models import COMMON, left_padded, make_model, tokens
-from transformers import DynamicCache, Gemma3TextConfig, MistralConfig, MistralForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+from tiny_models import COMMON, make_model, tokens
+from transformers import DynamicCache, MistralConfig
 
 import kv_hf
 from kv_hf import notices
@@ -90,15 +87,6 @@ def test_a_step_reads_the_budget_and_the_newest_page(model, reads):
     )  # layers and steps choose for themselves
 
 
-def test_a_text_below_read_from_is_read_as_a_whole(model, reads):
-    ids = tokens(1, 330)
-    cache = cache_of(model, read_from=320)
-    whole = steps(model, cache_of(model, read_tokens=None, read_from=4096), ids, 300)
-    part = steps(model, cache, ids, 300)
-    assert torch.equal(part[:, :19], whole[:, :19])
-    assert not torch.equal(part[:, 20:], whole[:, 20:])
-
-
 @pytest.mark.parametrize(
     "options", [{"read_tokens": 400}, {"read_top_p": 0.999999, "read_tokens": None}]
 )
@@ -121,112 +109,7 @@ def test_a_share_and_a_threshold(model, reads):
     assert max(counts[0] for _, counts, _, _ in reads) <= MOST
 
 
-def test_another_step_may_read_what_one_left_out(model, reads):
-    ids = tokens(1, 420)
-    steps(model, cache_of(model), ids, 300)
-    by_step = [set(pages[0]) for _, _, pages, _ in reads[::3]]
-    gone = by_step[0] - by_step[1]
-    assert any(gone & later for later in by_step[2:]) or not gone
-
-
-@pytest.mark.parametrize("keys", ["int8", "fp8", "int4", "int2", "int4_mixed"])
-@needs_c
-def test_the_c_kernel_chooses_the_same_pages(model, keys, monkeypatch):
-    compared = compare_choices(monkeypatch)
-    values = "int4" if "mixed" in keys else keys
-    steps(
-        model, cache_of(model, keys, values=values, kernel="c", widen="never"), tokens(1, 310), 300
-    )
-    assert len(compared) == 10 * 3
-
-
-def test_nothing_is_stored_besides(model):
-    caches = [cache_of(model, "int4"), cache_of(model, "int4", read_tokens=None, read_from=4096)]
-    for cache in caches:
-        steps(model, cache, tokens(1, 305), 300)
-    part, whole = (cache.memory() for cache in caches)
-    assert part == whole
-
-
 # -- operations ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keys", ["exact", "int4"])
-def test_a_crop_leaves_a_cache_that_never_had_the_tokens(model, keys):
-    ids = tokens(1, 340)
-    cropped, fresh = cache_of(model, keys), cache_of(model, keys)
-    cropped.activate_past_recording()
-    fresh.activate_past_recording()
-    with torch.no_grad():
-        for cache in (cropped, fresh):
-            model(ids[:, :300], past_key_values=cache)
-            cache.crop(0)
-        model(tokens(1, 7, seed=5), past_key_values=cropped)
-    cropped.crop(-7)
-    assert torch.equal(steps(model, cropped, ids[:, 300:]), steps(model, fresh, ids[:, 300:]))
-
-
-def test_copies_reordered_rows_and_states_go_on_alike(model, tmp_path):
-    ids = torch.cat([tokens(1, 340, seed=1), tokens(1, 340, seed=2)])
-    cache = cache_of(model, "int4")
-    with torch.no_grad():
-        model(ids[:, :300], past_key_values=cache)
-    copied = copy.deepcopy(cache)
-    cache.save(tmp_path / "held.safetensors", model)
-    loaded = kv_hf.PagedCache.load(tmp_path / "held.safetensors", model)
-    turned = copy.deepcopy(cache)
-    turned.reorder_cache(torch.tensor([1, 0]))
-    expected = steps(model, cache, ids[:, 300:])
-    assert torch.equal(steps(model, copied, ids[:, 300:]), expected)
-    assert loaded.options.read_tokens == 100
-    assert torch.equal(steps(model, loaded, ids[:, 300:]), expected)
-    assert torch.equal(steps(model, turned, ids[:, 300:].flip(0)).flip(0), expected)
-
-
-@pytest.mark.parametrize(
-    "options", [{"read_share": 0.5}, {"read_top_p": 0.9, "read_tokens": 100}], ids=repr
-)
-def test_every_budget_is_saved_and_loaded(model, tmp_path, options):
-    cache = cache_of(model, "int4", **{"read_tokens": None, **options})
-    with torch.no_grad():
-        model(tokens(1, 300), past_key_values=cache)
-    cache.save(tmp_path / "held.safetensors", model)
-    loaded = kv_hf.PagedCache.load(tmp_path / "held.safetensors", model)
-    assert all(getattr(loaded.options, name) == value for name, value in options.items())
-    ids = tokens(1, 4, seed=3)
-    assert torch.equal(steps(model, loaded, ids), steps(model, cache, ids))
-
-
-def test_a_row_without_pages_is_read_as_it_is(model):
-    ids = tokens(1, 13)
-    options = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "eos_token_id": None,
-        "cache_implementation": "paged_int4",
-    }
-    part = {"read_top_p": 0.9, "read_from": 8}
-    found = [
-        model.generate(ids, cache_config=one, **options)
-        for one in (part, {**part, "kernel": "reference"}, {})
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-def test_rows_of_a_padded_batch_read_as_they_do_alone(model):
-    lengths = [320, 300, 40]
-    batch = left_padded(lengths)
-    options = {
-        "max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True,
-        "eos_token_id": None, "cache_implementation": "paged_int4",
-    }  # fmt: skip
-    together = model.generate(**batch, **options, cache_config=PART)
-    for row, length in enumerate(lengths):
-        ids = batch["input_ids"][row : row + 1, -length:]
-        alone = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **options, cache_config=PART
-        )
-        assert torch.equal(alone.sequences[0, length:], together.sequences[row, 320:])
 
 
 def test_beams_prefixes_and_assistance_read_parts(model, reads):
@@ -353,14 +236,6 @@ def test_attention_that_reads_no_pages_says_so(family, options):
         assert any("whatever read_tokens" in str(one.message) for one in found) == said
 
 
-def test_a_draft_model_that_cannot_read_a_part_drafts_all_the_same(model):
-    sizes = {**COMMON, "vocab_size": model.config.vocab_size}
-    assistant = MistralForCausalLM(MistralConfig(**sizes, sliding_window=32)).eval()
-    ids = tokens(1, 150)
-    found = answer(model, ids, PART, 5, assistant_model=assistant).sequences
-    assert found.shape == (1, 155)
-
-
 def test_a_forward_of_many_queries_reads_everything(model, reads):
     ids = tokens(1, 340)
     cache, exact = cache_of(model), DynamicCache(config=model.config)
@@ -410,54 +285,7 @@ def test_a_compiled_step_reads_as_an_eager_one(model, monkeypatch):
     torch._dynamo.reset()
 
 
-def test_sliding_layers_beside_full_ones_read_their_windows(reads):
-    config = Gemma3TextConfig(
-        **{**COMMON, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 50},
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
-    torch.manual_seed(0)
-    made = Gemma3ForCausalLM(config).eval()
-    steps(made, cache_of(made), tokens(1, 310), 300)
-    assert len(reads) == 2 * 10 and {counts[0] for _, counts, _, _ in reads} == {MOST}
-
-
 # -- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"read_tokens": 131},
-            r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131",
-        ),
-        ({"read_tokens": 0}, "read_tokens must be an integer of at least 1, got 0"),
-        ({"read_tokens": 199, "recent_tokens": 68}, "at least 200"),
-        ({"read_tokens": True}, "read_tokens must be an integer"),
-        ({"read_tokens": "many"}, "read_tokens"),
-        (
-            {"read_share": 0.0},
-            "read_share must be a number between 0 and 1, both left out, got 0.0",
-        ),
-        ({"read_share": 1}, "read_share must be a number between 0 and 1"),
-        ({"read_share": "half"}, "read_share must be a number"),
-        ({"read_share": float("nan")}, "read_share must be a number"),
-        ({"read_top_p": 1.0}, "read_top_p must be a number between 0 and 1"),
-        ({"read_top_p": -0.5}, "read_top_p must be a number between 0 and 1"),
-        ({"read_tokens": 2048, "read_share": 0.5}, "read_tokens=.* does not go with read_share"),
-        ({"read_from": 100}, "read_from=100 has nothing to do"),
-        ({"read_tokens": 2048, "read_from": 0}, "read_from must be an integer of at least 1"),
-    ],
-)
-def test_bad_budgets_are_errors_that_say_what_works(options, message):
-    with pytest.raises(CacheOptionError, match=message):
-        kv_hf.CacheConfig(**options)
-
-
-def test_texts_with_units_are_budgets():
-    options = kv_hf.CacheConfig(read_tokens="2k", read_from="8k")
-    assert (options.read_tokens, options.read_from) == (2048, 8192)
-    assert kv_hf.CacheConfig(**options.to_dict()) == options
 
 
 def test_models_without_layers_to_choose_for_are_errors():

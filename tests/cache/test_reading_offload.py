@@ -5,12 +5,9 @@ import functools
 import pickle
 
 import pytest
-import tiny_encoder_decoders
 import torch
-from offloaded_pages import EagerCopies, FakeLayer, place_outside
-from test_choose_pages import compare_choices
-from test_offload import make_spec
-from test_reading import MOST, PART, cache_of, needs_c, steps
+from offloaded_pages import place_outside
+from test_reading import MOST, PART, cache_of, steps
 from tiny_models import left_padded, make_model, tokens
 from wrapped_kernels import wrap_kernels
 
@@ -18,10 +15,8 @@ import kv_hf
 from kv_hf.backends.reference import selection
 from kv_hf.page_summary import part_bytes, summary_words
 from kv_hf.pages import offload
-from kv_hf.pages.staging import NO_PAGE, SlotPlan, Staging
 
 LAYERS = 3
-FORMATS = ("exact", "int8", "int4", "int4_mixed", "int2")
 
 
 def sharp(layers):
@@ -128,25 +123,6 @@ def test_steps_are_those_of_a_cache_without_offload(model, keys, place, same_wor
     assert torch.equal(steps(model, offloaded(model, keys, **place), ids, 300), plain)
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
-@pytest.mark.parametrize("keys", FORMATS)
-def test_words_of_one_row_are_those_of_a_choice_over_whole_pages(model, keys, kernel):
-    """Until a page is sealed that would change them."""
-    ids = tokens(1, 317)
-    plain = steps(model, offloaded(model, keys, kernel), ids, 309)
-    found = steps(model, offloaded(model, keys, kernel, offload="disk"), ids, 309)
-    assert torch.equal(found, plain)
-
-
-@needs_c
-@pytest.mark.parametrize("keys", FORMATS)
-def test_the_c_kernel_chooses_the_same_pages(model, keys, monkeypatch):
-    compared = compare_choices(monkeypatch)
-    ids = torch.cat([tokens(1, 318, seed=1), tokens(1, 318, seed=2)])
-    steps(model, offloaded(model, keys, "c", offload="disk"), ids, 300)
-    assert len(compared) == 18 * LAYERS
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -220,21 +196,6 @@ def test_copies_reordered_rows_states_and_resets_go_on_alike(
     assert torch.equal(steps(model, cache, ids, 300), steps(model, plain, ids, 300))
 
 
-def test_cross_attention_takes_no_room_for_choices():
-    """It is written once and always read as a whole, in an encoder-decoder cache whose text is read in part."""
-    model = tiny_encoder_decoders.make_model("bart")
-    sources = tiny_encoder_decoders.sources([300])
-    found = []
-    for part in ({}, {"read_tokens": 84, "read_from": 16}):
-        options = {"keys": "int8", "page_size": 16, "cross_attention": "same", "offload": "disk"}
-        cache = kv_hf.PagedEncoderDecoderCache(
-            model.config, **options, device_bytes=52 * 1024, **part
-        )
-        out = model.generate(**sources, past_key_values=cache, max_new_tokens=6, do_sample=False)
-        found.append((out.tolist(), cache.memory()))
-    assert found[0] == found[1]
-
-
 # -- fetching --------------------------------------------------------------------------------------------------------
 
 
@@ -259,65 +220,6 @@ def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fe
         assert all(len(choice[0]) == MOST for choice in choices)
         # a page that was sealed behind the last step
         assert pages_of(keys) in ([], [sealed - 1] * LAYERS)
-
-
-def test_a_layer_that_keeps_the_buffer_fetches_new_pages_alone(choices, fetched):
-    ids, model = tokens(1, 330), sharp(1)
-    cache = offloaded(model, offload="disk")
-    steps(model, cache, ids[:, :320], 300)
-    last, kept = set(choices[-1][0]), 0
-    for at in range(320, 330):
-        choices.clear()
-        fetched[0].clear()
-        steps(model, cache, ids[:, at : at + 1])
-        now = set(choices[0][0])
-        assert sorted(pages_of(fetched[0])) == sorted(now - last)
-        last, kept = now, kept + len(now & last)
-    assert kept
-
-
-def test_what_a_layer_chose_last_is_fetched_ahead():
-    spec, copies = make_spec(), EagerCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
-    staging.resize(4 * spec.page_bytes)
-
-    def read(layer, pages):
-        """Read pages; return the runs that this layer fetched, and those that others fetched behind it."""
-        table, counts = torch.tensor([pages], dtype=torch.int32), torch.tensor([len(pages)])
-        plan = SlotPlan.choose(table, counts, 4, staging.held(layer), torch.device("cpu"))
-        for one in layers:
-            one.fetched.clear()
-        with staging.reading(layer, plan) as fields:
-            codes = fields[0]["codes"].flatten(1)[:, 0]
-            found = codes[plan.table[0].long()].tolist()
-            assert found == [1000 * layer.layer_idx + page for page in pages]
-            late = list(layer.fetched)
-        return late, {
-            one.layer_idx: one.fetched for one in layers if one.fetched and one is not layer
-        }
-
-    for _ in range(2):
-        for layer in layers:
-            read(layer, [0, 1, 5, 9])
-    assert read(layers[0], [0, 1, 5, 9]) == ([], {1: [(0, 2), (5, 1), (9, 1)]})
-    late, others = read(layers[1], [1, 2, 5, 9])
-    assert late == [(2, 1)] and set(others) == {2}
-    assert read(layers[2], [9, 10])[0] == [(10, 1)]
-
-
-def test_pages_stay_in_their_slots():
-    def plan(table, counts, slots, held):
-        given = torch.tensor(table, dtype=torch.int32), torch.tensor(counts)
-        return SlotPlan.choose(*given, slots, held, torch.device("cpu"))
-
-    first = plan([[3, 4, 9], [4, 0, 0]], [3, 1], 4, ())
-    assert first.ids == [3, 4, 9, NO_PAGE]
-    assert first.table.tolist() == [[0, 1, 2], [1, 0, 0]] and first.table.dtype == torch.int32
-    assert first.runs == [(0, 3, 2), (2, 9, 1)]
-    second = plan([[4, 5, 7], [9, 9, 9]], [3, 1], 4, [3, 4, 9, None])
-    assert second.ids == [5, 4, 9, 7]
-    assert second.table.tolist() == [[1, 0, 3], [2, 1, 1]]
-    assert plan([[5, 6]], [2], 2, [6, 5, 1]).ids == [5, 6]  # of a buffer of other slots
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -354,23 +256,3 @@ def test_the_budget_holds_at_every_step(model):
         model(tokens(1, 600), past_key_values=cache)
     assert cache.get_seq_length() == 330
     cache.check_integrity()
-
-
-def test_a_forward_that_reads_more_than_fits_is_refused_with_the_cache_unchanged(model, same_words):
-    cache = offloaded(model, "exact", offload="disk", device_bytes=20 * 2 * 2 * 16 * 64 * 4)
-    plain, ids = offloaded(model, "exact"), tokens(1, 310)
-    found = [steps(model, one, ids, 300) for one in (cache, plain)]
-    assert torch.equal(*found)
-    for more in (17, 18):  # with and without a page that the forward seals
-        with pytest.raises(kv_hf.DeviceBudgetError), torch.no_grad():
-            model(tokens(1, more), past_key_values=cache)
-        assert cache.get_seq_length() == 310
-    assert torch.equal(*(steps(model, one, ids[:, :9]) for one in (cache, plain)))
-
-
-def test_a_reset_drops_the_index(model):
-    cache = offloaded(model, offload="disk")
-    steps(model, cache, tokens(1, 302), 300)
-    assert cache.memory().staging
-    cache.reset()
-    assert (cache.memory().total, cache.memory().offloaded) == (0, 0)

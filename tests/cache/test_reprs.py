@@ -90,12 +90,3 @@ def test_cache_config_prints_what_was_given():
         str(given) == "CacheConfig(keys='int8', values='int4', offload='cpu', device_bytes=1048576)"
     )
     assert "sink_tokens=4" in repr(given)
-
-
-def test_plan_prints_the_table_of_the_command(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-    made = kv_hf.plan("llama-3.1-8b", batch=2, context="32k", device_memory="24GiB")
-    lines = str(made).splitlines()
-    assert lines[0] == "llama-3.1-8b (llama, bfloat16): batch 2, context 32,768"
-    row = next(line.split() for line in lines if line.startswith("paged_int4 "))
-    assert row[2:5] == ["2.20", "GiB", f"{made.row('paged_int4').ratio:,.2f}x"]

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from new_tensors import NewTensors
-from test_sliding import make as make_sliding
 from tiny_models import left_padded, tokens
+from tiny_sliding import make_sliding
 
 import kv_hf
 from kv_hf.cache.saved import _checksum
@@ -73,11 +73,6 @@ def joined(header, description, tensors):
     return len(text).to_bytes(8, "little") + text + tensors
 
 
-def test_what_a_forger_joins_loads(saved, model, path):
-    path.write_bytes(joined(*split(saved)))
-    kv_hf.PagedCache.load(path, model).check_integrity()
-
-
 # -- accidents -----------------------------------------------------------------------------------------------
 
 
@@ -99,17 +94,6 @@ def test_flipped_bits_are_found_wherever_they_are(saved, model, path):
         data = bytearray(saved)
         data[place // 8] ^= 1 << (place % 8)
         refused(path, bytes(data), model)
-
-
-def test_swapped_pieces_are_found(saved, model, path):
-    end = 8 + int.from_bytes(saved[:8], "little")
-    data = bytearray(saved)
-    data[end : end + 512], data[end + 512 : end + 1024] = (
-        saved[end + 512 : end + 1024],
-        saved[end : end + 512],
-    )
-    assert bytes(data) != saved
-    refused(path, bytes(data), model, "checksum")
 
 
 def test_other_files_are_refused(model, path, tmp_path):
@@ -178,27 +162,6 @@ def test_forged_headers_are_refused(saved, model, path, change, match):
     refused(path, joined(header, None, tensors), model, match)
 
 
-def windows(header, layer):
-    return [header.pop(f"layers.{layer}.{side}.window") for side in ("keys", "values")]
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (
-            lambda header: header["layers.1.keys.window"].update(shape=[1, 1 << 17, 1, 1]),
-            "no saved cache",
-        ),
-        (lambda header: windows(header, 1), "no saved cache"),
-        (lambda header: header.update({"layers.400.keys.window": 1}), "no saved cache"),
-    ],
-)
-def test_forged_windows_are_refused(saved, model, path, change, match):
-    header, _, tensors = split(saved)
-    change(header)
-    refused(path, joined(header, None, tensors), model, match)
-
-
 @pytest.mark.parametrize(
     ("shape", "match"),
     [
@@ -247,7 +210,6 @@ def set_at(*where):
     ("change", "match"),
     [
         (set_at("groups", 0, "rows", 1, "padding", lambda n: n + 1), "holds .* tokens, expected"),
-        (set_at("groups", 0, "rows", 1, "padding", -1), "impossible"),
         (set_at("groups", 0, "rows", 1, "padding", 1 << 40), "impossible"),
         (
             set_at("groups", 0, "rows", 0, "exact", 10**6),
@@ -257,38 +219,30 @@ def set_at(*where):
         (set_at("groups", 0, "rows", 0, "exact", True), "valid integer"),
         (set_at("groups", 1, "rows", 0, "dropped", lambda n: n + 1), "tokens, expected"),
         (set_at("groups", 0, "rows", 0, "pages", 0, 10**6), "do not hold the pages"),
-        (set_at("groups", 0, "rows", 0, "pages", 0, -1), "do not hold the pages"),
         (set_at("groups", 0, "num_pages", 1 << 62), "do not hold the pages"),
-        (set_at("groups", 0, "rows", 0, "pages", 0, 1), "do not hold the pages"),
         (set_at("groups", 0, "rows", 0, "pages", lambda ids: ids[:-1]), "do not hold the pages"),
         (
             set_at("groups", 0, "rows", lambda rows: [*rows, {**rows[0], "pages": []}]),
             "different batches",
         ),
-        (set_at("groups", 0, "rows", []), "do not hold the pages"),
         (set_at("groups", 0, "window", 25), "windows"),
         (set_at("groups", lambda g: g[:1]), "windows"),
-        (set_at("groups", lambda g: g[::-1]), "windows"),
         (set_at("groups", []), "at least 1 item"),
         (set_at("groups", 0, "seen", 1 << 70), "impossible"),
         (set_at("groups", 0, "seen", 10**6), "but more were seen"),
         (set_at("groups", 1, "seen", 29), "impossible"),
-        (set_at("groups", 1, "seen", 30), "tokens, expected"),
         (set_at("groups", 1, "seen", 91), "tokens, expected"),
         (set_at("groups", 0, "confirmed", 10**5), "impossible"),
         (set_at("groups", 0, "recording", 1), "valid boolean"),
         (set_at("groups", 0, "padding_seen", [-1, 0]), "impossible"),
         (set_at("groups", 0, {}), "groups.0.window: Field required"),
         (set_at("tensors", {}), "does not fit its checksum"),
-        (set_at("options", "page_size", 17), "power of two"),
-        (set_at("options", "page_size", 1 << 40), "page_size"),
         (set_at("options", "page_size", 32), "expected .torch.uint8"),
         (set_at("options", "sink_tokens", 90), "tokens"),
         (set_at("options", "recent_tokens", 1e9), "recent_tokens"),
         (set_at("options", "keys", "int9"), "keys"),
         (set_at("options", "keys", "exact"), "expected .torch.float32"),
         (set_at("options", "layers", {"0": "exact"}), "expected .torch.float32"),
-        (set_at("options", "layers", {"0": ["exact"]}), "layers"),
         (set_at("options", "layers", {"9" * 5000: "exact"}), "cannot be loaded"),
         (set_at("options", "max_pages", 2), "max_pages=2"),
         (set_at("options", "shell", "true"), "shell"),
@@ -300,20 +254,17 @@ def set_at(*where):
             "hidden_size=4, this model has hidden_size=64",
         ),
         (set_at("model", "adapters", None), "by which adapters and weights"),
-        (set_at("model", "weights", None), "by which adapters and weights"),
         (set_at("model", "buffers", [1.0]), "model.buffers"),
         (
             set_at("model", "buffers", "model.rotary_emb.full_attention_inv_freq", ["1"]),
             "model.buffers",
         ),
         (set_at("model", "adapters", "active", "tuned"), "model.adapters.active"),
-        (set_at("model", "adapters", "active", [["tuned"]]), "model.adapters.active"),
         (set_at("model", "adapters", "active", ["x" * 5000]), "saved with adapter"),
         (set_at("model", "adapters", "settings", "0"), "settings of these adapters differ"),
         (set_at("model", "adapters", "more", 1), "model.adapters.more"),
         (set_at("model", "weights", {}), "embed_tokens.weight differs .'none' there"),
         (set_at("model", "weights", "model.norm.weight", 5), "model.weights"),
-        (set_at("model", "weights", "model.norm.weight", "5"), "model.norm.weight differs"),
     ],
 )
 def test_forged_descriptions_are_refused(saved, model, path, change, match):

@@ -14,7 +14,6 @@ from stressed_models import all_values, key_bias, key_pairs, stressed, value_cha
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kv_hf
-from kv_hf.cache.widening import Widening
 from kv_hf.notices import forget
 from kv_hf.spec import predict_memory
 
@@ -99,14 +98,6 @@ def widened(held):
     return [row.layer_idx for row in held.report() if row.reason is not None]
 
 
-@pytest.mark.parametrize("stress", [one for one in STRESSES if "bias" not in one])
-def test_stressed_keeps_the_outputs(stress):
-    ids = words(1, 200)
-    with torch.no_grad():
-        expected, found = plain()(ids).logits, stressed(plain(), STRESSES[stress])(ids).logits
-    rounding.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_format_is_widened_for_an_ordinary_model(name):
     with warnings.catch_warnings():
@@ -171,24 +162,6 @@ def test_widened_layers_are_counted_and_reported():
     assert held.bits_per_element == sum(spec.bits_per_element for spec in specs) / 2
 
 
-def test_a_prompt_is_sealed_in_the_wide_format_alone():
-    """Its pages have the bytes of a cache that was asked for that format."""
-    ids = words(2, PROMPT + 10)
-    held, asked = cache_of(), cache_of(layers={"1": {"keys": "int4", "values": "fp8"}})
-    for one in (held, asked):
-        fed(loud(), one, ids, 300)
-    assert same_pages(held, asked)
-
-
-def same_pages(one, other):
-    return all(
-        torch.equal(ours.fields[name], theirs.fields[name])
-        for mine, yours in zip(one.paged_layers, other.paged_layers, strict=True)
-        for ours, theirs in zip(mine.storage.sides, yours.storage.sides, strict=True)
-        for name in ours.fields
-    )
-
-
 def two_faced(held, ids, switch=PROMPT):
     """Feed the ordinary model, and from column `switch` on the stressed one: pages are there when the strain shows."""
     fed(plain(), held, ids[:, :switch], 300)
@@ -235,23 +208,6 @@ def test_copies_follow_when_one_of_them_widens():
         torch.testing.assert_close(one.paged_layers[1].values, held.paged_layers[1].values)
 
 
-def test_widened_caches_crop_reorder_and_repeat():
-    ids = words(2, PROMPT + 3 * PAGE)
-    held = cache_of()
-    two_faced(held, ids)
-    values = held.paged_layers[1].values.clone()
-    held.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(held.paged_layers[1].values, values.flip(0))
-    held.batch_repeat_interleave(2)
-    held.crop(-3 * PAGE + 5)
-    held.check_integrity()
-    assert held.paged_layers[1].values.shape[0] == 4
-    held.reset()
-    assert held.report()[1].reason is None
-    fed(plain(), held, ids, 300)
-    assert widened(held) == []
-
-
 def test_widened_caches_pickle_and_save(tmp_path):
     ids = words(2, PROMPT + 3 * PAGE)
     held = cache_of()
@@ -266,31 +222,6 @@ def test_widened_caches_pickle_and_save(tmp_path):
         rounding.assert_close(fed(loud(), one, more), expected)
         for mine, theirs in zip(one.paged_layers, held.paged_layers, strict=True):
             assert torch.equal(mine.values, theirs.values)
-
-
-def test_a_state_goes_to_a_preallocated_cache_with_its_formats():
-    ids = words(2, PROMPT + 3 * PAGE)
-    held = cache_of()
-    two_faced(held, ids)
-    static = kv_hf.PagedCache.from_state(plain().config, held.state(), max_length=1024)
-    assert formats_of(static) == formats_of(held)
-    more = words(2, 20, seed=5)
-    rounding.assert_close(fed(loud(), static, more), fed(loud(), held, more))
-
-
-def test_ragged_rows_are_widened_alike():
-    ids = words(2, PROMPT)
-    mask = torch.ones_like(ids)
-    mask[0, :70] = 0
-    ids[0, :70] = 0
-    options = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True}
-    found = (
-        loud()
-        .generate(input_ids=ids, attention_mask=mask, cache_implementation="paged_int4", **options)
-        .past_key_values
-    )
-    found.check_integrity()
-    assert formats_of(found) == [("int4", "int4"), ("int4", "fp8")]
 
 
 def test_one_store_never_mixes_formats():
@@ -350,12 +281,6 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
         assert damage(one, exact).max() < 0.05
 
 
-def test_a_preallocated_cache_is_widened_at_its_first_prompt():
-    held = cache_of(max_length=512)
-    fed(loud(), held, words(2, PROMPT + 10), 300)
-    assert formats_of(held) == [("int4", "int4"), ("int4", "fp8")] and widened(held) == [1]
-
-
 def test_offloaded_pages_say_why_they_stay():
     held = cache_of(offload="disk", device_bytes=311_296)
     with pytest.warns(
@@ -381,26 +306,6 @@ def test_a_text_of_one_repeated_token_is_no_reason_to_widen():
     held = cache_of("paged_int8")
     fed(plain(), held, torch.full((2, PROMPT + 80), 7), 300)
     assert widened(held) == []
-
-
-def test_pages_that_are_not_finite_are_no_reason_to_widen():
-    held = cache_of()
-    keys, values = torch.randn(2, 1, 2, 100, 32).unbind(0)
-    values[0, 0, 10, 3] = torch.inf
-    for layer in range(2):
-        held.update(keys, values, layer)
-    assert widened(held) == []
-
-
-def test_widen_takes_two_values_only():
-    with pytest.raises(kv_hf.CacheOptionError, match="widen"):
-        cache_of(widen="sometimes")
-
-
-def test_latents_and_exact_pages_are_not_watched():
-    held = cache_of("paged_exact")
-    fed(loud(), held, words(1, 100), 300)
-    assert all(layer.store.widening is None for layer in held.paged_layers)
 
 
 def test_layers_that_grow_in_blocks_let_a_widened_one_go(monkeypatch):
@@ -452,13 +357,3 @@ def test_other_devices_are_asked_about_prompts_alone(monkeypatch):
     monkeypatch.setattr("kv_hf.cache.widening.sample_of", fail)
     fed(loud(), stepped, ids, 16)
     assert widened(stepped) == []
-
-
-def test_sealings_are_looked_at_ever_more_seldom():
-    watch = Widening(0, cache_of().paged_layers[0].formats, None)
-    looked = []
-    for sealing in range(1, 40):
-        if watch.is_due(torch.device("cpu"), 1):
-            looked.append(sealing)
-            watch.looked()
-    assert looked == [1, 2, 4, 8, 16, 32]

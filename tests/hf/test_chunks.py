@@ -1,20 +1,16 @@
 """Chunks of many queries on a filled cache read the pages in slices; the reference takes them whole."""
 
-from types import SimpleNamespace
-
 import pytest
 import rounding
 import torch
 import transformers
-from test_sliding import make as make_sliding
-from tiny_models import left_padded, make_model, shared_model, tokens
+from tiny_models import left_padded, make_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
-from kv_hf.backends import dispatch, registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
-from kv_hf.bridge.handles import KVView
 from kv_hf.hf import attention, dense
 from kv_hf.hf import dispatch as wrappers
 
@@ -75,10 +71,6 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
     rounding.assert_close(sliced[shown], whole[shown])
 
 
-def test_chunks_go_densely_where_slices_would_be_slower():
-    assert registry.load("reference").max_queries == 16
-
-
 # -- chunks that are written out ------------------------------------------------------------------------------------
 
 
@@ -120,32 +112,12 @@ def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
     assert taken == [given]
 
 
-def test_causal_attention_is_left_to_masks_without_fused_kernels(monkeypatch):
-    x = torch.randn(1, 2, 50, 16)
-    assert dense.causal_attention(x, x, x) is None
-    pretend_fused(monkeypatch, flash=False)
-    monkeypatch.setattr(dense, "can_use_efficient_attention", lambda params: False)
-    assert dense.causal_attention(x, x, x) is None
-
-
 def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
     """torch cannot make its bias while a mode such as a counter of operations is active."""
     pretend_fused(monkeypatch)
     x = torch.randn(1, 2, 50, 16)
     with FlopCounterMode(display=False), pytest.warns(kv_hf.KVCacheWarning, match="no causal bias"):
         assert dense.causal_attention(x, x, x) is None
-
-
-def test_causal_attention_leaves_casts_to_autocast(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    tensors = [SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32) for _ in range(3)]
-    assert dense.takes_bias(*tensors)
-    with monkeypatch.context() as within:
-        within.setattr(torch, "is_autocast_enabled", lambda kind: True)
-        within.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-        assert not dense.takes_bias(*tensors)
-    tensors[1].dtype = torch.float16
-    assert not dense.takes_bias(*tensors)
 
 
 def two_turns(model, stock, first, later, kernel="reference"):
@@ -190,26 +162,6 @@ def test_long_turns_make_their_mask_once(monkeypatch, lengths):
     assert lengths[1] == 150 or not taken
 
 
-def test_long_turns_on_a_cpu_read_pages(monkeypatch):
-    """The C kernel takes any number of queries: nothing is written out."""
-    if library.missing():
-        pytest.skip(library.missing())
-    model, stock = make_model("llama"), make_model("llama")
-    monkeypatch.setattr(KVView, "dense", pytest.fail)
-    found, expected = two_turns(model, stock, *turns([150, 40]), kernel="auto")
-    rounding.assert_close(found, expected)
-
-
-def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
-    """Layers with full attention do without, in the same forward."""
-    model, stock = make_sliding("gemma3", 40), make_sliding("gemma3", 40)
-    taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
-    found, expected = two_turns(model, stock, *turns([150]))
-    rounding.assert_close(found, expected)
-    assert len(taken) == 2
-    assert len(made) == 1  # the sliding layers' of the second forward
-
-
 def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
     """What bends scores is no business of fused kernels."""
     taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
@@ -228,31 +180,3 @@ def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
     assert not taken and len(made) == 1
     attention.kv_hf_attention(module, query, keys, values, mask)
     assert len(taken) == 1
-
-
-def test_columns_behind_a_crop_into_the_padding_are_tokens():
-    """What a mask had said of columns that a crop took away was kept, and new tokens there were left out as padding."""
-    model = shared_model("llama")
-    caches = transformers.DynamicCache(config=model.config), kv_hf.PagedCache(model.config)
-    shown = torch.ones(2, 40, dtype=torch.bool)
-    shown[0, :20] = False
-    caches[1].observe_padding(shown)
-    fed = [tokens(2, 40), tokens(2, 12, 7), tokens(2, 1, 8), tokens(2, 1, 9)]
-    for step, ids in enumerate(fed):
-        found = []
-        width, count = shown.shape[1], ids.shape[1]
-        hidden = ~(torch.ones(width, width, dtype=torch.bool).tril() & shown[:, None, None, :])
-        hidden &= ~torch.eye(width, dtype=torch.bool)
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-        for cache in caches:
-            with torch.no_grad():
-                out = model(ids, attention_mask=mask[:, :, -count:], past_key_values=cache)
-            found.append(out.logits)
-            if not step:
-                cache.crop(-28)
-        if not step:
-            found = [logits[shown] for logits in found]  # a padded row is no text
-            shown = shown[:, :12]
-        rounding.assert_close(found[1], found[0])
-        after = len(fed[step + 1][0]) if step + 1 < len(fed) else 0
-        shown = torch.cat([shown, shown.new_ones(2, after)], 1)

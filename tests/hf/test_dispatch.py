@@ -7,7 +7,7 @@ import rounding
 import tiny_latent
 import torch
 import transformers
-from tiny_models import left_padded, make_model, shared_model, tokens
+from tiny_models import left_padded, make_model, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
@@ -145,14 +145,6 @@ def test_own_function_under_the_name_sdpa_computes_with_dense_tensors(kernels):
 
 
 # -- who reads pages ------------------------------------------------------------------------------------------------
-
-
-def test_models_keep_their_attention_and_read_pages(kernels):
-    model, inputs = shared_model("llama"), left_padded([40, 9])
-    found = model.generate(**inputs, **GREEDY, **PAGED)
-    assert model.config._attn_implementation == "sdpa"
-    assert len(kernels) == 11 * model.config.num_hidden_layers
-    assert torch.equal(found, model.generate(**inputs, **GREEDY))
 
 
 def eager_models():

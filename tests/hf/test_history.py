@@ -4,10 +4,8 @@ import copy
 import pickle
 
 import pytest
-import tiny_encoder_decoders
 import torch
 from tiny_models import left_padded, make_model, shared_model, tokens
-from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.cache import identity
@@ -89,16 +87,6 @@ def test_a_text_that_is_asked_again_names_its_crop():
     assert torch.equal(go_on(cache, tokens(1, 40)), text)
 
 
-def test_columns_after_a_crop_are_unknown_until_they_are_told():
-    """New tokens joined a text from which a crop and a direct call had taken the columns before them."""
-    model, mask = shared_model("llama"), torch.ones(1, 46, dtype=torch.long)
-    cache, text = first_turn(keys="exact")
-    cache.crop(-20)
-    model(tokens(1, 10, 7), past_key_values=cache)
-    go_on(cache, tokens(1, 5, 8), attention_mask=mask)
-    assert torch.equal(cache.token_ids, text[:, :31]) and cache.known_columns == 31
-
-
 def test_reset_forgets_the_text():
     cache, _ = first_turn()
     cache.reset()
@@ -129,15 +117,6 @@ def test_rows_of_a_batch_are_compared_without_their_padding():
     go_on(cache, ids, attention_mask=mask)
 
 
-def test_ids_are_copies_of_those_of_the_user():
-    ids = tokens(1, 40)
-    cache, text = first_turn(ids=ids)
-    following = next_turn(text)
-    ids.zero_()
-    text.zero_()
-    go_on(cache, following)
-
-
 @pytest.mark.parametrize("number", [2, 3])
 def test_sequences_that_were_sampled_together_are_rows_of_one_text(number):
     model = shared_model("llama")
@@ -146,16 +125,6 @@ def test_sequences_that_were_sampled_together_are_rows_of_one_text(number):
     text = model.generate(tokens(1, 30), past_key_values=cache, **options)
     assert torch.equal(cache.token_ids, text)
     refused(cache, edited(next_turn(text), number - 1), 20, number - 1)
-
-
-@pytest.mark.parametrize("ids_in_inference", [True, False])
-def test_text_of_inference_mode_is_compared_outside_of_it(ids_in_inference):
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    with torch.inference_mode(ids_in_inference):
-        text = model.generate(tokens(1, 30), past_key_values=cache, **GREEDY)
-    refused(cache, edited(next_turn(text.clone())))
-    assert torch.equal(copy.deepcopy(cache).token_ids, text)
 
 
 # -- every other way to fill a cache -----------------------------------------------------------------------
@@ -188,69 +157,6 @@ def test_text_that_is_not_known_is_said_and_then_what_the_user_says(fill):
     refused(cache, edited(next_turn(text)))
 
 
-def test_prompt_lookup_notes_its_text():
-    model = make_model("llama")
-    cache = kv_hf.PagedCache(model.config, **{**PAGES, "keys": "exact"})
-    text = go_on(cache, tokens(1, 40), model, prompt_lookup_num_tokens=3)
-    assert torch.equal(text, shared_model("llama").generate(tokens(1, 40), **GREEDY))
-    held = cache.token_ids
-    assert torch.equal(held, text[:, : held.shape[1]]) and held.shape[1] >= cache.get_seq_length()
-    refused(cache, edited(next_turn(text)))
-
-
-def test_an_assistant_model_drafts_with_paged_caches():
-    model, drafts = make_model("llama"), make_model("llama", num_hidden_layers=1)
-    cache = kv_hf.PagedCache(model.config, **{**PAGES, "keys": "exact"})
-    options = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
-    named = model.generate(tokens(1, 40), assistant_model=drafts, **options, **GREEDY)
-    given = go_on(cache, tokens(1, 40), model, assistant_model=drafts)
-    assert torch.equal(named, given)
-    refused(cache, edited(next_turn(given)))
-
-
-def test_embeddings_leave_the_text_unknown():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    embeds = model.get_input_embeddings()(tokens(1, 30))
-    model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
-    assert cache.token_ids is None
-    with pytest.warns(kv_hf.KVCacheWarning, match="They are not compared"):
-        go_on(cache, tokens(1, 60, seed=3))
-
-
-@pytest.mark.parametrize("options", [{}, {"max_length": 80}], ids=str)
-def test_direct_calls_of_the_model_leave_their_text_unknown(options):
-    """Another text was answered wrongly without a word."""
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES, **options)
-    model(tokens(1, 30), past_key_values=cache)
-    with pytest.warns(kv_hf.KVCacheWarning, match=r"They are not compared.* cache\.note\(ids\)"):
-        go_on(cache, tokens(1, 40, seed=3))
-
-
-def test_beams_behind_a_known_text_refuse_an_edit():
-    cache = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
-    text = go_on(cache, tokens(1, 40), do_sample=True, num_return_sequences=3)
-    refused(cache, edited(next_turn(text[:1])), num_beams=3)
-
-
-def test_direct_calls_behind_generate_leave_what_was_known():
-    cache, text = first_turn()
-    following = next_turn(text)
-    shared_model("llama")(following[:, cache.get_seq_length() :], past_key_values=cache)
-    later = next_turn(following)
-    refused(cache, edited(later))
-    go_on(cache, edited(later, column=55))
-
-
-def test_encoder_decoder_caches_go_on_as_before():
-    model = tiny_encoder_decoders.shared_model("t5")
-    cache = kv_hf.PagedEncoderDecoderCache(model.config, **PAGES)
-    source = tiny_encoder_decoders.sources([9])
-    model.generate(**source, past_key_values=cache, max_new_tokens=8)
-    assert cache.self_attention_cache.token_ids is None
-
-
 def test_a_stopped_generate_leaves_the_prompt_known():
     model, ids = shared_model("llama"), tokens(1, 40)
     cache = kv_hf.PagedCache(model.config, **PAGES)
@@ -263,17 +169,6 @@ def test_a_stopped_generate_leaves_the_prompt_known():
     assert torch.equal(cache.token_ids, ids)
     refused(cache, edited(next_turn(ids)))
     go_on(cache, next_turn(ids))
-
-
-def test_a_custom_loop_leaves_only_its_prompt_known():
-    def loop(model, input_ids, generation_config, **kwargs):
-        inputs = {name: kwargs[name] for name in ("past_key_values", "attention_mask")}
-        model._prefill(input_ids, generation_config, inputs)
-        return torch.zeros(1, 99, dtype=torch.long)
-
-    cache = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
-    go_on(cache, tokens(1, 40), custom_generate=loop)
-    assert torch.equal(cache.token_ids, tokens(1, 40))
 
 
 # -- changes of the cache ----------------------------------------------------------------------------------
@@ -316,23 +211,6 @@ def test_a_saved_cache_knows_the_text_that_it_was_saved_with(with_ids, tmp_path)
         go_on(loaded, edited(next_turn(text)))
 
 
-def test_a_preallocated_cache_refuses_an_edited_text():
-    cache, text = first_turn(max_length=128)
-    message = refused(cache, edited(next_turn(text)))
-    assert "cache.crop(" in message and "cache.reset()" in message
-    go_on(cache, next_turn(text))
-
-
-def test_a_cache_with_a_prefix_store_refuses_an_edited_text():
-    store = kv_hf.PrefixStore()
-    for seed in (0, 1):
-        ids = torch.cat([tokens(1, 40), tokens(1, 9, seed)], dim=1)
-        cache, text = first_turn(ids=ids, prefix_store=store)
-        refused(cache, edited(next_turn(text)))
-        go_on(cache, next_turn(text))
-    assert store.stats().skipped
-
-
 # -- models ------------------------------------------------------------------------------------------------
 
 
@@ -348,23 +226,6 @@ def test_generate_refuses_a_cache_that_another_model_filled():
         go_on(cache, next_turn(text), other)
     cache.reset()
     go_on(cache, next_turn(text), other)
-
-
-def test_generate_takes_a_cache_of_a_model_with_equal_weights():
-    cache, text = first_turn()
-    go_on(cache, next_turn(text), make_model("llama"))
-
-
-def test_generate_refuses_a_cache_whose_model_was_trained_on():
-    model = make_model("llama")
-    cache, text = first_turn(model)
-    with torch.no_grad():
-        model.lm_head.weight.add_(0)  # written to, and nothing changed
-    text = go_on(cache, next_turn(text), model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-    with pytest.raises(kv_hf.CacheMismatchError, match="other weights: .*k_proj.weight differs"):
-        go_on(cache, next_turn(text), model)
 
 
 # -- cost --------------------------------------------------------------------------------------------------
@@ -388,49 +249,7 @@ def test_ids_and_weights_are_looked_at_once_per_call(monkeypatch, new_tokens):
     assert sorted(calls) == ["_weights", "first_difference", "note_text", "note_text"]
 
 
-def test_a_cache_of_transformers_is_left_alone():
-    model, cache = shared_model("llama"), DynamicCache()
-    text = go_on(cache, tokens(1, 20))
-    assert torch.equal(text, model.generate(tokens(1, 20), **GREEDY))
-
-
 # -- what the cache does not hold is not compared ------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_the_last_token_may_go_another_way_in_a_loop_of_ones_own():
-    model = shared_model("llama")
-    cache, text = first_turn()
-    loop = torch.cat([edited(text, column=text.shape[1] - 1)[:, -1:], tokens(1, 4, 9)], 1)
-    model(loop, past_key_values=cache)
-    whole = torch.cat([text[:, :-1], loop], 1)
-    go_on(cache, next_turn(whole))
-    assert cache.token_ids is not None
-    refused(cache, edited(next_turn(cache.token_ids)))
-
-
-def test_a_call_that_stopped_before_the_first_layer_leaves_no_text():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    with pytest.raises(IndexError):
-        go_on(cache, torch.full((1, 30), 10_000))
-    assert cache.token_ids is None
-    go_on(cache, tokens(1, 50, 2))
-
-
-def test_saving_for_a_model_of_other_weights_is_refused(tmp_path):
-    cache, text = first_turn()
-    other = make_model("llama")
-    with torch.no_grad():
-        other.lm_head.weight += 1
-    with pytest.raises(kv_hf.CacheMismatchError, match="other weights: lm_head.weight differs"):
-        cache.save(tmp_path / "cache", other)
-    assert not (tmp_path / "cache").exists()
-    cache.save(tmp_path / "cache", shared_model("llama"), token_ids=text)
-    loaded = kv_hf.PagedCache.load(tmp_path / "cache", shared_model("llama"))
-    with pytest.raises(kv_hf.CacheMismatchError, match="other weights"):
-        go_on(loaded, next_turn(text), model=other)
-    go_on(loaded, next_turn(text))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 80}], ids=str)

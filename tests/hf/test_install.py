@@ -11,12 +11,6 @@ from transformers.generation.utils import GenerationMixin
 import kv_hf
 
 
-def test_install_twice_changes_nothing():
-    before = GenerationMixin._prepare_cache_for_generation
-    kv_hf.install()
-    assert GenerationMixin._prepare_cache_for_generation is before
-
-
 def test_uninstall_restores_transformers():
     model = make_model("llama")
     model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
@@ -45,7 +39,9 @@ def test_importing_does_not_import_heavy_or_optional_packages():
 import sys
 sys.modules.update({name: None for name in ("triton", "lm_eval", "datasets", "rich")})  # imports raise
 import torch, kv_hf
-assert not any("evaluation" in name for name in sys.modules)
+dir(kv_hf)  # lists what is imported later
+late = {"evaluation", "gqa", "planner", "doctor"}
+assert not late & {name.split(".")[1] for name in sys.modules if name.startswith("kv_hf.")}
 kv_hf.plan
 from kv_hf.backends.triton import latent_meta_params, meta_params, support
 spec = kv_hf.spec.PageSpec.build(

@@ -1,7 +1,5 @@
 """peft: what it does to keys and values, with pages as with DynamicCache; adapters, stores and saved caches."""
 
-import copy
-
 import pytest
 import rounding
 import torch
@@ -116,31 +114,6 @@ def test_generate_gives_the_tokens_of_dynamic_cache(method, kind):
     assert found.past_key_values.memory().pages_held > 0
 
 
-@pytest.mark.parametrize("method", ["lora", *VIRTUAL])
-def test_generate_gives_the_tokens_of_dynamic_cache_with_dense_attention(method):
-    model = tuned(method)
-    model.get_base_model().set_attn_implementation("eager")
-    check(generated(model, PADDED, {}), generated(model, PADDED))
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
-@pytest.mark.parametrize("method", ["lora", "prompt tuning", "prefix tuning"])
-def test_beams_are_those_of_dynamic_cache(method, options):
-    model = tuned(method)
-    found = generated(model, PADDED, {}, **options)
-    assert torch.equal(found.sequences, generated(model, PADDED, **options).sequences)
-    assert isinstance(found.past_key_values, kv_hf.PagedCache)
-
-
-def test_prefix_tuning_fills_the_pages_that_the_user_made():
-    model = tuned("prefix tuning")
-    cache = kv_hf.PagedCache(model.config, keys="int8", page_size=PAGE)
-    assert generated(model, PADDED, past_key_values=cache).past_key_values is cache
-    assert cache.bits_per_element < 16 and cache.get_seq_length() == 20 + 80 + 23
-    again = vars(model.get_base_model())["prepare_inputs_for_generation"]
-    assert again.__self__ is model.get_base_model()  # nothing of ours is left on the model
-
-
 @pytest.mark.parametrize("method", VIRTUAL)
 def test_virtual_tokens_do_not_go_into_preallocated_caches(method):
     """With transformers' own preallocated caches peft ends in a KeyError, or in a mask of the wrong length."""
@@ -169,19 +142,6 @@ def test_encoder_decoder_models_give_the_tokens_of_dynamic_cache(method):
     assert own.get_seq_length() == (20 if method == "prefix tuning" else 0) + 24
 
 
-def test_prefix_tuning_of_sliding_layers():
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=32,
-    )  # fmt: skip
-    base = type(make_model("mistral"))(config).eval()
-    model = peft.get_peft_model(base, METHODS["prefix tuning"]()).eval()
-    inputs = {"input_ids": tokens(2, 9)}
-    found, expected = generated(model, inputs, {}), generated(model, inputs)
-    check(found, expected)
-
-
 @pytest.mark.parametrize("active", ["a", "b", ["a", "b"]], ids=str)
 def test_switched_adapters_give_the_tokens_of_dynamic_cache(active):
     model = with_two()
@@ -193,28 +153,6 @@ def test_adapters_for_each_row_give_the_tokens_of_dynamic_cache():
     model = with_two()
     names = ["a", "b", "__base__"]
     check(generated(model, PADDED, {}, adapter_names=names), generated(model, PADDED, adapter_names=names))  # fmt: skip
-
-
-def test_a_cache_that_lives_on_under_another_adapter_mixes_as_dynamic_cache_does():
-    model = with_two()
-    results = []
-    for pages in (None, {}):
-        model.set_adapter("a")
-        first = generated(model, {"input_ids": tokens(1, 40)}, pages)
-        model.set_adapter("b")
-        text = torch.cat([first.sequences, tokens(1, 30, seed=5)], 1)
-        results.append(generated(model, {"input_ids": text}, past_key_values=first.past_key_values))
-    check(results[1], results[0])
-
-
-def test_transformers_own_adapters_give_the_tokens_of_dynamic_cache():
-    model = make_model("llama")
-    model.add_adapter(lora(), adapter_name="a")
-    model.eval()
-    store = {"prefix_store": kv_hf.PrefixStore()}
-    check(generated(model, PADDED, store), generated(model, PADDED))
-    model.disable_adapters()
-    check(generated(model, PADDED, store), generated(model, PADDED))
 
 
 # -- the store ---------------------------------------------------------------------------------------------------
@@ -242,7 +180,6 @@ CHANGES = {
     "unloaded": lambda model: model.unload(),
     "written through .data": through_data,
 }
-KEEPS = ("other adapter", "both", "disabled", "scaling")  # no weight has changed
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
@@ -277,18 +214,6 @@ def test_a_store_keeps_the_pages_of_each_adapter():
     assert store.stats().rows_hit == 4  # an adapter that is not active changes nothing
 
 
-def test_a_disabled_merged_adapter_is_unmerged_by_the_forward_itself():
-    """The weights change behind the look at them: both states of the merged adapter must stay apart."""
-    model, store = with_two(), {"prefix_store": kv_hf.PrefixStore()}
-    inputs = {"input_ids": tokens(1, 80)}
-    for _ in range(2):
-        model.merge_adapter()
-        with model.disable_adapter():
-            check(generated(model, inputs, store), generated(model, inputs))
-        model.merge_adapter()
-        check(generated(model, inputs, store), generated(model, inputs))
-
-
 REASONS = {
     "activated lora": "give rows adapters of their own",
     "poly": "task_ids .* give rows adapters of their own",
@@ -312,16 +237,6 @@ def test_a_store_is_not_used_where_tokens_do_not_tell_and_says_so(kind):
         store.add(found.past_key_values, [row.tolist() for row in found.sequences[:, :-1]])
 
 
-def test_a_store_refuses_a_cache_of_two_adapters():
-    model, store = with_two(), kv_hf.PrefixStore()
-    first = generated(model, {"input_ids": tokens(1, 40)}, {"prefix_store": store})
-    model.set_adapter("b")
-    text = torch.cat([first.sequences, tokens(1, 30, seed=5)], 1)
-    out = generated(model, {"input_ids": text}, past_key_values=first.past_key_values)
-    with pytest.raises(kv_hf.CacheMismatchError, match="'a' active, then adapter 'b' active"):
-        store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
-
-
 # -- saved caches ------------------------------------------------------------------------------------------------
 
 
@@ -338,14 +253,6 @@ def go_on(model, cache, text):
     mask = torch.cat([PADDED["attention_mask"], torch.ones(3, text.shape[1] - 80)], 1).long()
     inputs = {"input_ids": text, "attention_mask": mask}
     return generated(model, inputs, past_key_values=cache).sequences
-
-
-def test_load_takes_the_same_adapter_and_goes_on(saved):
-    path, model, text = saved
-    cache = kv_hf.PagedCache.load(path, model)
-    expected = generated(model, PADDED).past_key_values
-    assert torch.equal(go_on(model, cache, text), go_on(model, expected, text))
-    kv_hf.PagedCache.load(path, model.get_base_model()).check_integrity()
 
 
 DIFFERENCES = {
@@ -366,45 +273,6 @@ def test_load_refuses_another_state_and_says_what_differs(saved, change):
     changed = CHANGES[change](model) or model
     with pytest.raises(kv_hf.CacheFileError, match=DIFFERENCES[change]):
         kv_hf.PagedCache.load(path, changed)
-
-
-def test_load_names_settings_that_differ_in_one_layer(saved):
-    path, model, _ = saved
-    layer = model.get_base_model().model.layers[0].self_attn.k_proj
-    other = model.get_base_model().model.layers[1].self_attn.k_proj
-    layer.scaling["a"], other.scaling["a"] = 1.0, 5.0
-    with pytest.raises(kv_hf.CacheFileError, match="the settings of these adapters differ"):
-        kv_hf.PagedCache.load(path, model)
-
-
-def test_load_tells_merged_weights_from_their_own(tmp_path):
-    model = with_two()
-    model.merge_adapter()
-    out = generated(model, PADDED, {})
-    out.past_key_values.save(tmp_path / "cache", model)
-    kv_hf.PagedCache.load(tmp_path / "cache", model).check_integrity()
-    unloaded = copy.deepcopy(model).merge_and_unload()
-    kv_hf.PagedCache.load(tmp_path / "cache", unloaded).check_integrity()  # equal weights
-    with pytest.raises(kv_hf.CacheFileError, match="proj.weight differs .*'a'.* there, .. here"):
-        kv_hf.PagedCache.load(tmp_path / "cache", make_model("llama"))
-
-
-def test_load_takes_a_plain_model_for_one_whose_adapters_are_disabled(tmp_path):
-    model = with_two()
-    with model.disable_adapter():
-        out = generated(model, PADDED, {})
-        out.past_key_values.save(tmp_path / "cache", model)
-    plain = make_model("llama")
-    kv_hf.PagedCache.load(tmp_path / "cache", plain).check_integrity()
-    with pytest.raises(kv_hf.CacheFileError, match="adapter 'a' active"):
-        kv_hf.PagedCache.load(tmp_path / "cache", model)
-
-
-def test_load_takes_a_model_with_another_adapter_that_is_not_active(saved):
-    path, model, _ = saved
-    model.add_adapter("c", lora())
-    model.delete_adapter("b")
-    kv_hf.PagedCache.load(path, model).check_integrity()
 
 
 def test_generate_refuses_a_loaded_cache_under_another_adapter(saved):

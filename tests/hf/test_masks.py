@@ -5,8 +5,8 @@ import rounding
 import tiny_latent
 import torch
 import transformers
-from test_sliding import make as make_sliding
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
+from tiny_sliding import make_sliding
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
@@ -177,57 +177,6 @@ def test_masks_with_a_function_of_the_model_are_read(options, new):
         assert not found.dense()[..., 60 + new :].any()
 
 
-def test_masks_of_preallocated_caches_hide_columns_without_a_token():
-    """Attention that computes densely, as with dropout, sees all max_length columns."""
-    model = shared_model("llama")
-    for options, new in ((one, new) for one in CACHES.values() for new in (1, 4)):
-        cache = kv_hf.PagedCache(model.config, page_size=16, **options)
-        with torch.no_grad():
-            model(tokens(2, 60), past_key_values=cache)
-        mask = create_causal_mask(model.config, torch.empty(2, new, 64), None, cache)
-        if options:
-            assert mask.dense().sum(-1).tolist() == [[[*range(61, 61 + new)]]] * 2
-        assert (mask is None) if not options and new == 1 else mask.causal == (not options)
-
-
-def test_padding_of_a_forward_that_was_refused_is_forgotten():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, page_size=16, max_pages=2)
-    with pytest.raises(kv_hf.PagePoolExhaustedError):
-        model.generate(**left_padded([80, 40]), past_key_values=cache, max_new_tokens=2)
-    cache.update(*torch.randn(2, 2, 2, 9, 16), 0)
-    assert [row.padding for row in cache.group.rows] == [0, 0]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_columns_put_in_front_are_no_padding(attention):
-    """Virtual tokens and images: generate() knows the mask of the text only, the model passes a longer one."""
-    model, inputs = make_model("llama"), left_padded([60, 9, 33])
-    model.set_attn_implementation(attention)
-    front = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(5)) * 0.3
-    original = model.prepare_inputs_for_generation
-
-    def prepare(*args, **kwargs):
-        made = original(*args, **kwargs)
-        rows = made["input_ids"].shape[0]
-        made["attention_mask"] = torch.cat(
-            [torch.ones(rows, 20, dtype=torch.long), made["attention_mask"]], 1
-        )
-        made.pop("position_ids", None)
-        if made["past_key_values"].get_seq_length() == 0:
-            text = model.get_input_embeddings()(made.pop("input_ids"))
-            made["inputs_embeds"] = torch.cat([front.expand(rows, -1, -1), text], 1)
-        return made
-
-    model.prepare_inputs_for_generation = prepare
-    expected = model.generate(**inputs, **GREEDY, max_new_tokens=10)
-    found = model.generate(**inputs, **GREEDY, **PAGED, max_new_tokens=10)
-    assert torch.equal(expected.sequences, found.sequences)
-    for a, b in zip(expected.logits, found.logits, strict=True):
-        rounding.assert_close(b, a)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("edit", [lambda mask: None, torch.ones_like], ids=["ignore", "show"])
 def test_padding_is_what_the_mask_of_the_model_hides_not_that_of_generate(edit, attention):
@@ -295,16 +244,6 @@ def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
     rounding.assert_close(found.logits, expected)
 
 
-def test_mask_of_columns_that_a_sliding_layer_gave_back_is_refused():
-    model = make_sliding("mistral", 20)
-    cache = kv_hf.PagedCache(model.config, page_size=16)
-    mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)
-    with torch.no_grad():
-        model(tokens(1, 100), past_key_values=cache)
-        with pytest.raises(kv_hf.CacheMismatchError, match="attention_mask has 101 columns"):
-            model(tokens(1, 1), attention_mask=mask, past_key_values=cache)
-
-
 # -- masks that are left out come back where a model computes with its keys, or with the mask, before attention --------
 
 # these repeat or join the cached keys before they call the attention function, or hand latents over
@@ -346,17 +285,6 @@ def test_models_that_change_cached_keys_equal_dynamic_cache(name, lengths):
         rounding.assert_close(other, expected)
 
 
-def test_lazy_mask_is_the_mask_when_somebody_computes_with_it():
-    made, calls = torch.rand(2, 1, 3, 7) > 0.5, []
-    mask = LazyMask((2, 1, 3, 7), made.device, lambda: calls.append(1) or made)
-    assert (mask.shape, mask.dtype, mask.device) == (made.shape, torch.bool, made.device)
-    copied = torch.ops.aten._to_copy(mask, device="cpu")
-    assert type(copied) is LazyMask and not calls
-    assert torch.equal(~mask, ~made) and not mask.read
-    assert torch.equal(mask[..., :5], made[..., :5]) and mask.read
-    assert len(calls) == 1 and not copied.read and torch.equal(copied.dense(), made)
-
-
 def every_seventh(mask):
     return torch.arange(mask.shape[-1]) % 7 == 3
 
@@ -368,18 +296,6 @@ WRITES = {
     "and": lambda mask: mask.__iand__(~every_seventh(mask)),
     "out": lambda mask: torch.mul(mask.clone(), ~every_seventh(mask), out=mask),
 }
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("write", WRITES)
-def test_lazy_mask_keeps_what_is_written_to_it(write, read, mode):
-    made = torch.ones(1, 1, 4, 9).bool().tril(5).expand(2, 1, 4, 9)
-    with mode():
-        mask = LazyMask(tuple(made.shape), made.device, lambda: made, read=read)
-        assert torch.equal(mask.dense(), made)
-        WRITES[write](mask)
-        assert mask.read and torch.equal(mask.dense(), made & ~every_seventh(made))
 
 
 @pytest.mark.parametrize("write", WRITES)

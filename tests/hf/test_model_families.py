@@ -5,22 +5,17 @@ import dataclasses
 import pytest
 import torch
 from measure import families as walk
-from measure.families import SENSITIVE, examine, judged, sensitivity
+from measure.families import SENSITIVE, examine
 from measure.family_models import (
     ROLES,
-    build_config,
     build_model,
     families,
-    kept_layers,
 )
-from measure.family_operations import OPERATIONS, STOCK, NotOffered, Subject, generate, kernel_calls
+from measure.family_operations import OPERATIONS, STOCK, NotOffered, Subject
 from measure.runner import WORKLOADS, run
-from transformers import AutoConfig
-from transformers.models.doge import modeling_doge
 
 import kv_hf
 from kv_hf.cache.layer import PagedLayer
-from kv_hf.evaluation.rows import read_rows
 
 # family -> role, part of a decode step's layers that kernels read, operations that are not equal with a reason of transformers'
 # own; each of these stresses another seam: KV-shared layers, block selection, latents, chunks, sinks, biases, states, ...
@@ -122,29 +117,6 @@ def test_compare_finds_seeded_fault(monkeypatch, fault, operation):
     assert walk.compare(subject, operation)["verdict"] == "DIFFERS"
 
 
-def test_after_finds_a_model_that_the_switch_changed():
-    subject = Subject(build_model("qwen3"))
-    with torch.no_grad():
-        subject.model.model.layers[0].self_attn.v_proj.weight.mul_(1.1)
-    assert walk.compare(subject, "after")["verdict"] == "DIFFERS"
-
-
-def test_kernel_calls_counts_what_reads_the_pages():
-    """A forward reads two layers: one token by kernels, several by kernels, or written out."""
-    subject = Subject(build_model("llama"))
-    with kernel_calls() as calls:
-        generate(subject, "paged_exact", new_tokens=4)
-        assert calls == {"decode": 6}
-        subject.model.set_attn_implementation("eager")
-        generate(subject, "paged_exact", new_tokens=4)
-        subject.model.set_attn_implementation("sdpa")
-        assert calls == {"decode": 6, "dense": 6}
-        generate(subject, "paged_exact", new_tokens=1, with_cache={"prefill_chunk_size": 150})
-        assert calls == {"decode": 6, "dense": 6, "several": 2}
-    generate(subject, "paged_exact", new_tokens=2)
-    assert calls == {"decode": 6, "dense": 6, "several": 2}
-
-
 # verdicts of made-up operations
 
 
@@ -187,114 +159,10 @@ def test_compare_verdict(monkeypatch, dynamic, paged, plain, expected):
     assert told(monkeypatch, dynamic=dynamic, paged=paged, plain=plain) == expected
 
 
-@pytest.mark.parametrize(
-    ("forwards", "greedy", "moved", "pages", "expected"),
-    [
-        ("equal", "equal", 0.02, 8, "equal"),
-        ("DIFFERS", "equal", 0.02, 8, "DIFFERS"),
-        ("equal", "impossible", 0.02, 8, "impossible"),
-        ("equal", "equal", 0.009, 8, "blunt"),
-        ("equal", "equal", None, 8, "blunt"),
-        ("equal", "equal", 0.02, 0, "no pages"),
-        ("refused", "equal", 0.02, 8, "equal"),
-        ("broken", "impossible", 0.02, 8, "broken"),
-        ("absent", "refused", 0.02, 8, "refused"),
-    ],
-)
-def test_judged_calls_a_family_equal_that_generated_on_pages(
-    forwards, greedy, moved, pages, expected
-):
-    found = {"forwards": {"verdict": forwards}, "greedy": {"verdict": greedy}}
-    assert judged(found, moved, pages)["verdict"] == expected
-
-
-def test_distance_ignores_logits_behind_a_token_that_differs():
-    logits = torch.ones(1, 3, 5)
-    other = logits.clone()
-    other[:, 2] = 7
-    one = {"tokens": torch.tensor([[9, 1, 2, 3]]), "logits": logits}
-    two = {"tokens": torch.tensor([[9, 1, 4, 3]]), "logits": other}
-    assert walk.distance(one, two) == 0
-    assert not walk.alike(one, two)
-    two["tokens"] = one["tokens"]
-    assert walk.distance(one, two) == 6
-
-
 # where a version of transformers is wrong itself
-
-
-def test_pages_follow_a_model_whose_sdpa_sees_later_tokens(monkeypatch):
-    """transformers 5.17 lets sdpa leave out the mask that Doge adds its own one to; so does any version without the flag."""
-    original = modeling_doge.create_causal_mask
-
-    def leaving_masks_out(*args, allow_is_causal_skip=True, **kwargs):
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(modeling_doge, "create_causal_mask", leaving_masks_out)
-    found = walk.compare(Subject(build_model("doge")), "greedy")
-    assert found["verdict"] == "equal"
-
-
-def test_t5gemma_gives_the_same_with_and_without_a_cache():
-    """Without a cache it hides padding, which its start token must not be."""
-    subject = Subject(build_model("t5gemma", "seq2seq"))
-    with_cache, without = (walk.outcome(subject, "greedy", kind) for kind in ("dynamic", "plain"))
-    assert walk.alike(with_cache, without)
 
 
 # tiny models
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3_text", "llama4_text", "qwen3_next", "nemotron_h", "gpt_oss"]
-)
-def test_build_config_keeps_every_kind_of_layer(family):
-    supported(family, "causal")
-    whole, tiny = AutoConfig.for_model(family), build_config(family)
-    kinds = "layers_block_type" if family == "nemotron_h" else "layer_types"
-    assert set(getattr(tiny, kinds)) == set(getattr(whole, kinds))
-    assert len(getattr(tiny, kinds)) == tiny.num_hidden_layers <= min(7, whole.num_hidden_layers)
-
-
-def test_kept_layers_takes_one_of_each_kind_and_a_second_of_the_most_frequent():
-    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=12)
-    count, kept = kept_layers(config)
-    assert count == "num_hidden_layers"
-    assert [config.layer_types[index] for index in kept] == [
-        "sliding_attention",
-        "sliding_attention",
-        "full_attention",
-    ]
-
-
-def test_build_model_gives_equal_weights_twice_and_attention_that_looks_at_the_context():
-    one, two = build_model("llama"), build_model("llama")
-    for a, b in zip(one.parameters(), two.parameters(), strict=True):
-        assert torch.equal(a, b)
-    found = sensitivity(Subject(one))
-    assert found is not None and found > SENSITIVE
-
-
 # the workload
-
-
-def test_workload_records_rows_and_fails_where_a_family_differs(tmp_path, monkeypatch):
-    verdicts = {"llama": "equal", "bloom": "DIFFERS"}
-    asked = []
-
-    def examined(family, role):
-        asked.append(family)
-        others = {"greedy": {"verdict": "DIFFERS", "distance": 0.1}}
-        return {"family": family, "role": role, "verdict": verdicts[family], "others": others}
-
-    monkeypatch.setattr(walk, "examine", examined)
-    monkeypatch.setattr(walk.resource, "setrlimit", lambda *limits: None)
-    work, out = WORKLOADS["model_families"], tmp_path / "rows.jsonl"
-    todo = work.configurations({"role": ["causal"], "family": ["llama", "bloom"]})
-    for _ in range(2):
-        found = run(work, todo, out=out, isolated=False, say=str)
-        assert [one.partition(": ")[2] for one in found.failed] == [
-            "DIFFERS: {'greedy': {'verdict': 'DIFFERS', 'distance': 0.1}}"
-        ]
-    assert sorted(asked) == ["bloom", "bloom", "llama"]  # what is equal is not walked again
-    assert [row["family"] for row in read_rows(out) if row["kind"] == "model_families"] == ["llama"]

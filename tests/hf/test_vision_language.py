@@ -3,8 +3,8 @@
 import warnings
 
 import pytest
-import rounding
 import torch
+from beside_stock import assert_same, pages
 from tiny_vision import MODELS, make
 
 import kv_hf
@@ -16,7 +16,7 @@ GREEDY = {
     "return_dict_in_generate": True,
     "output_logits": True,
 }
-PAGES = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
+PAGES = pages()
 
 
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
@@ -31,9 +31,7 @@ def test_prompt_with_images_equals_dynamic_cache(name, beams, recwarn):
     warnings.simplefilter("always", kv_hf.KVCacheWarning)
     for _ in range(2):
         found = model.generate(**inputs, **options, **PAGES)
-        assert torch.equal(expected.sequences, found.sequences)
-        for a, b in zip(expected.logits, found.logits, strict=True):
-            rounding.assert_close(b, a)
+        assert_same(found, expected)
     texts = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
     assert not [text for text in texts if "dense" in text]
     cache = found.past_key_values
@@ -58,18 +56,3 @@ def test_image_layers_of_mllama_keep_transformers_layer_and_say_so():
     found = model.generate(**text_only, **GREEDY, **PAGES)
     assert torch.equal(expected.sequences, found.sequences)
     assert found.past_key_values.memory().other == 0
-
-
-def test_layers_of_mllama_answer_whether_they_have_keys_during_a_forward():
-    """The model asks every layer, also those that the running forward has not reached yet."""
-    model, inputs = make("mllama")
-    cache = kv_hf.PagedCache(model.config, page_size=16)
-    text = model.model.language_model
-    ids = inputs["input_ids"][:1, 10:40]
-    with torch.no_grad():
-        text(input_ids=ids, past_key_values=cache)
-        cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
-    assert cache.layers[2].keys.shape == (1, 2, 30, 16)
-    assert cache.layers[2].keys.clone().shape == (1, 2, 30, 16)  # as long as it is not reached
-    cache.update(*torch.randn(2, 1, 2, 1, 16), 2)
-    assert cache.layers[2].keys.clone().shape == (1, 2, 31, 16)

@@ -3,16 +3,13 @@
 import mmap
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import make_model, tokens
-from transformers import LlamaConfig
 
 import kv_hf
-from kv_hf.evaluation import measure_footprint
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages import cpu_memory
 from kv_hf.pages.cpu_memory import (
@@ -20,11 +17,10 @@ from kv_hf.pages.cpu_memory import (
     LEAST_BYTES,
     LEAST_COLUMNS,
     TRIM_VARIABLE,
-    PrefillWatch,
     advise,
     give_back_freed,
     huge_page_bytes,
-    mapped_zeros,
+    runs_of,
     trim_heap,
 )  # fmt: skip
 from kv_hf.pages.storage import SideStorage
@@ -99,13 +95,6 @@ def test_fields_share_no_memory():
     assert len(storages) == len(storage.fields)
 
 
-def test_small_sides_and_other_devices_stay_with_torch():
-    codes = side().fields["codes"]
-    page_bytes = codes[0:1].new_empty((1, *codes.shape[1:])).nbytes
-    assert mapped_zeros(codes, LEAST_BYTES // page_bytes - 1) is None
-    assert mapped_zeros(codes.to("meta"), 1000) is None
-
-
 @pytest.mark.parametrize("refused", [1, 10**6], ids=["once", "always"])
 def test_grown_does_without_mappings_that_the_system_refuses(refused, monkeypatch):
     real, asked = mmap.mmap, []
@@ -149,6 +138,11 @@ def test_a_forked_process_has_pages_of_its_own():
     check(storage, PAGES, PAGES)
 
 
+def test_runs_of_joins_neighbours():
+    assert runs_of(enumerate([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
+    assert runs_of(((0, page) for page in (3, 5, 9)), gap=1) == [(0, 3, 3), (0, 9, 1)]
+
+
 # -- huge pages
 
 needs_huge_pages = pytest.mark.skipif(
@@ -168,31 +162,6 @@ def advised(address: int) -> bool:
         elif inside and first == "VmFlags:":
             return "hg" in line.split()
     return False
-
-
-@needs_huge_pages
-def test_advise_reaches_whole_huge_pages_alone() -> None:
-    size = huge_page_bytes()
-    memory = torch.empty(6 * size, dtype=torch.uint8)
-    begin = (
-        -memory.data_ptr() % size + size // 2
-    )  # a tensor that begins and ends inside of a huge page
-    part = memory[begin : begin + 3 * size]
-    assert advise(part)
-    start = part.data_ptr()
-    assert advised(start + size // 2) and advised(start + 2 * size)
-    assert not advised(start) and not advised(start + 3 * size - 1)
-
-
-@needs_huge_pages
-def test_advise_leaves_small_tensors_and_other_devices() -> None:
-    assert not advise(torch.empty(huge_page_bytes(), dtype=torch.uint8))
-    assert not advise(torch.empty(4 * huge_page_bytes(), dtype=torch.uint8, device="meta"))
-
-
-def test_advise_does_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_memory, "huge_page_bytes", lambda: 0)
-    assert not advise(torch.empty(1 << 24, dtype=torch.uint8))
 
 
 @needs_huge_pages
@@ -245,31 +214,6 @@ def calls(monkeypatch):
     found = []
     monkeypatch.setattr(cpu_memory, "give_back_freed", lambda: found.append(1))
     return found
-
-
-def test_watch_gives_back_once_behind_a_prefill(calls):
-    watch = PrefillWatch()
-    for columns in (LONG, LONG, LONG):  # chunks of one prefill
-        watch.begin(columns, CPU)
-    assert not calls
-    for _ in range(5):
-        watch.begin(1, CPU)
-    watch.end()
-    assert len(calls) == 1
-    watch.begin(LONG, CPU)
-    watch.end()
-    watch.begin(1, CPU)
-    assert len(calls) == 2
-
-
-def test_watch_leaves_short_forwards_and_other_devices_alone(calls):
-    watch = PrefillWatch()
-    watch.begin(LONG - 1, CPU)
-    watch.begin(1, CPU)
-    watch.begin(LONG, torch.device("cuda"))
-    watch.begin(1, torch.device("cuda"))
-    watch.end()
-    assert not calls
 
 
 @pytest.mark.parametrize(
@@ -365,36 +309,3 @@ def test_trim_heap_does_nothing_beside_other_libraries(version, monkeypatch):
         assert not trim_heap()
     finally:
         cpu_memory._malloc_trim.cache_clear()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc is a library of Linux")
-def test_trim_heap_finds_glibc():
-    try:
-        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (OSError, ValueError):
-        glibc = False
-    assert trim_heap() == glibc
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not cpu_memory._malloc_trim(), reason="only glibc keeps what a prefill frees")
-def test_process_with_int4_stays_below_one_with_dynamic_cache():
-    """Two processes of their own, as users start them: a small model with heads as real ones have them."""
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 512,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-    }
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        **sizes, **heads, max_position_embeddings=1 << 20, tie_word_embeddings=False
-    )
-    grown = {
-        cache: measure_footprint(config, cache, 8192, steps=4)
-        for cache in ("dynamic", "paged_int4")
-    }
-    if grown["dynamic"]["prefill_grown_bytes"] is None:
-        pytest.skip("this system does not tell what is resident")
-    for field in ("prefill_grown_bytes", "steps_grown_bytes"):
-        assert grown["paged_int4"][field] < grown["dynamic"][field]

@@ -7,20 +7,20 @@ import pickle
 import pytest
 import torch
 from caching_allocator import CachingAllocator, Watched
-from test_interrupted import dense, feed, same, text
-from test_operations import FULL, HYBRID
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
+from token_states import FULL, HYBRID, PAGE, dense, feed, same, text
 
 import kv_hf
 from kv_hf.cache.report import measure_memory
 from kv_hf.cache.store import LayerStore
 from kv_hf.hf import generation
 from kv_hf.pages import storage as blocks
-from kv_hf.pages.rows import LEAST_AHEAD, MOST_AHEAD, Expected
+from kv_hf.pages.cpu_memory import HostMemory
+from kv_hf.pages.rows import Expected
 
 META = torch.device("meta")
 LAYERS = 32
-PAGE = 64
+BLOCK_PAGE = 64
 
 
 class Text:
@@ -88,46 +88,14 @@ def test_growth_leaves_little_beside_the_pages(allocator, rows, prompt, new, tol
         text.cache.expect_length(prompt + new, prompt)
     text.grow(prompt)
     calls = allocator.calls
-    for _ in range((new if told else min(new, 1024)) // PAGE):
-        text.grow(PAGE)
+    for _ in range((new if told else min(new, 1024)) // BLOCK_PAGE):
+        text.grow(BLOCK_PAGE)
     assert text.worst <= 1.2  # before layers have grown together for the first time
     assert text.stored <= allocator.allocated <= 1.05 * text.stored
     one_block = max(blocks.BLOCK_BYTES, allocator.allocated // blocks.PARTS)
     assert allocator.most_reserved <= 1.1 * allocator.allocated + 2 * one_block
     if told:
         assert allocator.calls - calls <= 3 * LAYERS  # one regrowth, of blocks
-
-
-def test_growth_without_blocks_is_what_the_simulator_was_written_for(allocator):
-    """Layer by layer and field by field, storage of 18 GiB had torch keep 83: freed pages never fit the next ones."""
-    text = Text(allocator, rows=16)
-    text.cache.arena.blocks.clear()
-    text.grow(32768)
-    for _ in range(1024 // PAGE):
-        text.grow(PAGE)
-    assert text.worst > 4
-
-
-def test_simulated_allocator_splits_merges_and_gives_back():
-    made = CachingAllocator()
-    small, first = made.malloc(1000), made.malloc(9 << 20)
-    assert (made.allocated, made.reserved) == (1024 + (9 << 20), (2 << 20) + (20 << 20))
-    second = made.malloc(
-        (10 << 20) + 1
-    )  # the rest of the segment, 11 MiB, is less than 1 MiB more: not split
-    assert (made.reserved, second.nbytes) == (22 << 20, 11 << 20)
-    made.free(first)
-    made.empty_cache()
-    assert made.reserved == 22 << 20  # half of a segment stays
-    made.free(second)
-    third = made.malloc(21 << 20)
-    assert (third.nbytes, made.reserved) == (22 << 20, 44 << 20)
-    made.empty_cache()
-    assert made.reserved == 24 << 20
-    made.free(small)
-    made.free(third)
-    made.empty_cache()
-    assert (made.allocated, made.reserved, made.most_reserved) == (0, 0, 44 << 20)
 
 
 @pytest.fixture
@@ -184,42 +152,6 @@ def test_block_that_cannot_be_made_changes_nothing(on_a_gpu, monkeypatch, error)
     assert same(dense(cache), dense(plain))
 
 
-def test_blocks_are_let_go_at_reset(on_a_gpu):
-    cache = kv_hf.PagedCache(FULL, page_size=16)
-    cache.update(*torch.zeros(2, 1, 2, 60, 32), 0)
-    assert sorted(cache.arena.blocks[0].storages) == [0]
-    cache.reset()
-    assert not cache.arena.blocks[0].storages
-    feed(cache, ROWS, 0, 60)
-    assert sorted(cache.arena.blocks[0].storages) == [0, 1]
-
-
-def test_layers_of_other_sizes_do_not_share_a_block(on_a_gpu):
-    """A layer with fewer heads than the one before: the place that was made for it does not fit."""
-    cache = kv_hf.PagedCache(FULL, page_size=16)
-    cache.update(*torch.randn(2, 1, 2, 60, 32), 0)
-    cache.update(*torch.randn(2, 1, 1, 60, 32), 1)
-    cache.check_integrity()
-    heads = [layer.storage.keys.fields["codes"].shape[1] for layer in cache.layers]
-    assert heads == [2, 1]
-
-
-@pytest.mark.parametrize(
-    ("seen", "prompt", "end", "target"),
-    [
-        (100, 100, 5000, 100 + LEAST_AHEAD),
-        (2000, 2000, 9000, 4000),
-        (8000, 8000, 90_000, 8000 + MOST_AHEAD),
-        (80_000, 80_000, 200_000, 90_000),
-        (8000, 8000, 8100, 8100),
-        (512, 30_000, 30_100, 30_100),  # a chunk of the prompt
-        (300, 100, 200, 300),  # longer than was said
-    ],
-)
-def test_target_is_bounded_and_never_beyond_the_end(seen, prompt, end, target):
-    assert Expected(prompt, end).target(seen) == target
-
-
 SLIDING = {"sliding_window": 24}
 MIXED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 
@@ -248,25 +180,6 @@ def test_generation_that_runs_to_its_end_holds_what_is_predicted(
                 sink_tokens=4, recent_tokens=0, window=group.window, prompt=columns,
             )  # fmt: skip
             assert layers[0].storage.capacity == told.pages_allocated
-
-
-def test_turns_and_prompts_behind_a_cache_are_expected_as_a_whole(on_a_gpu):
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, page_size=16)
-    turn = tokens(1, 20)
-    out = model.generate(turn, past_key_values=cache, max_new_tokens=10, min_new_tokens=10)
-    assert cache.group.expected == Expected(20, 29)
-    longer = torch.cat([out, tokens(1, 7)], 1)
-    model.generate(longer, past_key_values=cache, max_new_tokens=10, min_new_tokens=10)
-    assert cache.group.expected == Expected(37, 46)
-    new, mask = tokens(1, 5), torch.ones(1, 46 + 5, dtype=torch.int64)
-    model.generate(new, attention_mask=mask, past_key_values=cache, max_length=9)
-    assert cache.group.expected == Expected(51, 8)
-    model.generate(
-        tokens(1, 3), attention_mask=torch.ones(1, cache.get_seq_length() + 3, dtype=torch.int64),
-        past_key_values=cache, max_new_tokens=4,
-    )  # fmt: skip
-    assert cache.group.expected.end == cache.get_seq_length()
 
 
 def test_beams_make_no_room_that_they_do_not_use(on_a_gpu):
@@ -301,16 +214,112 @@ def test_memory_that_ends_ahead_of_need_is_said_once(on_a_gpu, monkeypatch, capl
     cache.check_integrity()
 
 
-def test_cpu_is_told_nothing_by_generate():
-    model = shared_model("llama")
-    out = model.generate(
-        tokens(1, 3), max_new_tokens=3, cache_implementation="paged_int4",
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    assert out.past_key_values.group.expected is None
-
-
 @pytest.mark.parametrize("given", [(-1, 0), (10, -3), (2.5, 0), (True, 0)])
 def test_expect_length_refuses_what_is_no_length(given):
     with pytest.raises(kv_hf.CacheOptionError, match="must be an integer of at least 0"):
         kv_hf.PagedCache(FULL).expect_length(*given)
+
+
+# -- memory that ends while storage grows ----------------------------------------------------------------------
+
+
+def failing_at(monkeypatch, number):
+    """Let the `number`th field that is to grow find no memory."""
+    left, new_empty = [number], torch.Tensor.new_empty
+    monkeypatch.setattr("kv_hf.pages.storage.mapped_zeros", lambda field, pages: None)
+
+    def short(tensor, size, *args, **kwargs):
+        if len(size) == 4 and size[0] > tensor.shape[0]:
+            left[0] -= 1
+            if left[0] == 0:
+                raise MemoryError("no memory for a field")
+        return new_empty(tensor, size, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", short)
+
+
+def rooms(cache):
+    return [
+        t.shape[0] for x in cache.layers for side in x.storage.sides for t in side.fields.values()
+    ]
+
+
+@pytest.mark.parametrize("config", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("keys", ["exact", "int4"])
+def test_out_of_memory_while_storage_grows_changes_nothing(monkeypatch, keys, config):
+    """Keys had grown and values had not: whoever took their capacity for the storage's wrote behind the values."""
+    plain = kv_hf.PagedCache(config, page_size=PAGE, keys=keys)
+    feed(plain, ROWS, 0, 60)
+    fields = len(rooms(plain))
+    feed(plain, ROWS, 60, 200)
+    for number in range(1, fields + 1):
+        cache = kv_hf.PagedCache(config, page_size=PAGE, keys=keys)
+        feed(cache, ROWS, 0, 60)
+        before = dense(cache)
+        with monkeypatch.context() as patched:
+            failing_at(patched, number)
+            with pytest.raises(MemoryError):
+                feed(cache, ROWS, 60, 200)
+        cache.check_integrity()  # layers that had grown stay so, each as a whole
+        assert same(dense(cache), before)
+        feed(cache, ROWS, 60, 200)
+        assert same(dense(cache), dense(plain))
+
+
+@pytest.mark.parametrize("kind", ["copy", "store"])
+def test_next_cache_on_a_storage_that_failed_to_grow_has_room(monkeypatch, kind):
+    """The first forward of another cache must not take the room of the keys for that of the values."""
+    store = kv_hf.PrefixStore() if kind == "store" else None
+    cache = kv_hf.PagedCache(FULL, page_size=PAGE, keys="int4", prefix_store=store)
+    feed(cache, ROWS, 0, 60)
+    if store is not None:
+        store.add(cache, [ROWS[0][:60]])
+        other = cache.fresh()
+        assert store.attach(other, (), [ROWS[0][:61]], [0]) == 4 + 3 * PAGE
+    else:
+        other = copy.deepcopy(cache)
+    with monkeypatch.context() as patched:
+        failing_at(patched, 4)
+        with pytest.raises(MemoryError):
+            feed(cache, ROWS, 60, 200)
+    seen = other.get_seq_length()
+    feed(other, ROWS, seen, 200)
+    other.check_integrity()
+    cache.check_integrity()  # room is made before a forward begins: it never did
+    plain = kv_hf.PagedCache(FULL, page_size=PAGE, keys="int4")
+    for first, last in ((0, seen), (seen, 200)):
+        feed(plain, ROWS, first, last)
+    assert same(dense(other), dense(plain))
+
+
+def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
+    """Its room was that of a place in host memory which the arena did not know of."""
+    caches = [
+        kv_hf.PagedCache(FULL, page_size=PAGE, **options)
+        for options in ({}, {"offload": "disk", "device_bytes": 491_520})
+    ]
+    for cache in caches:
+        feed(cache, ROWS, 0, 250)
+    plain, cache = caches
+    assert not cache.memory().offloaded
+    store = HostMemory.store
+    calls = []
+
+    def failing(home, *args):
+        calls.append(args)
+        if len(calls) == 4:  # the second side of the second layer
+            raise MemoryError("no memory for a copy")
+        store(home, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostMemory, "store", failing)
+        with pytest.raises(MemoryError):
+            feed(cache, ROWS, 250, 390)
+    cache.check_integrity()
+    assert same(dense(cache), dense(plain))
+    for one in caches:
+        feed(one, ROWS, 250, 390)
+    assert same(dense(cache), dense(plain)) and cache.memory().offloaded
+
+
+# -- the C kernel's own last look ------------------------------------------------------------------------------

@@ -5,23 +5,17 @@ import errno
 import functools
 import gc
 import os
-import pickle
-import random
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from offloaded_pages import EagerCopies, FakeLayer, LateCopies, place_outside
-from test_sliding import make as make_sliding
+from offloaded_pages import FakeLayer, LateCopies, place_outside
 from tiny_models import left_padded, make_model, tokens
+from tiny_sliding import make_sliding
 
 import kv_hf
-from kv_hf.pages.cpu_memory import runs_of
-from kv_hf.pages.offload import SEAL_PAGES, Demand, split_layers
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
@@ -132,44 +126,6 @@ def test_formats_that_differ_by_layer_share_the_buffers(place):
     check_equal(generate(five_layers(), inputs, "int4", {**layers, **place}), expected)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_sequence_of_operations_is_equal(place, seed):
-    """Freed ids come back with other bytes while buffers still hold the old ones."""
-    model, chance = five_layers(), random.Random(seed)
-    budget = {"device_bytes": 104_040} if seed % 2 else {}
-    both = [make_cache(keys="int8", **options) for options in ({}, {**place, **budget})]
-    for _ in range(24):
-        rows = len(both[0].group.rows) or 2
-        what = chance.choice(["append"] * 4 + ["crop", "reorder", "select", "copy", "reset"])
-        if both[0].get_seq_length() == 0 or what == "append":
-            ids = tokens(rows, chance.choice([1, 3, 20, 50]), seed=chance.randrange(99))
-            logits = [forward(model, cache, ids) for cache in both]
-            assert torch.equal(*logits)
-        elif what == "crop":
-            count = min(chance.choice([1, 5, 40]), both[0].get_seq_length())
-            for cache in both:
-                cache.crop(-count)
-        elif what in ("reorder", "select"):
-            index = [chance.randrange(rows) for _ in range(rows if what == "reorder" else 2)]
-            for cache in both:
-                cache.batch_select_indices(torch.tensor(index))
-        elif what == "copy":
-            kept = both
-            both = [copy.deepcopy(cache) for cache in both]
-            if chance.random() < 0.5:
-                for cache in kept:
-                    forward(model, cache, tokens(rows, 20, seed=7))
-            del kept
-        elif chance.random() < 0.3:
-            for cache in both:
-                cache.reset()
-            continue
-        both[1].check_integrity()
-        for layer in chance.sample(range(LAYERS), 2):
-            plain, ours = (cache.layers[layer].keys for cache in both)
-            assert plain is ours is None or torch.equal(plain, ours)
-
-
 def test_handles_read_after_other_layers_are_right(place):
     """All layers share the buffers: a handle must fetch when it is read, not when it is made."""
     states = torch.randn(2, 1, 2, 200, 16)
@@ -183,24 +139,6 @@ def test_handles_read_after_other_layers_are_right(place):
     for plain, ours in zip(*handles, strict=True):
         for a, b in zip(plain, ours, strict=True):
             assert torch.equal(a.dense(), b.dense())
-
-
-def test_pickle_is_equal_and_offloads_again(place):
-    model = five_layers()
-    cache, plain = make_cache(**place), make_cache()
-    for one in (cache, plain):
-        forward(model, one, tokens(1, 150))
-    read = pickle.loads(pickle.dumps(cache))
-    assert outside(cache) == list(range(LAYERS))
-    logits = [forward(model, one, tokens(1, 1)) for one in (read, plain, cache)]
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[1])
-    assert outside(read) == outside(cache)  # before it seals a page of its own
-    for seed in range(3):
-        logits = [forward(model, one, tokens(1, 9, seed=seed)) for one in (read, plain, cache)]
-        assert torch.equal(logits[0], logits[1])
-        assert torch.equal(logits[2], logits[1])
-    read.check_integrity()
-    assert outside(read) == list(range(LAYERS))
 
 
 def test_copies_generate_at_once_in_threads(place):
@@ -240,16 +178,6 @@ def test_inference_mode_and_gradients_may_take_turns(place):
             ids = tokens(2, length, seed=length)
             logits = [model(ids, past_key_values=cache).logits for cache in both]
         assert torch.equal(*logits)
-
-
-def test_transformers_own_offload_and_prefetch_leave_the_pages_alone(place):
-    model, cache, plain = five_layers(), make_cache(**place), make_cache()
-    for one in (cache, plain):
-        forward(model, one, tokens(1, 100))
-    for layer in cache.paged_layers:
-        layer.offload()
-        layer.prefetch()
-    assert torch.equal(*(forward(model, one, tokens(1, 1)) for one in (cache, plain)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -334,38 +262,6 @@ def test_budget_that_ends_while_the_text_grows_leaves_the_cache_usable(place):
     assert torch.equal(*(forward(model, one, tokens(1, 3)) for one in (cache, plain)))
 
 
-def test_layers_that_leave_lie_far_apart():
-    spec = make_spec()
-    demands = {layer: Demand(spec, torch.device("cpu"), 100, 100) for layer in range(8)}
-    some = split_layers(demands, 7 * 100 * spec.page_bytes, 1)
-    assert some.offloaded == {0, 4, 2}
-    # one that has left already is not taken back
-    more = split_layers(demands, 7 * 100 * spec.page_bytes, 1, already={7})
-    assert some.offloaded != more.offloaded
-    assert 7 in more.offloaded
-    # five layers, one of them twice while it grows, and two buffers for the three that have left
-    assert len(split_layers(demands, (5 + 1 + 2) * 100 * spec.page_bytes, 2).offloaded) == 3
-    demands[6] = Demand(spec, torch.device("cpu"), 1000, 10)
-    assert min(split_layers(demands, 9 * 100 * spec.page_bytes, 1).offloaded) == 6
-
-
-def test_saved_pages_are_those_outside_and_placement_stays_behind(place, tmp_path):
-    model = five_layers()
-    cache = make_cache(model, keys="int4", **place)
-    forward(model, cache, tokens(1, 150))
-    assert outside(cache)
-    cache.save(tmp_path / "cache.safetensors", model)
-    read = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model)
-    assert read.options.offload is None and read.memory().offloaded == 0
-    assert torch.equal(forward(model, read, tokens(1, 3)), forward(model, cache, tokens(1, 3)))
-
-
-def test_what_offload_does_not_go_with_is_refused():
-    for other in ({"max_length": 64}, {"prefix_store": kv_hf.PrefixStore()}):
-        with pytest.raises(kv_hf.CacheOptionError, match="does not go with"):
-            kv_hf.PagedCache(five_layers().config, offload="disk", **other)
-
-
 def test_reset_gives_everything_back(tmp_path):
     model = five_layers()
     cache = make_cache(offload="disk", offload_dir=str(tmp_path))
@@ -408,47 +304,6 @@ def check_slots(fields, layer, plan):
         assert found == [1000 * layer.layer_idx + page for page in plan.ids]
 
 
-def test_slots_renumber_the_table():
-    plan = plan_of([9, 2, 5], [2, 11])
-    assert plan.ids == [2, 5, 9, 11]
-    assert plan.runs == [(0, 2, 1), (1, 5, 1), (2, 9, 1), (3, 11, 1)]
-    assert plan.table.tolist() == [[2, 0, 1], [0, 3, 0]]
-    assert plan.table.dtype == torch.int32
-    assert runs_of(enumerate([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
-    assert runs_of(((0, page) for page in (3, 5, 9)), gap=1) == [(0, 3, 3), (0, 9, 1)]
-    assert plan_of([], []).table.shape == (2, 0)
-
-
-def test_next_layer_is_fetched_while_this_one_is_read():
-    spec, copies = make_spec(), LateCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
-    staging.resize(8 * spec.page_bytes)
-    plan = plan_of([0, 1, 2, 7])
-    for step in range(3):
-        for layer in layers:
-            copies.log.clear()
-            with staging.reading(layer, plan) as found:
-                asked = [what for what, _ in copies.log]
-                check_slots(found, layer, plan)
-            # once the order is known nothing is fetched when it is read, and one layer behind it
-            fetched = [what for what, _ in copies.log][len(asked) :].count("run")
-            if step == 2:
-                assert (asked.count("run"), fetched) == (0, 1)
-
-
-def test_new_table_is_fetched_late_for_its_first_layer_only():
-    spec, copies = make_spec(), EagerCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(4)]
-    staging.resize(8 * spec.page_bytes)
-    for plan in (plan_of([0, 1]), plan_of([0, 1]), plan_of([0, 1, 2])):
-        late = []
-        for layer in layers:
-            copies.log.clear()
-            with staging.reading(layer, plan):
-                late.append([what for what, _ in copies.log].count("run"))
-    assert late == [1, 0, 0, 0]
-
-
 def test_every_buffer_is_kept_until_copies_into_it_are_done():
     """The last step of a generation fetches a layer that nobody reads: the cache may go before the copy is done."""
     spec, copies = make_spec(), LateCopies()
@@ -462,41 +317,6 @@ def test_every_buffer_is_kept_until_copies_into_it_are_done():
         assert copies.waiting
         assert copies.kept == [buffer.raw.data_ptr() for buffer in staging._buffers]
         assert len(copies.kept) == 2
-
-
-def test_fetch_waits_for_the_last_reader_of_its_buffer_and_for_writes():
-    spec, copies = make_spec(), EagerCopies()
-    staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
-    staging.resize(8 * spec.page_bytes)
-    plan = plan_of([0, 1, 2, 7])
-    for _ in range(2):
-        for layer in layers:
-            with staging.reading(layer, plan):
-                pass
-    copies.log.clear()
-    layers[1].written = "sealed"
-    with staging.reading(
-        layers[0], plan
-    ):  # has been fetched; 1 goes into the buffer that 2 was read from
-        used = copies.marks
-    assert [entry for entry in copies.log if entry[0] == "run"] == [("run", (used, "sealed"))]
-
-
-def test_pages_written_since_are_fetched_again_and_only_those():
-    spec, copies = make_spec(), LateCopies()
-    staging, layer = Staging(copies), FakeLayer(0, spec)
-    staging.resize(8 * spec.page_bytes)
-    plan = plan_of([0, 1, 2, 7])
-    with staging.reading(layer, plan):
-        pass
-    with staging.reading(layer, plan):
-        assert layer.fetched == [(0, 3), (7, 1)]
-    for fields in layer.sides:
-        fields["codes"][2] = 77
-    staging.outdate(layer, [2, 11])
-    with staging.reading(layer, plan) as fields:
-        assert fields[0]["codes"][2].unique().tolist() == [77]
-    assert layer.fetched == [(0, 3), (7, 1), (2, 1)]
 
 
 def test_failed_fetch_is_tried_again():
@@ -516,40 +336,7 @@ def test_failed_fetch_is_tried_again():
         check_slots(fields, layer, plan)
 
 
-def test_encoded_pages_are_taken_and_put(place):
-    model = five_layers()
-    caches = [make_cache(keys="int4", **options) for options in ({}, place, place)]
-    for cache in caches[:2]:
-        forward(model, cache, tokens(1, 300))
-    forward(model, caches[2], tokens(1, 300, seed=5))
-    pages = [3, 4, 9, 2]
-    for sides in zip(*(cache.layers[1].storage.sides for cache in caches), strict=True):
-        plain, ours, other = (side.take(pages) for side in sides)
-        for name, field in plain.items():
-            assert torch.equal(ours[name], field)
-            assert not torch.equal(other[name], field)
-            sides[2].put(7, name, field)
-        found = sides[2].take(range(7, 11))
-        assert all(torch.equal(found[name], field) for name, field in plain.items())
-
-
 # -- failures ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"offload": "dsk"}, "offload must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
-        ({"device_bytes": 4}, "device_bytes=4 needs offload='cpu' or 'disk'"),
-        ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
-        ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
-        ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
-    ],
-    ids=str,
-)
-def test_bad_options(options, message):
-    with pytest.raises(kv_hf.CacheOptionError, match=message):
-        make_cache(**options)
 
 
 def test_cpu_on_a_cpu_is_refused():
@@ -629,66 +416,3 @@ def open_files(folder):
     found = [os.readlink(x) for x in links if x.is_symlink()]
     found += Path("/proc/self/maps").read_text().splitlines()
     return [one for one in found if str(folder) in one]
-
-
-MEASURED = """
-import ctypes, json, os, sys, torch, kv_hf
-from transformers import LlamaConfig
-from kv_hf.backends.base import AttentionCall
-ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: freed tensors go back to the system
-LAYERS, TOKENS = 8, 16384
-config = LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, num_attention_heads=4, hidden_size=256)
-def resident():
-    lines = open("/proc/self/status").read().splitlines()
-    return {x.split(":")[0]: 1024 * int(x.split()[1]) for x in lines if x.startswith(("VmRSS", "VmHWM"))}
-def steps(cache, first, count):
-    for i in range(LAYERS):
-        cache.update(*torch.zeros(2, 1, 2, first, 64, dtype=torch.bfloat16), i)
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-    for _ in range(count):
-        for i in range(LAYERS):
-            handles = cache.update(*torch.zeros(2, 1, 2, 1, 64, dtype=torch.bfloat16), i)
-            view = handles[0].view_of_pages
-            kv_hf.backends.dispatch.paged_attention(AttentionCall(torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16), view.kv, 1.0))
-torch.set_num_threads(1)
-steps(kv_hf.PagedCache(config, offload="disk", offload_dir=sys.argv[1]), 500, 3)
-before = resident()["VmRSS"]
-cache = kv_hf.PagedCache(config, **json.loads(sys.argv[2]))
-steps(cache, TOKENS, 70)
-found = resident()
-memory = cache.memory()
-print(json.dumps({"grown": found["VmRSS"] - before, "peak": found["VmHWM"] - before, "total": memory.total,
-                  "pages": memory.payload + memory.scales + memory.staging, "offloaded": memory.offloaded}), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("budget", [None, 12 << 20, 30 << 20])
-def test_resident_memory_stays_under_the_budget_and_a_kill_leaves_no_file(tmp_path, budget):
-    """8 layers of 8 MiB: what the process takes more is what the cache says it has."""
-    options = {"offload": "disk", "offload_dir": str(tmp_path)}
-    if budget:
-        options["device_bytes"] = budget
-    import json
-
-    process = subprocess.Popen(
-        [sys.executable, "-c", MEASURED, str(tmp_path), json.dumps(options)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        found = json.loads(process.stdout.readline())
-        assert os.listdir(tmp_path) == []
-    finally:
-        process.kill()
-        process.wait()
-    assert os.listdir(tmp_path) == []
-    slack = 4 << 20  # a mapped piece, the page that is sealed, Python's own objects
-    assert found["pages"] <= (budget or 10 << 20)
-    assert found["grown"] <= found["total"] + slack
-    assert found["peak"] <= (budget or found["total"]) + (found["total"] - found["pages"]) + slack
-    assert found["offloaded"] >= (64 << 20) - (budget or 0)
-    assert SEAL_PAGES < 64

@@ -1,7 +1,6 @@
 """Planning of forwards, against lists of token numbers per row and layers that only follow what steps say."""
 
 from dataclasses import dataclass, field, replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from hypothesis.stateful import (
 )
 
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
-from kv_hf.geometry import Geometry
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Batch, Rows, RowSizes
@@ -179,28 +177,6 @@ def state_of(forward):
 # -- single forwards -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
-@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (4, 0), (4, 7), (20, 40)])
-def test_append_seals_by_the_documented_rule_at_every_length(sinks, recent, recording):
-    group, layer = one(sinks=sinks, recent=recent, recording=recording)
-
-    def full_pages(tokens):
-        return Geometry(PAGE, sinks, recent).sealed(tokens)
-
-    for tokens in range(1, 150):
-        step, _ = layer.append([[tokens]])
-        before = full_pages(tokens - 1)
-        # a forward reads as sealed what was full when it began
-        assert step.view.num_pages.tolist() == [before]
-        # while recording, the token may be taken back: the page that it fills is not sealed yet
-        sealed = before if recording else full_pages(tokens)
-        assert len(group.rows[0].pages) == group.pool.num_held == sealed
-        assert step.plain == (sealed == before and step.first is None)
-        group.confirm()  # a crop of 0: all drafted tokens were accepted
-    assert sealed > 3
-    assert layer.tokens() == [list(range(1, 150))]
-
-
 def test_tables_show_the_pages_of_every_row():
     group, layer = one()
     group.observe_padding(mask_of([0, 90], 100))
@@ -272,41 +248,6 @@ def test_append_in_chunks_skips_what_a_row_of_a_longer_shared_prefix_holds():
         rows.check_integrity()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_append_of_another_batch_size_raises_and_changes_nothing(rows):
-    _, layer = one()
-    layer.append(columns_of([0, 0], 40))
-    before = state_of(layer.forward)
-    with pytest.raises(CacheMismatchError, match="batch of 0|of 2 rows, got keys for [13];"):
-        layer.forward.join(layer, rows, 40)
-    assert state_of(layer.forward) == before
-    layer.append(columns_of([0, 0], 10, 40))
-    assert layer.tokens() == columns_of([0, 0], 50)
-
-
-@pytest.mark.parametrize("windows", [(None, WINDOW), (WINDOW, None)], ids=["first", "second"])
-@pytest.mark.parametrize("error", [PagePoolExhaustedError, MemoryError, KeyboardInterrupt])
-def test_a_forward_that_a_window_has_no_room_for_changes_none(windows, error):
-    limit = 8 if error is PagePoolExhaustedError else None
-    forward, layers = make(windows=windows, max_pages=limit)
-    for layer in layers:
-        layer.append(columns_of([0, 0], 56))
-    full = next(group for group in forward.groups if group.window is None)
-    full.stores[0] = Mock(
-        **{"make_room.side_effect": error}
-    )  # behind the limit, where there is one
-    before = state_of(forward)
-    with pytest.raises(error):
-        layers[0].append(columns_of([0, 0], 100, 56))
-    assert state_of(forward) == before
-    for group in forward.groups:
-        group.check_integrity()
-    full.stores.clear()
-    for layer in layers:  # what still fits works
-        layer.append(columns_of([0, 0], 11, 56))
-        assert layer.group is not full or layer.tokens() == columns_of([0, 0], 67)
-
-
 @pytest.mark.parametrize("source", [2, -3, 7])
 def test_select_out_of_range_raises_and_changes_nothing(source):
     group, layer = one()
@@ -317,57 +258,6 @@ def test_select_out_of_range_raises_and_changes_nothing(source):
     with pytest.raises(CacheMismatchError, match="at least one row"):
         select([layer], [])
     assert state_of(layer.forward) == before
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 19, 20, 21, 35, 36, 38, 40, 41, 1000])
-def test_crop_reopens_a_page_only_when_it_must(count):
-    """40 tokens: 4 sinks, two pages, 4 in the tail."""
-    group, layer = one()
-    layer.append(columns_of([0], 40))
-    pages = group.rows[0].pages
-    crop([layer], count)
-    left = max(0, 40 - count)
-    whole, rest = divmod(max(0, left - 4), PAGE)
-    assert group.rows[0].pages == pages[: min(2, whole)]
-    assert group.step.reopened == ([(0, pages[whole], rest)] if whole < 2 and rest else [])
-    assert layer.tokens() == [list(range(left))]
-    group.check_integrity()
-    layer.append([[-1] * 30])
-    assert layer.tokens() == [list(range(left)) + [-1] * 30]
-
-
-@pytest.mark.parametrize("count", [1, 5, 15, 16])
-def test_crop_of_a_forwards_own_tokens_never_reopens_while_recording(count):
-    """Even behind a prefill, whose pages have to be sealed: a page of it stays in the window."""
-    group, layer = one(recording=True)
-    at = 0
-    for q_len in (200, 17, 16, 33, 100, 20):
-        layer.append(columns_of([0], q_len, at))
-        crop([layer], count)
-        at += q_len - count
-        assert not group.step.reopened
-        assert layer.tokens() == [list(range(at))]
-    assert group.pool.num_held > 10
-
-
-@pytest.mark.parametrize("recent", [0, 7])
-@pytest.mark.parametrize("rejected", [1, 5, PAGE - 1])
-def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rejected):
-    """Assisted decoding must give the tokens of plain decoding: a rejected draft may not change a byte."""
-    (plain, layer), (drafting, other) = (one(recent=recent, recording=True) for _ in range(2))
-    for at in range(100):
-        step, _ = layer.append([[at]])
-        drafted, _ = other.append([[at] + [-1] * rejected])
-        assert drafted.view.num_pages.tolist() == step.view.num_pages.tolist()
-        crop([other], rejected)
-        assert not drafting.step.reopened
-        assert (drafting.rows, other.windows, other.pages) == (
-            plain.rows,
-            layer.windows,
-            layer.pages,
-        )
-        plain.confirm()
-    assert len(layer.pages) > 4
 
 
 def test_pages_that_leave_a_window_are_held_as_long_as_their_forward_reads_them():
@@ -382,61 +272,7 @@ def test_pages_that_leave_a_window_are_held_as_long_as_their_forward_reads_them(
     assert (len(group.rows[0].pages), group.pool.num_held) == (2, 2)
 
 
-def test_crop_that_needs_pages_behind_the_window_is_refused():
-    group, layer = one(windows=(WINDOW,))
-    layer.append(columns_of([0], 100))
-    assert (
-        group.rows[0].dropped == 3
-    )  # token 60 sees from 61 - 40 on: 4 sinks and one page lie before
-    before = state_of(layer.forward)
-    with pytest.raises(CacheMismatchError, match="crop of 10 tokens needs .* window of 40"):
-        crop([layer], 10)
-    assert state_of(layer.forward) == before
-    crop([layer], 9)
-    group.check_integrity()
-
-
 # -- left padding --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("upfront", [False, True], ids=["mask-per-chunk", "mask-up-front"])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 50, 101])
-def test_observe_padding_keeps_padding_out_of_the_pages(upfront, chunk):
-    """Chunked prefill: a row may be padding only for several forwards before its first token."""
-    paddings, total = [0, 3, 33, 64, 100], 101
-    group, layer = one()
-    if upfront:
-        group.observe_padding(mask_of(paddings, total))
-    for start in range(0, total, chunk):
-        end = min(start + chunk, total)
-        if not upfront:
-            group.observe_padding(mask_of(paddings, end))
-        step, reads = layer.append(columns_of(paddings, end - start, start))
-        assert reads == real(columns_of(paddings, end))
-        assert step.view.padding.tolist() == [min(p, end) for p in paddings]
-        assert group.needs_padding() == (end <= max(paddings))
-        group.check_integrity()
-    assert [len(row.pages) for row in group.rows] == [max(0, 101 - p - 4) // PAGE for p in paddings]
-    assert group.pool.num_ids == sum(len(row.pages) for row in group.rows)
-
-
-def test_observe_padding_cannot_change_stored_tokens():
-    group, layer = one()
-    group.observe_padding(torch.zeros(2, 1, 4, 10))  # no mask of columns
-    group.observe_padding(mask_of([5, 5, 5], 10))  # another batch
-    layer.append(columns_of([0, 0], 40))
-    group.observe_padding(mask_of([30, 30], 40))
-    layer.append(columns_of([0, 0], 20, 40))
-    assert layer.tokens() == columns_of([0, 0], 60)
-
-
-def test_observe_padding_of_a_refused_forward_is_forgotten():
-    group, layer = one(max_pages=3)
-    group.observe_padding(mask_of([0, 30], 60))
-    with pytest.raises(PagePoolExhaustedError):
-        layer.append(columns_of([0, 30], 60))
-    layer.append(columns_of([0, 0], 20))
-    assert layer.tokens() == columns_of([0, 0], 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
@@ -444,18 +280,6 @@ def test_observe_padding_counts_leading_zeros_only(dtype):
     group, layer = one()
     group.observe_padding(torch.tensor([[0, 0, 1, 0, 1], [1, 0, 1, 1, 0]]).to(dtype))
     assert layer.append(columns_of([2, 0], 5))[0].skip.tolist() == [2, 0]
-
-
-def test_select_of_padding_only_rows_treats_copies_alike():
-    """A mask is about the rows of its time: row 1's padding may not fall to whoever is row 1 later."""
-    group, layer = one()
-    group.observe_padding(mask_of([0, 50], 100))
-    layer.append(columns_of([0, 50], 20))
-    select([layer], [1, 1])
-    layer.append([[7] * 10, [7] * 10])
-    assert [row.padding for row in group.rows] == [20, 20]
-    assert layer.tokens() == [[7] * 10] * 2
-    group.check_integrity()
 
 
 def test_crop_into_the_padding_keeps_what_is_left_of_it():
@@ -478,66 +302,9 @@ def test_crop_into_the_padding_keeps_what_is_left_of_it():
 # -- interrupted forwards ------------------------------------------------------------------------------------
 
 
-def stop_in_a_layer(layers):
-    layers[0].forward.join(layers[0], 2, 3)
-
-
-def stop_behind_a_layer(layers):
-    layers[0].append(columns_of([0, 0], 3, 40))
-
-
-def stop_behind_two_layers(layers):
-    for layer in layers[:2]:
-        layer.append(columns_of([0, 0], 3, 40))
-
-
 def stop_in_a_change(layers):
     with pytest.raises(AttributeError):
         select([*layers, None], [0, 0])
-
-
-def stop_in_commit(layers):
-    reading = layers[0].group.reading
-    reading.note_forward = None
-    with pytest.raises(TypeError):
-        layers[0].append(columns_of([0, 0], 20, 40))
-    del reading.note_forward
-
-
-STOPS = [
-    stop_in_a_layer,
-    stop_behind_a_layer,
-    stop_behind_two_layers,
-    stop_in_a_change,
-    stop_in_commit,
-]
-NEXT = {
-    "append": lambda layers: layers[0].append(columns_of([0, 0], 3, layers[0].seen)),
-    "select": lambda layers: select(layers, [1, 0]),
-    "crop": lambda layers: crop(layers, 2),
-}
-
-
-@pytest.mark.parametrize("then", NEXT)
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("forwards", [1, 2], ids=["the second forward", "the third forward"])
-def test_the_next_use_behind_an_interrupted_one_raises_until_reset(stop, then, forwards):
-    forward, layers = make(3)
-    for _ in range(forwards):
-        for layer in layers:
-            layer.append(columns_of([0, 0], 40 // forwards, layer.seen))
-    stop(layers)
-    before = state_of(forward)
-    for _ in range(2):
-        with pytest.raises(InterruptedForwardError, match=r"stopped half-way.*reset\(\)"):
-            NEXT[then](layers)
-        assert state_of(forward) == before
-    reset(layers)
-    for layer in layers:
-        layer.append(columns_of([0], 60))
-    crop(layers, 1)
-    assert [layer.tokens() for layer in layers] == [[list(range(59))]] * 3
-    forward.groups[0].check_integrity()
 
 
 def test_a_layer_that_joins_with_another_change_raises():
@@ -552,15 +319,6 @@ def test_a_layer_that_joins_with_another_change_raises():
     assert state_of(forward) == before
     layers[1].append(columns_of([0, 0], 3, 40))  # the change that was asked for still goes
     assert layers[1].tokens() == layers[0].tokens() == columns_of([0, 0], 43)
-
-
-def test_a_first_forward_that_stops_half_way_is_found_by_the_layer_left_behind():
-    """Nobody knows yet which layers there are: the first layer goes on, the second one cannot."""
-    _, layers = make(2)
-    layers[0].append(columns_of([0], 10))
-    layers[0].append(columns_of([0], 10, 10))
-    with pytest.raises(InterruptedForwardError, match=r"layer 1 cannot .* 0 of 20 columns"):
-        layers[1].append(columns_of([0], 10, 10))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from kv_hf.planner.meta_model import model_kind
 from kv_hf.planner.source import load_inventory
 
 PARTS = ("payload", "scales", "tail", "tables", "staging", "other", "offloaded")
-GIB = 2**30
 MAKERS = {"plain": tiny_models, "latent": tiny_latent, "other": planned_models}
 FAMILIES = [
     *(("plain", name) for name in tiny_models.FAMILIES),

@@ -17,7 +17,6 @@ from kv_hf.planner.plan_table import Decode
 from kv_hf.planner.source import preset_names
 
 GIB = 2**30
-LLAMA = "llama-3.1-8b"
 
 
 def attention(kv_heads, dim=128, **more):

@@ -48,7 +48,7 @@ def test_site_lists_every_page_once():
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
     listed = re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
-    made = {"index.md", "contributing.md", "changelog.md", "tutorial.md"}
+    made = {"index.md", "contributing.md", "changelog.md"}
     assert len(listed) == len(set(listed)) and pages <= set(listed) <= pages | made
 
 
@@ -68,6 +68,23 @@ def test_sources_and_pages_name_files_that_exist():
             if source.name != "test_docs.py":
                 wrong += [(source.name, name) for name in re.findall(r"kv_hf\[[a-z]+\]", text)]
     assert not wrong
+
+
+def test_pages_and_comments_in_c_name_files_that_exist():
+    """Names without a folder, as `rows.py` or seal.inc."""
+    folders = [ROOT, *(ROOT / name for name in ("kv_hf", "scripts", "tests", "docs"))]
+    there = {one.name for folder in folders[1:] for one in folder.rglob("*")}
+    there |= {one.name for one in ROOT.iterdir()}
+    wrong = []
+    for source in [*TOP_PAGES, *PAGES, *(ROOT / "kv_hf/backends/cpu/native").iterdir()]:
+        text, mark = source.read_text("utf-8"), ""
+        if source.suffix == ".md":
+            mark = "`"
+        else:  # comments alone
+            text = "\n".join(re.findall(r"//.*|/\*.*?\*/", text, re.DOTALL if "/*" in text else 0))
+        named = re.findall(rf"{mark}\b([\w-]+\.(?:py|c|h|inc)){mark or chr(92) + 'b'}", text)
+        wrong += [(source.name, name) for name in named if name not in there]
+    assert not [one for one in wrong if one[0] != "CHANGELOG.md"]
 
 
 def test_options_lists_the_formats_of_every_cache_name_that_is_shipped():

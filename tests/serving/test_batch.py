@@ -1,13 +1,12 @@
 """Continuous batching on pages beside transformers' own: the same answers from exact pages, whatever comes in between."""
 
-import threading
 import time
 
 import pytest
 import torch
-import transformers
 from stressed_models import stressed, value_channel
-from tiny_models import COMMON, make_model, shared_model
+from tiny_models import make_model, shared_model
+from tiny_sliding import make_sliding
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -56,21 +55,6 @@ def own_answers():
     return answers(make_model("llama"), prompts(), config(), batching())
 
 
-def sliding_model(kind):
-    torch.manual_seed(0)
-    sizes = {**COMMON, "sliding_window": 80}
-    if kind == "mistral":
-        made = transformers.MistralConfig(**sizes)
-    else:
-        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-        made = transformers.Gemma3TextConfig(
-            **{**sizes, "num_hidden_layers": 3, "head_dim": 16, "layer_types": kinds}
-        )
-    model = transformers.AutoModelForCausalLM.from_config(made).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
 @pytest.mark.parametrize(
     "batch",
     [
@@ -108,7 +92,7 @@ def test_generate_batch_answers_alike_with_other_sizes_and_kernels(own_answers, 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 @pytest.mark.parametrize("blocks", [64, 9])
 def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):
-    model = sliding_model(kind)
+    model = make_sliding(kind, 80)
     own = answers(model, prompts(), config(), batching(256))
     assert answers(model, prompts(), config("paged_exact"), batching(blocks)) == own
 
@@ -134,21 +118,6 @@ def test_forked_requests_go_on_from_one_prompt():
     for blocks in (64, 14):
         found = answers(model, prompts(), config("paged_exact", **sampled), batching(blocks))
         assert found == own
-
-
-def test_int4_pages_hold_3_times_the_tokens_of_16_bits_in_the_same_bytes():
-    model = make_model("llama", torch.bfloat16, head_dim=64, num_hidden_layers=1)
-    room = {}
-    for name in ("paged_exact", "paged_int4"):
-        manager = started(
-            model, config(name, options={"max_bytes": "64MiB"}), max_requests_per_batch=16
-        )
-        cache = manager.batch_processor.cache
-        memory = cache.memory()
-        assert memory.total == cache.room.nbytes <= 64 << 20
-        room[name] = cache.most_tokens
-        manager.stop()
-    assert room["paged_int4"] > 3.3 * room["paged_exact"]
 
 
 def started(model, generation, **changes):
@@ -205,15 +174,6 @@ def collected_last(manager):
         if output.is_finished():
             found[output.request_id] = output
     return found
-
-
-def test_streamed_tokens_come_one_after_the_other(manager):
-    manager.add_request(prompts()[1], request_id="r", max_new_tokens=12, streaming=True)
-    seen = []
-    for output in manager.request_id_iter("r"):
-        assert output.generated_tokens[: len(seen)] == seen
-        seen = output.generated_tokens
-    assert len(seen) == 12
 
 
 def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
@@ -323,12 +283,6 @@ def test_counts_of_a_manager_add_up(manager):
     assert counts.as_metrics()["kv_hf.cache.pages_allocated"] == 64
 
 
-def test_counts_of_another_manager_are_refused():
-    manager = make_model("llama").init_continuous_batching(generation_config=config())
-    with pytest.raises(UnsupportedModelError, match="has no paged cache"):
-        kv_hf.BatchCounts.of(manager)
-
-
 def test_generate_and_batches_share_one_prefix_store():
     model, store = make_model("llama"), kv_hf.PrefixStore()
     text = prompts()[3]
@@ -383,12 +337,6 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
         assert cache.groups[None].pool.num_held == cache.prefix_store.stats().pages
     finally:
         manager.stop()
-
-
-def test_an_older_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(batch_manager, "fits_transformers", lambda: False)
-    with pytest.raises(UnsupportedModelError, match="needs transformers 5.18 or newer"):
-        shared_model("llama").generate_batch([[5, 6]], generation_config=config("paged_int8"))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -469,13 +417,6 @@ def test_a_kept_manager_of_another_cache_is_refused():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_switched_model_still_runs_on_transformers_own_pages(own_answers):
-    model = make_model("llama")
-    model.generate(torch.tensor([[5, 6]]), cache_implementation="paged_int8", max_new_tokens=2)
-    assert answers(model, prompts(), config(), batching()) == own_answers
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
     model, texts = make_model("llama"), prompts((90, 70, 150))
     whole = batching(max_batch_tokens=1024, allow_block_sharing=False)
@@ -487,28 +428,6 @@ def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
                 ids, generation_config=config(name, new=12), attention_mask=torch.ones_like(ids)
             )
             assert alone[0, len(text) :].tolist() == answer
-
-
-def test_max_bytes_is_refused_by_caches_of_one_call():
-    model = shared_model("llama")
-    with pytest.raises(CacheOptionError, match="max_bytes"):
-        kv_hf.PagedCache(model.config, max_bytes="1GiB")
-
-
-def test_managers_run_in_two_threads_at_once():
-    models = [make_model("llama"), make_model("qwen2")]
-    found = [None, None]
-
-    def run(index, name):
-        found[index] = answers(models[index], prompts(), config(name, 8), batching())
-
-    threads = [threading.Thread(target=run, args=args) for args in ((0, "paged_exact"), (1, None))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found[0] == answers(make_model("llama"), prompts(), config(new=8), batching())
-    assert found[1] == answers(make_model("qwen2"), prompts(), config("paged_exact", 8), batching())
 
 
 @pytest.mark.parametrize("length", [257, 258, 384])

@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 import torch
-from test_batch import answers, batching, collected, config, prompts, started
+from test_batch import batching, collected, config, prompts, started
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kv_hf
-from kv_hf.errors import CacheOptionError, UnsupportedModelError
+from kv_hf.errors import UnsupportedModelError
 
 TEXT = prompts()[3]
 
@@ -90,18 +90,6 @@ def test_starved_requests_leave_until_kept_prefixes_make_room_and_no_longer():
     assert 0 < left[True] <= left[False]
 
 
-def test_prompts_that_wait_for_room_are_counted_once():
-    manager = started(make_model("llama"), config("paged_int8", 30), blocks=12, safety_margin=0.0)
-    try:
-        for text in prompts((290,) * 6)[:6]:
-            manager.add_request(text)
-        collected(manager, 6)
-        counts = kv_hf.BatchCounts.of(manager)
-        assert counts.prompts == 6 + counts.requests_evicted
-    finally:
-        manager.stop()
-
-
 def test_waiting_requests_go_on_when_all_others_are_cancelled():
     manager = started(
         make_model("llama"), config("paged_int8", 600), blocks=12, max_requests_per_batch=8
@@ -142,17 +130,6 @@ def test_the_last_of_two_managers_gives_the_model_its_attention_back():
     assert model.config._attn_implementation == "eager"
 
 
-def test_16_bit_pages_run_beside_a_manager_on_others():
-    model = make_model("llama")
-    manager = started(model, config("paged_int8", 60))
-    try:
-        begun(manager, "a")
-        (beside,) = model.generate_batch([[5, 6]], config(new=2), batching()).values()
-        assert beside.error is None and collected(manager, 1)["a"].error is None
-    finally:
-        manager.stop()
-
-
 def test_16_bit_pages_are_refused_while_a_manager_has_switched_the_model():
     model = eager_model()
     manager = started(model, config("paged_int8", 60))
@@ -179,36 +156,12 @@ def test_an_attention_that_is_changed_under_a_manager_is_named():
         manager.stop()
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_manager_starts_again_after_a_stop(kept):
-    model = make_model("llama")
-    manager = started(model, config("paged_exact", 6))
-    manager.stop(keep_for_next_session=kept)
-    manager.start()
-    try:
-        manager.add_request(TEXT, request_id="a")
-        found = collected(manager, 1)["a"]
-    finally:
-        manager.stop()
-    fresh = make_model("llama")
-    assert [found.generated_tokens] == answers(fresh, [TEXT], config(new=6), batching())
-
-
 def test_stop_frees_the_cache_of_a_manager_that_is_still_named():
     manager = started(make_model("llama"), config("paged_int8", 6))
     cache = weakref.ref(manager.batch_processor.cache)
     manager.stop()
     gc.collect()
     assert cache() is None
-
-
-def test_salts_of_requests_that_never_ran_are_forgotten():
-    manager = started(make_model("llama"), config("paged_int8", 6), blocks=4)
-    manager.add_request([5] * 900, request_id="long", cache_salt="a")
-    assert "room for" in collected(manager, 1)["long"].error
-    manager.stop()
-    assert manager.add_request([5, 6], request_id="late", cache_salt="a") is None
-    assert manager.kv_hf_salts == {}
 
 
 def test_pages_of_generate_in_a_shared_store_leave_a_manager_its_room():
@@ -224,23 +177,3 @@ def test_pages_of_generate_in_a_shared_store_leave_a_manager_its_room():
         assert collected(manager, 1)["a"].error is None
     finally:
         manager.stop()
-
-
-def test_memory_counts_the_exact_beginnings_of_kept_prefixes():
-    manager = started(make_model("llama"), config("paged_int4", 1, {"page_size": 16}))
-    try:
-        cache = manager.batch_processor.cache
-        for text in prompts((37,) * 20)[:20]:
-            manager.add_request(text)
-        collected(manager, 20)
-        sinks = 2 * 2 * 2 * 4 * 16 * 4  # layers, sides, kv heads, tokens, channels, bytes
-        assert cache.memory().other == 20 * sinks
-    finally:
-        manager.stop()
-
-
-def test_reserve_tokens_are_refused():
-    with pytest.raises(CacheOptionError, match="reserve_tokens=4096 is for one call"):
-        make_model("llama").generate_batch(
-            [[5, 6]], config("paged_int8", options={"reserve_tokens": 4096}), batching()
-        )

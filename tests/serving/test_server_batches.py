@@ -102,16 +102,6 @@ def test_a_cache_of_a_requests_own_is_status_400(server, asked):
     assert server.chat("?").choices
 
 
-def test_streams_that_are_closed_free_their_pages(server):
-    for left in (0, 1, 5):
-        stream = server.chat([SYSTEM], max_tokens=1000, stream=True)
-        for _, _ in zip(range(left), stream, strict=False):
-            pass
-        stream.close()
-    check_idle(server)
-    assert server.chat("next").choices
-
-
 def test_prompt_without_room_is_status_400_and_others_go_on(server):
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(ask, server, index, False) for index in range(4)]
@@ -128,18 +118,6 @@ def test_an_answer_ends_with_the_context_of_the_model(server):
     config = GenerationConfig(max_new_tokens=10**30)
     manager._admit(server.model(), {"input_ids": [5] * 10}, config, "one")
     assert config.max_new_tokens == 8192 - 10
-
-
-def test_tenants_of_a_header_share_no_prefix(server):
-    store = scheduler_of(server).cache.prefix_store
-    chat = [{"role": "user", "content": "Salted " + TEXT[:500]}]
-
-    def hit(salt):
-        before = store.stats().rows_hit
-        assert server.chat(chat, extra_headers={"X-Cache-Salt": salt} if salt else {}).choices
-        return store.stats().rows_hit - before
-
-    assert [hit(salt) for salt in ("a", "b", "a", "", "b", "")] == [0, 0, 1, 0, 1, 1]
 
 
 def test_options_that_batches_cannot_follow_end_the_start(folder):

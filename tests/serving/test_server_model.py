@@ -68,13 +68,6 @@ def test_cache_of_the_models_own_file_gives_way_to_the_servers():
     assert config.cache_implementation == "paged_int4"
 
 
-def test_request_keeps_the_servers_options_beside_its_own():
-    one = served(shared_model("llama"), '{"page_size": 32, "recent_tokens": 5}', "1MiB")
-    config = prepared(one, cache_config={"recent_tokens": 16})
-    assert config.cache_config == {"page_size": 32, "recent_tokens": 16}
-    assert prepared(one).cache_config["prefix_store"] is one.store
-
-
 def test_request_has_no_more_memory_than_the_server_gives():
     """Another cache keeps the bounds, one of transformers' is refused beside them, and windows end where a text ends."""
     model = shared_model("llama")

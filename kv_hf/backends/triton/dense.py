@@ -297,7 +297,7 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
-    """Write a side out as `reference.dense.dense_side` does, with equal bits, in one launch and without waiting.
+    """Write a side out as `reference.pages.dense_side` does, with equal bits, in one launch and without waiting.
 
     Returns: [rows, num_kv_heads, seen, head_dim] in the model's dtype.
     """

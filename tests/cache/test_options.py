@@ -1,0 +1,565 @@
+"""Options of caches: explicit, validated once, frozen; every way to give them is one, and errors name argument, value and remedy."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from types import MappingProxyType
+
+import pytest
+import tiny_encoder_decoders
+import tiny_models
+import torch
+from transformers import GenerationConfig, LlamaConfig
+
+import kv_hf
+from kv_hf.backends import registry
+from kv_hf.checks import check_choice
+from kv_hf.config import CacheConfig, check_option_names
+from kv_hf.errors import CacheOptionError
+from kv_hf.formats import cache_names, format_names
+from kv_hf.spec import PageSpec
+
+FORMATS = "must be one of exact, fp8, int8, int4, int2"
+POWER = "page_size must be a power of two of at least 16, got"
+SPAN = "layers.*layer number or a range like '0-3'"
+SHARE = "must be a number between 0 and 1"
+STORE = {"prefix_store": kv_hf.PrefixStore()}
+# options, and a regular expression that the message must match
+BAD = [
+    ({"keys": "int44"}, f"keys {FORMATS}.*'int44'.*did you mean 'int4'"),
+    ({"keys": "INT8"}, f"keys {FORMATS}.*'INT8'"),
+    ({"keys": None}, f"keys {FORMATS}.*None"),
+    ({"values": "fp88"}, f"values {FORMATS}.*'fp88'.*did you mean 'fp8'"),
+    ({"values": "paged_int4"}, f"values {FORMATS}.*'paged_int4'"),
+    ({"values": 4}, f"values {FORMATS}.*4"),
+    ({"page_size": 24}, f"{POWER} 24"),
+    ({"page_size": -64}, "page_size .* at least 16, got -64"),
+    ({"page_size": True}, "page_size must be an integer.*True"),
+    ({"page_size": "64"}, "page_size must be an integer.*'64'"),
+    ({"page_size": 64.0}, "page_size must be an integer.*64.0"),
+    ({"key_group_size": 24}, "key_group_size must divide page_size 64, got 24"),
+    ({"key_group_size": 128}, "key_group_size must divide page_size 64, got 128"),
+    ({"key_group_size": 0}, "key_group_size .* at least 1, got 0"),
+    ({"value_group_size": -8}, "value_group_size .* at least 1, got -8"),
+    ({"value_group_size": "32"}, "value_group_size must be an integer.*'32'"),
+    ({"sink_tokens": -1}, "sink_tokens .* at least 0, got -1"),
+    ({"sink_tokens": None}, "sink_tokens must be an integer.*None"),
+    ({"recent_tokens": -5}, "recent_tokens .* at least 0, got -5"),
+    ({"recent_tokens": True}, "recent_tokens must be an integer.*True"),
+    ({"reserve_tokens": -1}, "reserve_tokens .* at least 0, got -1"),
+    ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
+    ({"max_pages": 10.5}, "max_pages must be an integer.*10.5"),
+    ({"max_length": 0}, "max_length must be"),
+    ({"max_length": 99, "max_pages": 4}, "max_pages=4 does not go with max_length"),
+    ({"max_length": 99, "offload": "cpu"}, "offload='cpu' does not go with max_length"),
+    ({"max_length": 99, "reserve_tokens": 9}, "reserve_tokens=9 does not go with max_length"),
+    ({"offload": "dsk"}, "offload must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
+    ({"offload": "disk", **STORE}, "does not go with"),
+    ({"device_bytes": 4}, "device_bytes=4 needs offload='cpu' or 'disk'"),
+    ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
+    ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
+    ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
+    ({"widen": "sometimes"}, "widen"),
+    ({"kernel": "magic"}, "kernel must be one of"),
+    ({"cross_attention": "int4"}, "cross_attention must be one of exact, same"),
+    ({"cuda_graph": "often"}, "cuda_graph must be one of"),
+    ({"read_tokens": 131}, r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
+    ({"read_tokens": 199, "recent_tokens": 68}, "at least 200"),
+    ({"read_tokens": True}, "read_tokens must be an integer"),
+    ({"read_share": 0.0}, f"read_share {SHARE}, both left out, got 0.0"),
+    ({"read_share": 1}, f"read_share {SHARE}"),
+    ({"read_share": float("nan")}, "read_share must be a number"),
+    ({"read_top_p": 1.0}, f"read_top_p {SHARE}"),
+    ({"read_top_p": -0.5}, f"read_top_p {SHARE}"),
+    ({"read_top_p": "most"}, "read_top_p must be a number"),
+    ({"read_tokens": 2048, "read_share": 0.5}, "read_tokens=.* does not go with read_share"),
+    ({"read_from": 100}, "read_from=100 has nothing to do"),
+    ({"read_tokens": 2048, "read_from": 0}, "read_from must be an integer of at least 1"),
+    ({"layers": "int8"}, "layers must map layer numbers or ranges to formats.*'int8'"),
+    ({"layers": {"first": "int8"}}, f"{SPAN}.*'first'"),
+    ({"layers": {-1: "int8"}}, f"{SPAN}.*-1"),
+    ({"layers": {"0-": "int8"}}, f"{SPAN}.*'0-'"),
+    ({"layers": {"²": "int8"}}, f"{SPAN}.*'²'"),  # str.isdigit() is true for it, int() refuses it
+    ({"layers": {"3-1": "int8"}}, "layers.*'3-1'.*ends before it begins"),
+    ({"layers": {"0": 8}}, "layers.*'0'.*must give a format.*8"),
+    ({"layers": {"0": "int9"}}, f"layers.*'0'.*{FORMATS}.*'int9'.*did you mean"),
+    ({"layers": {"0": {"key": "int8"}}}, "layers.*'0'.*keys, values.*'key'.*'keys'"),
+    ({"layers": {"0": {"keys": "int"}}}, f"layers.*'0'.*'keys'.*{FORMATS}.*'int'"),
+    *(({name: text, "offload": "cpu"}, f"{name} must be .* such as ") for name in ("reserve_tokens", "max_length", "device_bytes")
+      for text in ("2 lots", "-1", "")),
+    *(({**others, name: 2**70}, f"{name} must be an integer of at most [0-9]+, got") for name, others in {
+        "page_size": {}, "key_group_size": {"keys": "int4"}, "value_group_size": {"values": "int4"}, "sink_tokens": {},
+        "recent_tokens": {}, "reserve_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"},
+        "latent_group_size": {"latent": "int8"}}.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "says"), BAD, ids=lambda one: str(one)[:40])
+def test_bad_options_are_refused_before_a_cache_is_made(options, says):
+    with pytest.raises(CacheOptionError, match=says):
+        CacheConfig(**options)
+
+
+# options that only a model tells to be wrong
+BAD_FOR_LLAMA = [
+    ({"value_group_size": 24}, "value_group_size must divide head_dim 16, got 24"),
+    ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
+    ({"page_sise": 64}, "page_sise.*did you mean 'page_size'"),
+    ([1], "cache_config must be a kv_hf.CacheConfig or a dict"),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), BAD_FOR_LLAMA, ids=lambda one: str(one)[:24])
+def test_bad_cache_config_is_refused_before_generation(config, says):
+    model, ran = tiny_models.make_model("llama"), []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(CacheOptionError, match=says):
+        asked(model, cache_implementation="paged_int4", cache_config=config)
+    assert not ran
+
+
+@pytest.mark.parametrize("argument", ["key_group_size", "value_group_size"])
+def test_group_size_that_no_format_reads_is_refused(argument):
+    config = tiny_models.make_config("llama")
+    with pytest.raises(CacheOptionError, match=f"{argument}=16 is read by the formats int4"):
+        kv_hf.PagedCache(config, keys="int8", **{argument: 16})
+    kv_hf.PagedCache(config, keys="int8", layers={"0": "int4"}, **{argument: 16})
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("paged_int4", 7), ("paged_int2", 10)])
+def test_head_dim_that_cannot_be_packed_is_refused(name, head_dim):
+    config = tiny_models.make_config("gpt2", n_embd=4 * head_dim)
+    with pytest.raises(CacheOptionError, match="head_dim must be a multiple of"):
+        kv_hf.PagedCache.from_implementation(config, name)
+    kv_hf.PagedCache(config, keys="int8")
+
+
+def test_unknown_names_suggest_the_nearest():
+    with pytest.raises(CacheOptionError) as error:
+        check_choice("keys", "zzz", format_names("keys", "values"))
+    assert str(error.value).endswith("int2_mixed, got 'zzz'")
+    said = r"got 'page_sise' \(did you mean 'page_size'\?\)"
+    with pytest.raises(CacheOptionError, match=said) as error:
+        check_option_names({"keys": "int4", "page_sise": 32})
+    names = [field.name for field in dataclasses.fields(CacheConfig)]
+    assert [name for name in names if name not in str(error.value)] == []
+    with pytest.raises(CacheOptionError, match="sink_token.*did you mean 'sink_tokens'"):
+        kv_hf.PagedCache(tiny_models.make_config("llama"), keys="int4", sink_token=3)
+    with pytest.raises(ValueError, match="paged_int4.*got 'paged_int5'"):
+        asked(tiny_models.shared_model("llama"), cache_implementation="paged_int5")
+
+
+# -- what is accepted --------------------------------------------------------------------------------------
+
+SIZES = {"reserve_tokens": ("32k", 32 * 1024), "max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31), "read_tokens": ("2k", 2048)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given"), SIZES.items())
+def test_cache_config_reads_sizes_with_units(name, given):
+    others = {"offload": "cpu"} if name == "device_bytes" else {}
+    config = CacheConfig(**{name: given[0]}, **others)
+    assert getattr(config, name) == given[1]
+    assert config == CacheConfig(**{name: given[1]}, **others) == CacheConfig(**config.to_dict())
+    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.page_size = 32
+
+
+def test_prefix_store_reads_its_bound_with_a_unit():
+    assert kv_hf.PrefixStore(max_bytes="512MiB").max_bytes == 512 * 2**20
+    with pytest.raises(CacheOptionError, match=r"max_bytes must be .* such as 24GiB .* got '512M'"):
+        kv_hf.PrefixStore(max_bytes="512M")
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 1024])
+@pytest.mark.parametrize("name", format_names("keys", "values"))
+def test_cache_config_default_groups_fit_every_page_size(name, page_size):
+    """int2's default of 32 tokens per key scale once met a page of 16, which is a documented size."""
+    config = CacheConfig(keys=name, values=name, page_size=page_size)
+    spec = PageSpec.build(
+        *config.schemes(0, 1),
+        num_kv_heads=1,
+        key_dim=64,
+        value_dim=64,
+        page_size=page_size,
+        dtype=torch.float16,
+    )
+    assert spec.keys.page_size == page_size
+
+
+def test_cache_config_keeps_its_layers_when_the_given_dict_changes():
+    """The options are validated once and frozen: an edit of the caller's dict must not pass unchecked."""
+    layers = {"0": {"keys": "int8"}}
+    config = CacheConfig(layers=layers)
+    layers["0"]["keys"] = "int4"
+    layers["1"] = "no such format"
+    assert [scheme.name for scheme in config.schemes(0, 2)] == ["int8", "exact"]
+    assert [scheme.name for scheme in config.schemes(1, 2)] == ["exact", "exact"]
+
+
+# -- names and dicts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        *((name, {"keys": one, "values": one}) for name, one in tiny_models.ONE_FORMAT.items()),
+        ("paged_int2", {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
+        ("paged_int3", {"keys": "int2_mixed", "values": "int3_rotated"}),
+        ("paged_k5v3", {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),
+    ],
+)
+@pytest.mark.parametrize("options", [None, {}], ids=["none", "empty"])
+def test_from_options_takes_the_formats_from_the_name(name, formats, options):
+    assert CacheConfig.from_options(name, options) == CacheConfig(**formats)
+
+
+def test_from_options_lets_options_override_the_name():
+    config = CacheConfig.from_options("paged_int4", {"keys": "int8", "page_size": 32})
+    assert config == CacheConfig(keys="int8", values="int4", page_size=32)
+    config = CacheConfig.from_options("paged_int2", {"keys": "int4", "values": "int4"})
+    assert config == CacheConfig(keys="int4", values="int4")
+
+
+def test_a_name_may_bring_a_format_of_latents_that_other_models_have():
+    model = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=32, vocab_size=9)
+    for options in ({}, {"keys": "int4"}, {"values": "int4"}):
+        held = kv_hf.PagedCache.from_implementation(model, "paged_int2", options)
+        assert held.report()[0].keys == options.get("keys", "int2_mixed")
+    with pytest.raises(CacheOptionError, match="latent='int2' is for models with multi-head"):
+        kv_hf.PagedCache.from_implementation(model, "paged_int4", {"latent": "int2"})
+
+
+def test_from_options_never_changes_the_dict():
+    """transformers users pass one dict to many calls; KIVI-style `pop` would break the second."""
+    options = {"keys": "int8", "page_size": 32, "layers": {"0-1": {"keys": "exact"}, 2: "fp8"}}
+    before = copy.deepcopy(options)
+    first = CacheConfig.from_options("paged_int4", options)
+    first.schemes(0, 4)
+    assert options == before
+    assert CacheConfig.from_options("paged_int4", options) == first
+    with pytest.raises(CacheOptionError):
+        CacheConfig.from_options("paged_int4", {**options, "page_size": 24})
+    assert options == before
+    # a mapping that cannot be written at all
+    assert CacheConfig.from_options("paged_int4", MappingProxyType(options)) == first
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "says"),
+    [
+        ("paged_int5", {}, ["cache_implementation", "'paged_int5'", ", ".join(cache_names())]),
+        ("int4", {}, ["cache_implementation", "'int4'", ", ".join(cache_names())]),
+        ("paged_int4", {"group_size": 32}, ["cache_config option", "'group_size'", "did you mean"]),
+        ("paged_int4", {"nbits": 4}, ["cache_config option", "'nbits'", "keys, values, page_size"]),
+        ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),
+        ("paged_int4", {"page_size": 24}, [POWER, "24"]),
+    ],
+    ids=["unknown-name", "format-name", "near-option", "far-option", "no-text", "bad-value"],
+)
+def test_from_options_refuses(implementation, options, says):
+    with pytest.raises(CacheOptionError) as error:
+        CacheConfig.from_options(implementation, options)
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+def test_schemes_apply_layers_per_layer_and_side():
+    layers = {"0-1": "int8", "3": {"keys": "fp8"}, 4: {"values": "exact"}, "5": {}}
+    config = CacheConfig(keys="int4", values="int2", layers=layers)
+    names = [tuple(scheme.name for scheme in config.schemes(layer, 7)) for layer in range(7)]
+    assert names == [
+        ("int8", "int8"),
+        ("int8", "int8"),
+        ("int4", "int2"),
+        ("fp8", "int2"),
+        ("int4", "exact"),
+        ("int4", "int2"),
+        ("int4", "int2"),
+    ]
+
+
+def test_schemes_give_overrides_the_group_sizes():
+    config = CacheConfig(key_group_size=16, value_group_size=8, layers={"1": "int4"})
+    keys, values = config.schemes(1, 2)
+    assert (keys.scale_group, values.scale_group) == ((16, 1), (1, 8))
+
+
+@pytest.mark.parametrize("span", ["4", "2-4", "4-9", 4])
+@pytest.mark.parametrize("layer_idx", [0, 3])
+def test_schemes_refuse_a_range_past_the_last_layer(span, layer_idx):
+    config = CacheConfig(layers={span: "int8"})
+    low, _, high = str(span).partition("-")
+    with pytest.raises(CacheOptionError, match=f"layers: {low}-{high or low} .*last layer 3 "):
+        config.schemes(layer_idx, 4)
+    assert len(config.schemes(layer_idx, 10)) == 2
+
+
+def test_layer_override_of_a_layer_that_is_not_paged_is_refused():
+    config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(
+        kv_hf.CacheOptionError, match="0-0 holds no paged layer.*LinearAttentionLayer"
+    ):
+        kv_hf.PagedCache(config, keys="int4", layers={"0": "int8"})
+    kv_hf.PagedCache(config, keys="int4", layers={"0-1": "int8"})
+
+
+# -- every field is read -----------------------------------------------------------------------------------
+
+
+def _observe(**options):
+    """Everything that an option may change, as a cache shows it after 100 tokens of two layers."""
+    config = tiny_models.make_config("llama", head_dim=32)
+    cache = kv_hf.PagedCache(config, **options)
+    torch.manual_seed(0)
+    tokens = torch.randn(1, 2, 100, 32)
+    for layer in range(2):
+        cache.update(tokens, tokens, layer)
+    layers = [layer for layer in cache.layers if layer.storage is not None]
+    return {
+        "formats": [(row.keys, row.values) for row in cache.report()],
+        "pages": [len(row.pages) for row in cache.group.rows],
+        "exact": [row.exact for row in cache.group.rows],
+        "sinks": cache.group.sink_tokens,
+        "scales": [
+            {name: tuple(t.shape[1:]) for name, t in side.fields.items() if name != "codes"}
+            for layer in layers
+            for side in layer.storage.sides
+        ],
+    }
+
+
+INT4 = {"keys": "int4", "values": "int4"}
+
+
+# field -> (options without it, its value, what must differ)
+EFFECTS = {
+    "keys": ({}, "int8", {"formats", "scales"}),
+    "values": ({}, "int8", {"formats", "scales"}),
+    "page_size": ({}, 32, {"pages", "exact"}),
+    "key_group_size": (INT4, 16, {"scales"}),
+    "value_group_size": (INT4, 16, {"scales"}),
+    "sink_tokens": ({}, 40, {"pages", "exact", "sinks"}),
+    "recent_tokens": ({}, 60, {"pages", "exact"}),
+    "layers": ({}, {"1": {"keys": "fp8"}}, {"formats", "scales"}),
+}
+
+
+@pytest.mark.parametrize(("options", "value", "differ"), EFFECTS.values(), ids=EFFECTS)
+def test_cache_config_field_changes_the_cache(request, options, value, differ):
+    field = request.node.callspec.id
+    base = _observe(**{"values": "exact", **options})
+    changed = _observe(**{"values": "exact", **options, field: value})
+    assert {name for name in base if base[name] != changed[name]} == differ
+
+
+def test_cache_config_max_pages_bounds_the_pool():
+    assert _observe(page_size=16, max_pages=6)["pages"] == [6]
+    with pytest.raises(kv_hf.PagePoolExhaustedError, match="max_pages=5"):
+        _observe(page_size=16, max_pages=5)
+
+
+@pytest.mark.parametrize("kernel", ["c", "reference"])
+def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
+    used, load = [], registry.load
+
+    def watched(name):
+        chosen = load(name)
+        return dataclasses.replace(
+            chosen, attend=lambda call: used.append(name) or chosen.attend(call)
+        )
+
+    monkeypatch.setattr(registry, "load", watched)
+    model = tiny_models.make_model("llama", num_hidden_layers=1)
+    asked(
+        model, min_new_tokens=2, cache_implementation="paged_int8", cache_config={"kernel": kernel}
+    )
+    assert used == [kernel]
+
+
+def test_cache_config_documents_and_tests_every_field():
+    names = {field.name for field in dataclasses.fields(CacheConfig)}
+    assert names == {
+        *EFFECTS,
+        "max_pages",
+        "max_bytes",  # serving/test_batch.py
+        "reserve_tokens",
+        *("max_length", "cuda_graph"),  # test_max_length.py, test_step_graph.py
+        "kernel",
+        "prefix_store",
+        "cross_attention",
+        *("offload", "device_bytes", "offload_dir"),  # test_offload.py
+        "widen",  # test_widening.py
+        *("read_tokens", "read_share", "read_top_p", "read_from"),  # test_reading.py
+        *("latent", "latent_group_size", "k_rope", "mla"),  # test_latent.py
+    }
+    assert [
+        name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]
+    ] == []
+
+
+# -- signatures, and a CacheConfig in place of options -----------------------------------------------------
+
+
+SHOWING = (kv_hf.PagedCache, kv_hf.CrossCache, kv_hf.PagedEncoderDecoderCache, kv_hf.register_cache)
+
+
+@pytest.mark.parametrize("function", SHOWING, ids=lambda one: one.__name__)
+def test_signature_shows_every_option_with_its_default(function):
+    shown = inspect.signature(function).parameters
+    for field in dataclasses.fields(CacheConfig):
+        assert shown[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        if field.name not in ("keys", "values"):
+            assert shown[field.name].default == field.default
+    assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
+
+
+def test_signature_of_a_subclass_is_its_own():
+    class Named(kv_hf.PagedCache):
+        def __init__(self, config, name):
+            super().__init__(config)
+            self.name = name
+
+    assert list(inspect.signature(Named).parameters) == ["config", "name"]
+    assert Named(tiny_models.make_config("llama"), "a").name == "a"
+
+
+GIVEN = CacheConfig(keys="int8", values="int4", page_size=32)
+# (what is given, options by name) -> the options of the cache
+TAKEN = [
+    ((GIVEN,), {}, GIVEN),
+    ((None,), {}, CacheConfig()),
+    ((), {"cache_config": GIVEN}, GIVEN),
+    ((GIVEN,), {"keys": "int4", "sink_tokens": 8}, CacheConfig(keys="int4", values="int4", page_size=32, sink_tokens=8)),
+    (({"page_size": 32},), {"keys": "int8"}, CacheConfig(keys="int8", values="int8", page_size=32)),
+    ((CacheConfig(max_length=64),), {}, CacheConfig(max_length=64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "named", "options"), TAKEN, ids=str)
+def test_paged_cache_takes_a_cache_config(given, named, options):
+    made = kv_hf.PagedCache(tiny_models.make_config("llama"), *given, **named)
+    assert made.options == options and made.max_length == options.max_length
+
+
+def test_from_options_takes_the_fields_of_a_cache_config_that_are_not_defaults():
+    named = CacheConfig.from_options("paged_int4", CacheConfig(page_size=32))
+    assert named == CacheConfig(keys="int4", values="int4", page_size=32)
+    named = CacheConfig.from_options("paged_int4", CacheConfig(values="int8"))
+    assert (named.keys, named.values) == ("exact", "int8")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("int4", ["got 'int4'", "a format is given by name: keys='int4'"]),
+        ("paged_int4", ["got 'paged_int4'", "cache_implementation='paged_int4'"]),
+        ("other", ["got 'other'", "such as keys='int8', values='int4'"]),
+        (4, ["got int"]),
+    ],
+)
+def test_paged_cache_says_where_a_format_belongs(given, says):
+    with pytest.raises(CacheOptionError, match="cache_config must be a kv_hf.CacheConfig") as error:
+        kv_hf.PagedCache(tiny_models.make_config("llama"), given)
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+# -- generate(cache_config=..) -----------------------------------------------------------------------------
+
+
+def asked(model, **options):
+    """The options of the cache that generate() makes."""
+    done = model.generate(
+        tiny_models.tokens(1, 8), max_new_tokens=2, return_dict_in_generate=True, **options
+    )
+    return getattr(done.past_key_values, "options", None)
+
+
+@pytest.mark.parametrize("name", [None, "paged_int4"])
+def test_generate_takes_a_cache_config(name):
+    model = tiny_models.shared_model("llama")
+    assert asked(model, cache_implementation=name, cache_config=GIVEN) == GIVEN
+    given = CacheConfig(keys="int8", values="int8", cross_attention="same")
+    model, source = tiny_encoder_decoders.shared_model("t5"), tiny_encoder_decoders.sources([5])
+    assert kv_hf.PagedEncoderDecoderCache(model.config, given).options == given
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "cache_config": given}
+    assert model.generate(**source, **options).past_key_values.options == given
+
+
+def test_generate_refuses_a_cache_config_beside_another_cache():
+    model = tiny_models.shared_model("llama")
+    with pytest.raises(CacheOptionError, match=r"for paged caches, got .*='static'.*paged_int4"):
+        asked(model, cache_implementation="static", cache_config=CacheConfig())
+    with pytest.raises(CacheOptionError, match="cache_config must be .* got list"):
+        asked(model, cache_implementation="paged_int4", cache_config=[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cache_config": {"page_size": 32}}, "none was given. Pass one of paged_exact"),
+        (
+            {"cache_config": {"page_size": 32}, "past_key_values": True},
+            "the PagedCache that was passed has options of its own",
+        ),
+        (
+            {"cache_config": CacheConfig(), "past_key_values": True},
+            "the PagedCache that was passed has options of its own",
+        ),
+    ],
+    ids=["no-name", "with-a-cache", "config-with-a-cache"],
+)
+def test_generate_says_that_a_cache_config_is_not_read(options, says):
+    model = tiny_models.shared_model("llama")
+    if "past_key_values" in options:
+        options = {**options, "past_key_values": kv_hf.PagedCache(model.config)}
+    with pytest.warns(kv_hf.KVCacheWarning, match=rf"cache_config=.* is not read: .*{says}"):
+        asked(model, **options)
+
+
+def test_generate_leaves_the_cache_config_of_others_alone(recwarn):
+    model = tiny_models.shared_model("llama")
+    asked(model, cache_config={"backend": "quanto", "nbits": 4})
+    assert not [one for one in recwarn if "cache_config" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CacheConfig(keys="int8", values="int4", layers={0: "int8"}),
+        CacheConfig(prefix_store=kv_hf.PrefixStore()),
+    ],
+    ids=["layers", "store"],
+)  # fmt: skip
+def test_generation_config_with_a_cache_config_is_saved_and_read(config, tmp_path):
+    held = GenerationConfig(cache_implementation="paged_exact", cache_config=config)
+    assert "cache_config" in repr(held)
+    held.save_pretrained(tmp_path)
+    read = GenerationConfig.from_pretrained(tmp_path).cache_config
+    found = CacheConfig.from_options("paged_exact", read)
+    assert found.schemes(0, 1) == config.schemes(0, 1)
+
+
+def test_both_cache_implementation_and_cache_are_refused():
+    model = tiny_models.shared_model("llama")
+    cache = kv_hf.PagedCache(model.config)
+    with pytest.raises(ValueError, match="Passing both"):
+        model.generate(
+            tiny_models.tokens(1, 8),
+            max_new_tokens=2,
+            past_key_values=cache,
+            cache_implementation="paged_int4",
+        )
+
+
+# -- names of the package ----------------------------------------------------------------------------------
+
+
+def test_dir_lists_all_names_that_can_be_had():
+    shown = dir(kv_hf)
+    assert {*kv_hf.__all__, "convert_to_gqa", "recommend", "needle_grid", "doctor"} <= set(shown)
+    for name in kv_hf.__all__:
+        assert getattr(kv_hf, name) is not None
+    assert kv_hf.gqa.convert.convert_to_gqa is kv_hf.convert_to_gqa
+    with pytest.raises(AttributeError, match="has no attribute 'convert_to_gqas'"):
+        _ = kv_hf.convert_to_gqas

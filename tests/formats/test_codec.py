@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference import pages as reference
 from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages.storage import PageStorage

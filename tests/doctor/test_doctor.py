@@ -29,12 +29,9 @@ def wide_and_plain(monkeypatch):
     for name in list(os.environ):
         if name.startswith(command.VARIABLES):
             monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def uncached(monkeypatch):
-    """The C library is looked for anew."""
+    # the C library is looked for anew: a variable may have turned it off
     monkeypatch.setattr(library, "_loaded", library._loaded.__wrapped__)
+    monkeypatch.setattr(library, "isa", library.isa.__wrapped__)
 
 
 def quick(capsys, *more):
@@ -54,7 +51,6 @@ def test_report_names_the_kernel_that_a_cache_then_takes():
         assert cache.layers[0].store.kernel.name == report.kernel
 
 
-@pytest.mark.usefixtures("uncached")
 def test_report_gives_reasons_where_the_c_kernel_is_turned_off(monkeypatch, capsys):
     monkeypatch.setenv(library.ISA_VARIABLE, "none")
     reports = doctor.report_formats(doctor.Subject(CPU, torch.bfloat16, 128, 64))
@@ -67,7 +63,6 @@ def test_report_gives_reasons_where_the_c_kernel_is_turned_off(monkeypatch, caps
     assert code == 0 and "[--] C kernel" in printed and "[ok] KV_HF_ISA      none" in printed
 
 
-@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_library_that_was_not_compiled_is_a_warning_and_one_that_cannot_be_loaded_is_broken(
     monkeypatch, capsys, tmp_path, compiled
@@ -83,7 +78,6 @@ def test_a_library_that_was_not_compiled_is_a_warning_and_one_that_cannot_be_loa
     assert ("1 broken:" if compiled else "Nothing is broken.") in printed
 
 
-@pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(library.missing() is not None, reason="no C kernel here")
 def test_a_bad_isa_variable_is_broken(monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, "9")

@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.utils import GenerationMode
 
 import kv_hf
+from kv_hf.backends.cpu import library
 from kv_hf.cache import layer_formats
 from kv_hf.hf.generation import execution_devices
 from kv_hf.spec import ROWS
+
+needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 CPU = torch.device("cpu")
 
@@ -106,6 +109,7 @@ def test_execution_devices_are_those_of_the_hooks_not_of_the_weights():
     assert execution_devices(model) == [CPU, torch.device("cuda", 1)]
 
 
+@needs_c
 def test_a_named_kernel_is_refused_if_one_device_of_several_cannot_run_it():
     """Before the first forward; the device of the first weights alone would let it pass."""
     model = make_model("llama")
@@ -159,6 +163,7 @@ def test_a_cache_saved_while_offloaded_returns_to_its_device():
         assert layer.storage.keys.fields["codes"].device == CPU
 
 
+@needs_c
 def test_pages_of_a_gpu_are_read_on_the_cpu_and_the_kernel_says_why(monkeypatch):
     """A cache brought from a GPU keeps that layout: the C kernel cannot read it, and blamed the head size."""
     want = filled().layers[0].keys

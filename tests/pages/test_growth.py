@@ -209,7 +209,7 @@ def test_memory_that_ends_ahead_of_need_is_said_once(on_a_gpu, monkeypatch, capl
     with pytest.warns(UserWarning, match="no memory for the 67 pages") as said:
         feed(cache, ROWS, 0, 60)
     feed(cache, ROWS, 60, 100)
-    assert len(said) == 1
+    assert sum("no memory for" in str(one.message) for one in said) == 1
     assert tried == [67, 3, 67, 3, 6]
     cache.check_integrity()
 

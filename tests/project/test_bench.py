@@ -11,6 +11,7 @@ from measure.runner import FAILED, WORKLOADS, Budget, Contender, Verdict, Worklo
 from tiny_models import make_model, tokens
 
 import kv_hf
+from kv_hf.backends.cpu import library
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.rows import read_rows
 
@@ -245,6 +246,7 @@ def test_every_workload_has_a_tiny_run():
 # -- gates
 
 
+@pytest.mark.skipif(library.missing() is not None, reason="no C kernel here")
 @pytest.mark.parametrize(
     ("name", "factor"), [("decode", 1.1), ("decode", float("nan")), ("generate", 1.1)]
 )

@@ -106,9 +106,8 @@ class LazyKV(torch.Tensor):
         keys, values = spec.keys, spec.values
         window = kv.residual_keys
         rows, seen, device = window.shape[0], kv.seen, window.device
-        make = (
-            torch.Tensor._make_wrapper_subclass
-        )  # not __new__: every layer comes here in every step
+        # not __new__: every layer comes here in every step
+        make = torch.Tensor._make_wrapper_subclass
         shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
         first: Any = make(cls, shape, dtype=keys.dtype, device=device)
         shape = (rows, values.num_kv_heads, seen, values.head_dim)

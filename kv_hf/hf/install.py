@@ -5,7 +5,8 @@ GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.
 GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
 wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a
 prefix store comes in; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
-generate() decides what runs a decode step, and where CUDA graphs come in. The attention and mask functions are wrapped where transformers registers them (dispatch.py).
+generate() decides what runs a decode step, and where CUDA graphs come in. dispatch.py wraps the attention and mask functions
+that transformers has registered.
 """
 
 import functools

@@ -45,7 +45,10 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
 
 
 def quantize(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Do what `encode` does for a format that is not exact, but leave the codes apart: [pages, num_kv_heads, page_size, head_dim]."""
+    """Return what `encode` returns, with codes as numbers [pages, num_kv_heads, page_size, head_dim] that are not packed.
+
+    The scheme is not exact.
+    """
     scheme = spec.scheme
     x = tokens.float()
     finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)

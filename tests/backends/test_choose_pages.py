@@ -255,6 +255,15 @@ def test_c_reads_groups_of_tokens(group):
 
 
 @needs_c
+def test_c_has_room_for_wide_keys_beside_narrow_values():
+    """The words that are read of a page and codes of 3 bits share scratch memory; `make test-asan` sees its end."""
+    options = {"rows": ROWS, "heads": 1, "page": 64, "slots": 88, "layout": LANES}
+    kv = make_kv("exact", "int3_rotated", key_dim=256, value_dim=64, **options)
+    call = call_of(replace(kv, budget=ReadBudget(pages=8, from_tokens=200)))
+    assert_same_choice(call, choose_in_c(call))
+
+
+@needs_c
 def test_c_keeps_its_arguments_and_sees_new_tables():
     kv = long_kv("int4")
     first = call_of(kv)

@@ -32,7 +32,7 @@ def write_pair(
 ) -> None:
     """Append the new tokens of a step to both windows, then seal the pages of `jobs` from there.
 
-    window[b, :, starts[b] + i] = new[b, :, skips[b] + i], then as `reference.seal_pages`.
+    window[b, :, starts[b] + i] = new[b, :, skips[b] + i], then as `reference.pages.seal_pages`.
 
     Args:
         windows: keys and values, [rows, num_kv_heads, slots, head_dim], written in place.

@@ -11,10 +11,8 @@ from ..base import PagedKV
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = Mapping[str, torch.Tensor]
-TILE_TOKENS = (
-    512  # tokens decoded at a time (a page, where pages are larger): the largest temporary
-)
-
+# tokens decoded at a time (a page, where pages are larger): the largest temporary
+TILE_TOKENS = 512
 SEAL_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
 
 

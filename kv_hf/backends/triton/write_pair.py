@@ -104,7 +104,7 @@ def seal_pair(
     damaged: torch.Tensor,
     launches: dict[Any, Any],
 ) -> None:
-    """Encode full pages of both sides in place as `reference.seal_pages` does, with equal bytes and without waiting.
+    """Encode full pages of both sides in place as `reference.pages.seal_pages` does, with equal bytes and without waiting.
 
     Args:
         tokens: keys and values (or latents and RoPE keys), [rows, heads, slots, dim].

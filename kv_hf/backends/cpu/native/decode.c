@@ -220,7 +220,7 @@ static void size_scratch(Call *call) {
     z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
     z->weights = largest_of(z->queries * z->lanes, 2 * page); /* also where scales change places */
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
-    if (a->values.format == UINT3) z->joined = words_in(UINT4, page) * a->values.dim + 16;
+    if (a->values.format == UINT3) z->joined = largest_of(z->joined, words_in(UINT4, page) * a->values.dim + 16);
     z->integers = a->query_dtype != F32;
     call->scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
                            2 * largest_of(a->keys.dim, page) + 64;

@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime import driver
 
@@ -35,11 +34,6 @@ address = torch.Tensor.data_ptr
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` [any shape] as kernels are compiled for it: numbers of 8 bits as uint8."""
     return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)
-
-
-def interpreted(kernel: Any) -> bool:
-    """Return whether `kernel` runs in Triton's interpreter."""
-    return not isinstance(kernel, triton.JITFunction)
 
 
 def current_stream(index: int) -> int:

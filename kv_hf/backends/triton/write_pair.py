@@ -1,6 +1,6 @@
 """Append and seal both sides of a layer at once: one launch each, directly; refuses to look into device tensors."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from ...spec import PageSpec
 from . import direct
 from .append import append_pair_kernel
-from .direct import ALIGNED, Compiled, address, as_bytes
+from .direct import Kernel
 from .meta_params import power_of_two
 from .seal import pair_constants, seal_pair_kernel
 
@@ -16,8 +16,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = dict[str, torch.Tensor]
 
 APPENDED = 16  # new tokens of one program, of a chunk
-INTERPRETED = direct.interpreted(append_pair_kernel)
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# of the arguments, those that the kernels are compiled for the alignment of
+APPEND_POINTERS, SEAL_POINTERS = tuple(range(4)), tuple(range(8))
 NOTHING = (0, 0, 0)  # strides of a side without numbers
 
 
@@ -27,24 +28,30 @@ class WritePlan:
 
     Attributes:
         spec: keeps what the plan's key names by id.
-        kernel: takes tensors, then numbers; to be compiled with `constants`, by name.
-        aligned: of the tensors, the first ones, whose alignment the kernel is compiled for.
+        kernel: takes tensors, then numbers.
         tokens: new tokens of one program.
-        sides: of the grid: 2, or 1 where the other one holds no numbers.
-        compiled: by which of these tensors begin at no multiples of 16 (0: none).
     """
 
     spec: PageSpec
-    kernel: Any
-    constants: dict[str, Any]
-    aligned: int
+    kernel: Kernel
     tokens: int = 1
-    sides: int = 2
-    compiled: dict[Any, Compiled] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not self.spec.values.head_dim:
-            self.sides = 1
+    @property
+    def sides(self) -> int:
+        """Sides of the grid: 2, or 1 where the other one holds no numbers."""
+        return 2 if self.spec.values.head_dim else 1
+
+    def launch(
+        self,
+        x: int,
+        z: int,
+        index: int,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[int, ...],
+    ) -> None:
+        """Launch x * heads * z programs on GPU `index`."""
+        y, stream = self.spec.keys.num_kv_heads, direct.current_stream(index)
+        self.kernel.launch(x, y, z, stream, lambda at: (*map(at, tensors), *numbers))
 
 
 def write_pair(
@@ -71,7 +78,7 @@ def write_pair(
     window, value_window = windows
     token, value_token = new
     index = window.get_device()
-    if not INTERPRETED and not direct.is_current(index):
+    if not direct.is_current(index):
         with torch.cuda.device(index):
             return write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, launches)
     shape, strides, value_strides = token.shape, token.stride(), value_token.stride()
@@ -84,14 +91,15 @@ def write_pair(
     if plan is None:
         tokens = 1 if q_len == 1 else APPENDED
         constants = append_constants(spec.keys.head_dim, spec.values.head_dim, tokens)
-        plan = launches[key] = WritePlan(spec, append_pair_kernel, constants, 4, tokens)
+        kernel = Kernel(append_pair_kernel, constants, APPEND_POINTERS, **OPTIONS)
+        plan = launches[key] = WritePlan(spec, kernel, tokens)
     if plan.sides == 1:
         value_strides = value_to = NOTHING
     tensors = window, token, value_window, value_token, starts, skips
     numbers = (
         *to[:3], *strides[:3], *value_to[:3], *value_strides[:3], window.shape[2], value_window.shape[2], q_len,
     )  # fmt: skip
-    _launch(plan, shape[0], -(-q_len // plan.tokens) * plan.sides, index, tensors, numbers)
+    plan.launch(shape[0], -(-q_len // plan.tokens) * plan.sides, index, tensors, numbers)
     if jobs is not None:
         seal_pair(windows, jobs, fields, spec, damaged, launches)
 
@@ -117,7 +125,7 @@ def seal_pair(
         return
     window, value_window = tokens
     index = window.get_device()
-    if not INTERPRETED and not direct.is_current(index):
+    if not direct.is_current(index):
         with torch.cuda.device(index):
             return seal_pair(tokens, jobs, fields, spec, damaged, launches)
     strides, value_strides = window.stride(), value_window.stride()
@@ -126,7 +134,8 @@ def seal_pair(
     key = "seal", id(spec), strides, value_strides, index
     plan = launches.get(key)
     if plan is None:
-        plan = launches[key] = WritePlan(spec, seal_pair_kernel, pair_constants(spec), 8)
+        kernel = Kernel(seal_pair_kernel, pair_constants(spec), SEAL_POINTERS, **OPTIONS)
+        plan = launches[key] = WritePlan(spec, kernel)
     if plan.sides == 1:
         value_strides = NOTHING
     keys, values = fields
@@ -137,7 +146,7 @@ def seal_pair(
         jobs, damaged, keys.get("order", codes),
     )  # fmt: skip
     numbers = *strides[:3], *value_strides[:3]
-    _launch(plan, jobs.shape[0], plan.sides, index, tensors, numbers)
+    plan.launch(jobs.shape[0], plan.sides, index, tensors, numbers)
 
 
 def _contiguous(
@@ -146,33 +155,6 @@ def _contiguous(
     """Return both with contiguous channels, and their strides."""
     keys, values = keys.contiguous(), values.contiguous()
     return keys, values, keys.stride(), values.stride()
-
-
-def _launch(
-    plan: WritePlan,
-    x: int,
-    z: int,
-    index: int,
-    tensors: tuple[torch.Tensor, ...],
-    numbers: tuple[int, ...],
-) -> None:
-    """Launch x * heads * z programs on GPU `index`."""
-    y = plan.spec.keys.num_kv_heads
-    if INTERPRETED:
-        plan.kernel[x, y, z](*map(as_bytes, tensors), *numbers, **plan.constants, **OPTIONS)
-        return
-    addresses = tuple(map(address, tensors))
-    odd: Any = 0
-    for pointer in addresses[: plan.aligned]:
-        odd |= pointer
-    odd %= ALIGNED
-    if odd:
-        odd = tuple(pointer % ALIGNED == 0 for pointer in addresses[: plan.aligned])
-    compiled = plan.compiled.get(odd)
-    if compiled is None:
-        given = *map(as_bytes, tensors), *numbers
-        compiled = plan.compiled[odd] = Compiled(plan.kernel, given, plan.constants, **OPTIONS)
-    compiled(x, y, z, direct.current_stream(index), *addresses, *numbers)
 
 
 def append_constants(dim: int, value_dim: int, tokens: int) -> dict[str, int]:

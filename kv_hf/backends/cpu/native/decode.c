@@ -137,8 +137,10 @@ static int read_all(const Choose *s, int64_t row) {
     int64_t pages = pages_of(a, row);
     if (pages > s->width) return 0;
     int32_t *to = (int32_t *)s->table + row * s->width;
-    memcpy(to, (const int32_t *)a->table + row * a->table_width, pages * sizeof(int32_t));
-    memset(to + pages, 0, (s->width - pages) * sizeof(int32_t));
+    if (s->width) { /* an empty table has no address */
+        memcpy(to, (const int32_t *)a->table + row * a->table_width, pages * sizeof(int32_t));
+        memset(to + pages, 0, (s->width - pages) * sizeof(int32_t));
+    }
     ((int32_t *)s->counts)[row] = (int32_t)pages;
     return 1;
 }

@@ -1,6 +1,6 @@
 """The paged layers of a model, their formats, their groups, and the storage of their pages."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -227,16 +227,7 @@ def page_layers(
             made[index] = latent_class(index, *rest, options=options, config=config)
     if isinstance(arena, OffloadArena):
         arena.choose_from(index for index in paged if made[index].group.reading.usual is not None)
-    arena.grow_together(_alike(made[index] for index in paged))
     return made, forward, arena
-
-
-def _alike(layers: Iterable[PagedLayer]) -> list[list[int]]:
-    """Return the positions of layers that see the same tokens in pages of the same formats, in order."""
-    found: dict[Any, list[int]] = {}
-    for layer in layers:
-        found.setdefault((id(layer.group), layer.formats), []).append(layer.layer_idx)
-    return list(found.values())
 
 
 def _rows(

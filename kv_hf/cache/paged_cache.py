@@ -26,7 +26,7 @@ from ..errors import (
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadArena
-from ..pages.rows import Expected, Rows, held_pages
+from ..pages.rows import Rows, held_pages
 from ..pages.step import FixedStep, Row
 from ..printable import short
 from ..spec import MemoryReport
@@ -475,23 +475,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, len(self.group.rows), not self.group.needs_padding())
-
-    def expect_length(self, end: int, prompt: int = 0) -> None:
-        """Say how long the text will be, so that storage grows in few steps: generate() does so on a GPU.
-
-        Where storage grows, it then makes room for the prompt and as many columns ahead as there are (at least 1,024, and
-        at most 4,096 or an eighth of those that there are), but not beyond the end. A text may end earlier or later.
-        Without effect on pages that may leave the device, and where `max_length` made all room at once.
-
-        Args:
-            end, prompt: columns of the whole text and of its prompt, padding and what is cached already included.
-        Raises: CacheOptionError for anything but numbers of at least 0.
-        """
-        check_int("end", end, 0)
-        check_int("prompt", prompt, 0)
-        if not isinstance(self.arena, OffloadArena):
-            for group in self.groups:
-                group.expected = Expected(prompt, end)
 
     def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
         """Return the most bytes that pages and exact windows of a batch of `rows` take within max_length.

@@ -288,7 +288,7 @@ class LayerStore:
         if keys.requires_grad or values.requires_grad:
             new = keys.detach(), values.detach()
         if step.capacity > self._room:
-            self.make_room(step.capacity, step.ahead)
+            self.make_room(step.capacity)
         if step.plain:
             return self._write(step, new, slots)
         with self._sealing():
@@ -339,11 +339,11 @@ class LayerStore:
             self._seal(step.seal, runs)
         return runs
 
-    def make_room(self, capacity: int, ahead: int = 0) -> None:
-        """Make room for `capacity` pages; for `ahead` where that takes growing and memory allows it."""
+    def make_room(self, capacity: int) -> None:
+        """Make room for `capacity` pages."""
         if capacity > self.pages.capacity:
             with self._sealing():
-                self.pages.grow(capacity, ahead)
+                self.pages.grow(capacity)
         self._room = capacity
 
     def _seal(self, jobs: SealJobs, tokens: Pair) -> None:

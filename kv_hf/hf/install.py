@@ -34,7 +34,6 @@ from .generation import (
     check_length,
     decide,
     execution_devices,
-    expect_length,
     is_assisted,
     refuse_growing,
     with_room,
@@ -248,7 +247,5 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
     use_paged_attention(model)
-    if own is not None:
-        if is_assisted(asked.mode):
-            _before_drafts(model, own, cache, model_kwargs)
-        expect_length(model, own, model_kwargs, asked.config, asked.length - 1)
+    if own is not None and is_assisted(asked.mode):
+        _before_drafts(model, own, cache, model_kwargs)

@@ -34,3 +34,12 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def give_back_replaced() -> None:
+    """Return memory that torch keeps unused to the driver, once storage has grown on a GPU.
+
+    The old tensors have no room for what replaces them the next time: torch's allocator would keep all that there ever were.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

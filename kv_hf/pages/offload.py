@@ -355,8 +355,8 @@ class OffloadedStorage(PageStorage):
         for side, fields in zip((self.keys, self.values), sides, strict=True):
             side.leave(host, fields)
 
-    def grow(self, capacity: int, ahead: int = 0) -> None:
-        """Make room for `capacity` pages, which may leave the device for it; `ahead` is passed over, as the budget is for `capacity`."""
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` pages, which may leave the device for it."""
         with self.lock, persistent_tensors():
             if self.arena.room_for(self.layer_idx) < capacity:
                 self.arena.make_room({self.layer_idx: capacity})

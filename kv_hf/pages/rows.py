@@ -18,12 +18,10 @@ import torch
 from ..errors import CacheMismatchError
 from ..geometry import Geometry, page_start
 from ..read_budget import ReadBudget, Reading
-from ..row_pages import RowPages, page_capacity, page_peaks, reserved_pages
+from ..row_pages import page_capacity, reserved_pages
+from .moved import give_back_replaced
 from .pool import PagePool
 from .step import Numbers, PageIds, Row, SealJobs, Step, Tables, TableView
-
-LEAST_AHEAD = 1024  # columns
-MOST_AHEAD = 4096
 
 
 @dataclass(frozen=True)
@@ -129,29 +127,11 @@ def renumbered(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, pages=tuple(new[page] for page in row.pages)) for row in rows)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Columns of a text, padding included: those of its prompt, and most of the whole text."""
-
-    prompt: int
-    end: int
-
-    def target(self, seen: int) -> int:
-        """Return the columns to make room for where `seen` columns, or the prompt, need it; never beyond the end.
-
-        As many columns more as there are, at least LEAST_AHEAD and at most MOST_AHEAD, or an eighth of those that
-        there are where that is more.
-        """
-        sure = max(seen, min(self.prompt, self.end))
-        ahead = max(LEAST_AHEAD, min(sure, MOST_AHEAD), sure // 8)
-        return max(seen, min(self.end, sure + ahead))
-
-
 class Store(Protocol):
     """A layer's tensors, as far as a step is concerned that is not in force yet."""
 
-    def make_room(self, capacity: int, ahead: int) -> None:
-        """Make room for `capacity` pages; `ahead` where that takes growing and memory allows it."""
+    def make_room(self, capacity: int) -> None:
+        """Make room for `capacity` pages."""
         ...
 
 
@@ -255,7 +235,6 @@ class Rows:
         step: the last change.
         reading: how much of a row the next forward reads.
         stores: layer -> its tensors, of the layers that have any.
-        expected: how long the text will be; None where nobody has said it: then storage grows as the text does.
         touched: whether a layer has storage of the arena, which nobody may take away then.
     """
 
@@ -272,7 +251,6 @@ class Rows:
         self.max_length = max_length
         self.reserve = sizes.reserved(max_length or reserve_tokens)
         self.reading = Reading(budget)
-        self.expected: Expected | None = None
         self._clear()
         pool.register(self)
 
@@ -285,7 +263,7 @@ class Rows:
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
         self._tables = Tables()
-        self._room, self._aim = -1, 0  # pages that room was made for, and shall be made for
+        self._room = -1  # pages that room was made for
         self._shown: tuple[PageIds, ...] = ()  # in the view of the last step
 
     # -- what they are -------------------------------------------------------------------------------------
@@ -439,9 +417,10 @@ class Rows:
             return
         capacity = self.capacity(len(plan.before))
         if capacity > self._room:
-            ahead = self._ahead(plan)
             for store in self.stores.values():
-                store.make_room(capacity, ahead)
+                store.make_room(capacity)
+            if self._room > 0:
+                give_back_replaced()
             self._room = capacity
 
     def commit(self, plan: Append, ids: Sequence[int]) -> None:
@@ -515,35 +494,7 @@ class Rows:
         step.plain, self._shown = stays and not (step.seal or step.first), ()
         pages = tuple(kept) if first else before.pages
         after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages)
-        step.ahead = self._ahead(plan, after)
         return step, after, tuple(leaving)
-
-    # -- room beyond need ----------------------------------------------------------------------------------
-
-    def _ahead(self, plan: Append, after: Batch | None = None) -> int:
-        """Return the pages to make room for where storage grows anyway; 0 where no length is expected.
-
-        Growing copies a layer's pages, and on a GPU it costs calls to the driver. Where the length of the text is known
-        storage grows in few large steps, and a text that ends early leaves a bounded part unused.
-        """
-        if self.expected is None:
-            return 0
-        num_ids = self.pool.num_ids
-        if num_ids > self._aim:
-            seen = plan.seen + plan.q_len
-            new = self.expected.target(seen) - seen
-            sizes = self.sizes
-            of_row = RowPages(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
-            if after is None:
-                tokens, held = self.lengths(plan.before) + plan.new, plan.before.counts
-                held = held + plan.first + plan.last
-            else:
-                tokens, held = self.lengths(after), after.counts
-            rows = list(zip(tokens.tolist(), held.tolist(), strict=True))
-            ids = max(num_ids, self.pool.ids_with(_pages_to_come(of_row, rows, new)))
-            most = self.pool.max_pages
-            self._aim = page_capacity(ids if most is None else min(ids, most))
-        return self._aim
 
     # -- past recording ------------------------------------------------------------------------------------
 
@@ -725,15 +676,3 @@ class Rows:
                 raise ValueError(f"row {index} has {row.exact} exact tokens in {slots} slots")
             if row.dropped > self.sizes.out_of_sight(self.seen - row.padding):
                 raise ValueError(f"row {index} has given back a page that its next query can see")
-
-
-def _pages_to_come(sizes: RowPages, rows: Sequence[tuple[int, int]], new: int) -> int:
-    """Return the most page ids that rows take beyond those that they hold, while each grows by `new` tokens.
-
-    Args:
-        rows: (tokens, pages held) of each row.
-    """
-    if sizes.window is None:
-        return sum(max(0, sizes.sealed(tokens + new) - held) for tokens, held in rows)
-    most = page_peaks(sizes, [tokens + new for tokens, _ in rows], new)[-1][1]
-    return max(0, most - sum(held for _, held in rows))

@@ -253,7 +253,6 @@ class Step:
     Of an append:
         columns: that the forward may see, those in front of its first page left out.
         capacity: pages that storage must have room for.
-        ahead: pages to make room for instead where storage grows anyway and memory allows it.
         view: what the forward reads.
         exact_before, skip, new: [rows], tokens in the window when the new ones arrive, leading columns that are not
             stored (padding, or held already), and tokens appended.
@@ -276,7 +275,6 @@ class Step:
     rows: int
     columns: int = 0
     capacity: int = 0
-    ahead: int = 0
     view: TableView | None = None
     exact_before: Numbers | None = None
     skip: Numbers | None = None

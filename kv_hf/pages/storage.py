@@ -2,20 +2,11 @@
 
 A cache makes an owner of pages of its own (PageArena). Copies of it, and all caches of one prefix store, share one: a page is
 then held by several of them, and freed when the last lets go. Knows ids, not rows.
-
-On a GPU the storages of layers grow in blocks. torch's caching allocator keeps what is freed, in the segments that it asked
-the driver for, and a layer's old pages never have room for its new ones. Growing layer by layer therefore keeps everything
-that was ever allocated (and allocations of a few MiB waste what is left of their segment). So layers grow together:
-
-    [ layer 0 ][ layer 1 ] .. [ layer k - 1 ]      one allocation, of BLOCK_BYTES or a PARTS-th of all layers at least
-
-k is a power of two that falls while the text grows, so that the layers of a block are those of whole former blocks: these
-are then free as a whole, and `give_back` returns them to the driver. What is held beyond the pages is one block at a time.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CacheMismatchError
-from ..notices import warn_once
 from ..quant.codec import decode, encode, lay_out, pick_up
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import AHEAD, advise, mapped_zeros
@@ -32,10 +22,7 @@ from .pool import PagePool
 from .rows import Rows
 from .step import SealJobs, TableView
 
-BLOCK_BYTES = 64 << 20  # three segments of the allocator and more: rounding wastes little beside it
-PARTS = 16
 ALIGNMENT = 64  # bytes, of every field in a piece of memory
-BLOCK_ALIGNMENT = 512  # as torch aligns tensors of their own
 PIECE = 4 << 20  # bytes of numbers that are decoded and encoded at once
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
@@ -55,23 +42,23 @@ def fields_of(spec: PageSpec) -> tuple[tuple[int, tuple[int, ...], torch.dtype],
     )
 
 
-def carved_bytes(spec: PageSpec, pages: int, alignment: int = ALIGNMENT) -> int:
+def carved_bytes(spec: PageSpec, pages: int) -> int:
     """Return the bytes that `carve` needs for `pages` pages."""
-    return sum(-(-pages * nbytes // alignment) * alignment for nbytes, _, _ in fields_of(spec))
+    return sum(-(-pages * nbytes // ALIGNMENT) * ALIGNMENT for nbytes, _, _ in fields_of(spec))
 
 
-def carve(raw: torch.Tensor, spec: PageSpec, pages: int, alignment: int = ALIGNMENT) -> Sides:
+def carve(raw: torch.Tensor, spec: PageSpec, pages: int) -> Sides:
     """Lay the fields of `pages` pages into one piece of memory.
 
     Args:
-        raw: [bytes], uint8; at least `carved_bytes(spec, pages, alignment)`, aligned to `alignment`.
+        raw: [bytes], uint8; at least `carved_bytes(spec, pages)`, aligned to ALIGNMENT.
     Returns: the fields of keys and those of values, views of `raw`: [pages, *shape of the field in a page].
     """
     found, start = [], 0
     for nbytes, shape, dtype in fields_of(spec):
         size = pages * nbytes
         found.append(raw[start : start + size].view(dtype).view(pages, *shape))
-        start += -(-size // alignment) * alignment
+        start += -(-size // ALIGNMENT) * ALIGNMENT
     keys, values = (side.fields for side in spec.sides)
     return (
         PageFields(dict(zip(keys, found[: len(keys)], strict=True))),
@@ -217,7 +204,6 @@ class PageStorage:
         keeps: why these pages keep their spec, where somebody has said so; None: they may get a wider one.
         successor: storage of a wider spec that took over all pages; from then on nothing is written here.
         lock: held while pages are written or storage grows; storages of one owner share it.
-        blocks: the layers that this one grows with on a GPU; None where it grows alone.
     """
 
     side_class: type[SideStorage] = SideStorage
@@ -229,9 +215,7 @@ class PageStorage:
         self.wider: Wider | None = None
         self.keeps: str | None = None
         self.successor: PageStorage | None = None
-        self.blocks: LayerBlocks | None = None
         self.lock = lock or threading.RLock()
-        self._wishes = True  # False: memory was too short for more than a step needs
         self.keys = self.side_class(spec.keys, device)
         self.values = self.side_class(spec.values, device)
 
@@ -247,10 +231,6 @@ class PageStorage:
         """Be written under `lock` from now on."""
         self.lock = lock
 
-    def grow_with(self, blocks: "LayerBlocks") -> None:
-        """Grow in blocks with other layers from now on."""
-        self.blocks = blocks
-
     def became(self, asked: PageSpec, wider: Wider | None) -> None:
         """Note that pages of `asked` were asked for, and why there are others."""
         self.asked, self.wider = asked, wider
@@ -258,8 +238,6 @@ class PageStorage:
     def hand_over(self, successor: "PageStorage") -> None:
         """Leave all pages to `successor`, which holds them; nobody writes here from now on."""
         self.successor = successor
-        if self.blocks is not None:
-            self.blocks.leave(self)
 
     @property
     def newest(self) -> "PageStorage":
@@ -299,32 +277,12 @@ class PageStorage:
         """Bytes of pages that do."""
         return self.capacity * self.spec.page_bytes if self.is_offloaded else 0
 
-    def grow(self, capacity: int, ahead: int = 0) -> None:
+    def grow(self, capacity: int) -> None:
         """Make room for `capacity` pages on both sides, or on none where memory is short.
 
         Nothing of the old is given up before all of the new is there: for a moment the layer's pages exist twice.
-
-        Args:
-            ahead: pages to make room for instead, where that is more and there is memory for it.
         """
-        if ahead > capacity and self._wishes:
-            try:
-                return self._grow(ahead)
-            except (torch.OutOfMemoryError, MemoryError):
-                self._wishes = False
-                warn_once(
-                    "room ahead",
-                    f"There is no memory for the {ahead:,} pages per layer that the expected length of the text takes: "
-                    "storage grows step by step, as the text does, and may still run out of memory",
-                )
-        self._grow(capacity)
-
-    def _grow(self, capacity: int) -> None:
-        layer = None if self.blocks is None else self.blocks.layer_of(self)
-        if self.blocks is not None and layer is not None and in_blocks(self.device):
-            self.blocks.grow(layer, capacity)
-        else:
-            self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
+        self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
 
     def take_over(self, sides: Sides) -> None:
         """Hold these fields of keys and of values from now on, which contain the pages so far."""
@@ -424,89 +382,6 @@ def _rewritten_side(old: SideStorage, spec: SideSpec) -> PageFields:
     return fields
 
 
-# -- growth in blocks ------------------------------------------------------------------------------------------------
-
-
-def in_blocks(device: torch.device) -> bool:
-    """Say whether storage on `device` grows in blocks: on a CPU the C library gives back what was freed."""
-    return device.type != "cpu"
-
-
-def give_back(device: torch.device) -> None:
-    """Return memory that torch keeps unused to the driver: only segments that are free as a whole go."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-class LayerBlocks:
-    """Layers that see the same tokens and have the same formats, whose storages grow in blocks.
-
-    Attributes:
-        layers: positions in the model, in order.
-        storages: layer -> its storage, as soon as there is one.
-    """
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = tuple(layers)
-        self.storages: dict[int, PageStorage] = {}
-
-    def join(self, layer: int, storage: PageStorage) -> None:
-        """Let the storage of `layer` grow with the others."""
-        self.storages[layer] = storage
-        storage.grow_with(self)
-
-    def layer_of(self, storage: PageStorage) -> int | None:
-        """Return the layer that `storage` has joined as, None where it grows alone."""
-        return next((layer for layer, one in self.storages.items() if one is storage), None)
-
-    def leave(self, storage: PageStorage) -> None:
-        """Let a storage go: the one that takes its place grows alone."""
-        self.storages.pop(self.layer_of(storage), None)  # type: ignore[arg-type]
-
-    def block_of(self, layer: int, layer_bytes: int) -> tuple[int, ...]:
-        """Return the layers of the block that `layer` lies in, where each takes `layer_bytes` bytes."""
-        count = len(self.layers)
-        wanted = max(BLOCK_BYTES, count * layer_bytes // PARTS)
-        size = 1
-        while size < count and size * layer_bytes < wanted:
-            size *= 2
-        first = self.layers.index(layer) // size * size
-        return self.layers[first : first + size]
-
-    def grow(self, layer: int, capacity: int) -> None:
-        """Make room for `capacity` pages in the storage of `layer` and in those that share its block, or in none."""
-        asking = self.storages[layer]
-        spec, device = asking.spec, asking.device
-        size = carved_bytes(spec, capacity, BLOCK_ALIGNMENT)
-        block = [self.storages[one] for one in self.block_of(layer, size) if one in self.storages]
-        alike = [one for one in block if (one.spec, one.device) == (spec, device)]
-        growing = [one for one in alike if one.capacity < capacity]
-        if asking not in growing:
-            return
-        raw = torch.empty(len(growing) * size, dtype=torch.uint8, device=device)
-        # nothing of the old is given up before all of the new is there
-        new = [
-            _filled(one, carve(piece, spec, capacity, BLOCK_ALIGNMENT))
-            for one, piece in zip(growing, raw.split(size), strict=True)
-        ]
-        had_pages = any(one.capacity for one in growing)
-        for one, sides in zip(growing, new, strict=True):
-            one.take_over(sides)
-        del raw, new, sides
-        if had_pages:
-            give_back(device)
-
-
-def _filled(storage: PageStorage, sides: Sides) -> Sides:
-    """Fill new fields with a storage's pages and, behind them, zeros, so that reading any is finite."""
-    for old, fields in zip(storage.fields, sides, strict=True):
-        for name, tensor in fields.items():
-            held = len(old[name])
-            tensor[:held] = old[name]
-            tensor[held:].zero_()
-    return sides
-
-
 # -- all layers ------------------------------------------------------------------------------------------------------
 
 
@@ -523,7 +398,6 @@ class PageArena:
         self.max_pages = max_pages
         self.pools: dict[int | None, PagePool] = {}
         self.storages: dict[int, PageStorage] = {}
-        self.blocks: dict[int, LayerBlocks] = {}
         self._make_locks()
 
     def _make_locks(self) -> None:
@@ -539,12 +413,6 @@ class PageArena:
         self._make_locks()
         for storage in self.storages.values():
             storage.use_lock(self.pages_lock)
-
-    def grow_together(self, groups: Iterable[Sequence[int]]) -> None:
-        """Let the storages of each of `groups` grow in blocks; groups that are known already stay as they are."""
-        for layers in groups:
-            if not self.blocks.keys() & set(layers):
-                self.blocks.update(dict.fromkeys(layers, LayerBlocks(layers)))
 
     def pool(self, window: int | None) -> PagePool:
         """Return the pool of the group with this sliding window (None: full attention)."""
@@ -577,10 +445,7 @@ class PageArena:
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
-        storage = PageStorage(spec, device, self.pages_lock)
-        if layer_idx in self.blocks:
-            self.blocks[layer_idx].join(layer_idx, storage)
-        return storage
+        return PageStorage(spec, device, self.pages_lock)
 
     def newest(self, layer_idx: int) -> PageStorage | None:
         """Return the storage that the pages of a layer lie in now, None before there is any."""
@@ -617,8 +482,6 @@ class PageArena:
         with self.lock:
             if not self.num_held and not any(map(self._touched, self.pools.values())):
                 self.storages.clear()
-                for blocks in self.blocks.values():
-                    blocks.storages.clear()
                 for pool in self.pools.values():
                     pool.clear()
 

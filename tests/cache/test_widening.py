@@ -309,21 +309,6 @@ def test_a_text_of_one_repeated_token_is_no_reason_to_widen():
     assert widened(held) == []
 
 
-def test_layers_that_grow_in_blocks_let_a_widened_one_go(monkeypatch):
-    """On a GPU layers of one format share an allocation: the widened layer grows alone, the others without it."""
-    monkeypatch.setattr("kv_hf.pages.storage.in_blocks", lambda device: True)
-    ids = words(2, PROMPT + 6 * PAGE)
-    held, alone = cache_of(), cache_of(layers={"1": {"keys": "int4", "values": "fp8"}})
-    for one in (held, alone):
-        fed(loud(), one, ids[:, :PROMPT], 300)
-        fed(loud(), one, ids[:, PROMPT:], 32)
-        one.check_integrity()
-    assert formats_of(held) == formats_of(alone)
-    for mine, theirs in zip(held.paged_layers, alone.paged_layers, strict=True):
-        assert torch.equal(mine.values, theirs.values)
-        assert mine.storage.capacity == theirs.storage.capacity
-
-
 def test_a_registered_format_is_watched_as_well():
     kv_hf.register_format(NF4)
     try:

@@ -254,7 +254,7 @@ class PagedLayer(DynamicLayer):
             seen: columns that the layer then has seen.
         """
         self.group.touched = True
-        pages = self.arena.storages[self.layer_idx].newest
+        pages = self.arena.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore.of(self, pages)
         for side, window in enumerate(store.residuals):

@@ -101,10 +101,10 @@ class LayerFormats:
         )
 
     @property
-    def may_widen(self) -> bool:
-        """Whether a side may get a wider format: latents keep theirs, and nothing is wider than exact."""
+    def if_widening(self) -> "LayerFormats | None":
+        """These formats where a side may get a wider one: latents keep theirs, and nothing is wider than exact."""
         exact = self.keys.is_exact and self.values.is_exact
-        return self.widen == "auto" and self.latent is None and not exact
+        return None if exact or self.widen != "auto" or self.latent is not None else self
 
     def widened_spec(self, names: Mapping[str, str], like: PageSpec, layout: str) -> PageSpec:
         """Return `spec` with other formats for some sides ("keys", "values"), and the sizes and dtypes of `like`."""

@@ -17,8 +17,9 @@ from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
 from ..spec import SideSpec
+from .layer_formats import LayerFormats
 from .state import StateTensors, field_from_rows
-from .widening import Widening
+from .widening import may_wait, widen
 
 
 class Residual:
@@ -167,9 +168,9 @@ class LayerStore:
         sink_tokens: slots at the front of the windows that are never sealed.
         pages: storage of the sealed pages, which other caches may share.
         kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
-        widening: gives the layer wider pages where its formats are too narrow; None: it keeps them.
+        formats: of the layer, which its first pages may find too narrow; None: it keeps those that it has.
     Attributes:
-        spec: of the pages; another one from the moment on at which some cache that shares them widens them.
+        spec: of the pages; another one where the first of them, which another cache may bring, call for wider ones.
     """
 
     def __init__(
@@ -178,15 +179,15 @@ class LayerStore:
         pages: PageStorage,
         sink_tokens: int,
         kernel: str = "auto",
-        widening: Widening | None = None,
+        formats: LayerFormats | None = None,
     ) -> None:
         self.spec, self.device = spec, device = pages.spec, pages.device
         self.on_host = device.type == "cpu"
         self.asked_kernel = kernel
-        self.widening = widening
+        self.formats = formats
         self.kernel = choose(kernel, device, spec)
         self.layer_idx = layer_idx
-        self._pages = pages
+        self.pages = pages
         self.sink_tokens = sink_tokens
         self.launches: dict[Any, Any] = {}
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
@@ -201,8 +202,9 @@ class LayerStore:
     @classmethod
     def of(cls, layer: Any, pages: PageStorage) -> "LayerStore":
         """Return the tensors of a PagedLayer with these pages, watched as the layer's formats say."""
-        watch = Widening.of(layer.layer_idx, layer.formats, layer.arena)
-        return cls(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, watch)
+        return cls(
+            layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, layer.formats.if_widening
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
@@ -220,30 +222,18 @@ class LayerStore:
             self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
-    @property
-    def pages(self) -> PageStorage:
-        """Storage of the sealed pages."""
-        if self._pages.successor is not None:
-            self._follow()
-        return self._pages
-
     def _follow(self) -> None:
-        """Go on with the storage that took this one's pages over, where one did."""
-        if self._pages.successor is not None:
-            self._pages = self._pages.newest
-            self.spec, self.launches, self._checked, self._room = self._pages.spec, {}, (), 0
+        """Take over the spec of the pages, where the first of them have called for a wider one."""
+        if self.pages.spec is not self.spec:
+            self.spec, self.launches, self._checked = self.pages.spec, {}, ()
             self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     @contextmanager
     def _sealing(self) -> Iterator[None]:
-        """Hold the lock of the storage that pages are written to; nobody widens it meanwhile but this layer."""
-        with persistent_tensors():
-            while True:
-                pages = self.pages
-                with pages.lock:
-                    if pages.successor is None:
-                        yield
-                        return
+        """Hold the lock of the storage that pages are written to."""
+        with persistent_tensors(), self.pages.lock:
+            self._follow()
+            yield
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether keys and values [rows, num_kv_heads, q_len, head_dim] have this layer's heads, dtype and device."""
@@ -295,12 +285,12 @@ class LayerStore:
             if step.first is not None:
                 windows = self.residuals[0].tokens, self.residuals[1].tokens
                 self._seal(step.first, windows)
-                self._widen(step.first, windows, new[0].shape[2])
+                self._widen(step, step.first, windows)
                 for window in self.residuals:
                     window.drop_first(step, self.sink_tokens)
             runs = self._write(step, new, slots) if step.fits else self._run(step, new)
             if step.seal is not None:
-                self._widen(step.seal, runs, new[0].shape[2])
+                self._widen(step, step.seal, runs)
             if not step.fits or step.moves_rest:
                 for window, run in zip(self.residuals, runs, strict=True):
                     window.keep_rest(step, run, slots, self.sink_tokens)
@@ -314,10 +304,10 @@ class LayerStore:
         size = new[0].shape[0], slots
         if keys.tokens is not own_keys or values.tokens is not own_values or size != own_size:
             self._fitted = keys.fit(*size), values.fit(*size), size
-        windows, pages, view = (keys.tokens, values.tokens), self._pages, step.view
+        windows, pages, view = (keys.tokens, values.tokens), self.pages, step.view
         assert view is not None
-        if pages.successor is not None:
-            pages = self.pages
+        if pages.spec is not self.spec:
+            self._follow()
         if not self.on_host:
             view = view.on(self.device)
         if step.plain and pages.resident:
@@ -347,15 +337,17 @@ class LayerStore:
         self._room = capacity
 
     def _seal(self, jobs: SealJobs, tokens: Pair) -> None:
-        pages = self.pages  # first: the kernel is that of these pages
-        pages.seal_pair(self.kernel, tokens, jobs, self.damaged, self.launches)
+        self.pages.seal_pair(self.kernel, tokens, jobs, self.damaged, self.launches)
 
-    def _widen(self, jobs: SealJobs, tokens: Pair, q_len: int) -> None:
-        """Where the formats are too narrow for the pages of `jobs`, widen those of the layer and seal these once more."""
-        if self.widening is None or not self.widening.is_due(self.device, q_len):
-            return
-        if self.widening.widen(self.pages, self.kernel, jobs, tokens):
-            self._seal(jobs, tokens)
+    def _widen(self, step: Step, jobs: SealJobs, tokens: Pair) -> None:
+        """Where the formats are too narrow for the very first pages, give all pages wider ones and seal these once more."""
+        first = step.begins and not self.pages.sealed
+        self.pages.sealed = True
+        if first and self.formats is not None and may_wait(self.device):
+            widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
+            if self.pages.spec is not self.spec:
+                self._follow()
+                self._seal(jobs, tokens)
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.sources[i]`."""
@@ -391,7 +383,9 @@ class LayerStore:
         Args:
             columns: that the forward may see.
         """
-        pages = self._pages if self._pages.successor is None else self.pages
+        pages = self.pages
+        if pages.spec is not self.spec:
+            self._follow()
         table = view if self.on_host else view.on(self.device)
         if pages.resident:
             keys, values = pages.keys.fields, pages.values.fields

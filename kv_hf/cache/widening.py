@@ -1,6 +1,6 @@
 """Wider pages for a layer whose formats are too narrow: when it is looked for, which ones, done, and said."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,8 @@ from ..backends.registry import layout_for, why_not
 from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once
-from ..pages import moved
 from ..pages.step import SealJobs
-from ..pages.storage import PageArena, PageStorage, Pair, Wider, rewritten
+from ..pages.storage import PageStorage, Pair, Wider
 from ..quant.strain import Sample, Strain, usual_damage
 from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats
@@ -57,14 +56,9 @@ class WiderFormats:
     kernel: str
     device: torch.device
 
-    def choose(self, sample: Sample, spec: PageSpec, before: Wider | None) -> Wider | None:
-        """Return the formats that pages of `spec` need in place of theirs, or None; waits for the device.
-
-        Args:
-            sample: pages of the layer.
-            before: the formats of `spec` that are others than those asked for.
-        """
-        found = start = before or Wider()
+    def choose(self, sample: Sample, spec: PageSpec) -> Wider | None:
+        """Return the formats that pages of `spec` need in place of theirs, or None; waits for the device."""
+        found = start = Wider()
         for side, name in enumerate(SIDES):
             why = complaint(sample.strain(spec, side), spec.sides[side])
             if why is not None:
@@ -106,74 +100,41 @@ class WiderFormats:
 
 
 NO_MEMORY = "there is no memory for wider pages"
-Place = tuple[int, int]  # (row, first slot of a page)
 
 
-class Widening:
-    """The watch over what one layer seals: it looks seldom, and at two pages.
+def widen(
+    layer_idx: int,
+    asked: LayerFormats,
+    pages: PageStorage,
+    kernel: Backend,
+    jobs: SealJobs,
+    tokens: Pair,
+) -> None:
+    """Give a layer wider pages where those of `jobs`, its first, need them, under the storage's lock: they are to be sealed anew.
 
-    Looked at are sealings 1, 2, 4, 8 and so on of the layer, because the effect of a model's weights on a channel shows in
-    any page. Elsewhere than on a CPU only forwards of a page or more count, as an answer makes the host wait.
+    The first pages tell, because the effect of a model's weights on a channel shows in any page. Where it cannot be, the
+    layer keeps its formats, and that is said.
 
     Args:
         layer_idx: position in the model.
         asked: formats of the layer by its options.
-        arena: which shares the layer's pages among caches.
+        kernel: that reads the pages.
+        tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     """
-
-    def __init__(self, layer_idx: int, asked: LayerFormats, arena: PageArena) -> None:
-        self.layer_idx = layer_idx
-        self.asked = asked
-        self.arena = arena
-        self._sealings = 0
-        self._next = 1
-
-    @classmethod
-    def of(cls, layer_idx: int, asked: LayerFormats, arena: PageArena) -> "Widening | None":
-        """Return the watch over a layer, or None where its formats stay as they are."""
-        return cls(layer_idx, asked, arena) if asked.may_widen else None
-
-    def is_due(self, device: torch.device, q_len: int) -> bool:
-        """Count a sealing by a forward of `q_len` columns; say whether its pages shall be looked at."""
-        if not may_wait(device) or not (moved.is_host(device) or q_len >= self.asked.page_size):
-            return False
-        self._sealings += 1
-        return self._sealings >= self._next
-
-    def looked(self) -> None:
-        """Note that the pages of this sealing have said enough: the next ones are looked at after as many sealings again."""
-        self._next = 2 * self._sealings
-
-    def widen(self, pages: PageStorage, kernel: Backend, jobs: SealJobs, tokens: Pair) -> bool:
-        """Give the layer wider pages where those of `jobs` need them, under the storage's lock; say whether it did.
-
-        The pages that the layer holds move there, with the rounding that they have. Where that cannot be, the layer keeps
-        its formats, and that is said.
-
-        Args:
-            kernel: that reads the pages.
-            tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
-        """
-        places = [(row, slot) for row, slot, _ in jobs.jobs[[0, -1]].tolist()]
-        sample = sample_of(tokens, places, self.asked.page_size)
-        if not sample.says_something:
-            return False
-        self.looked()
-        formats = WiderFormats(self.asked, kernel.name, pages.device)
-        wider = formats.choose(sample, pages.spec, pages.wider)
-        if wider is None:
-            return False
-        if pages.why_not_wider is not None:
-            say_kept(self.layer_idx, wider, pages.why_not_wider)
-            return False
-        try:
-            new = rewritten(pages, formats.spec(wider, pages.spec), wider)
-        except (torch.OutOfMemoryError, MemoryError):
-            say_kept(self.layer_idx, wider, NO_MEMORY)
-            return False
-        self.arena.replace(self.layer_idx, pages, new)
-        say_widened(self.layer_idx, wider)
-        return True
+    sample = sample_of(tokens, jobs, asked.page_size)
+    if not sample.says_something:
+        return
+    formats = WiderFormats(asked, kernel.name, pages.device)
+    wider = formats.choose(sample, pages.spec)
+    if wider is None:
+        return
+    if pages.why_not_wider is not None:
+        return say_kept(layer_idx, wider, pages.why_not_wider)
+    try:
+        pages.widen(formats.spec(wider, pages.spec), wider)
+    except (torch.OutOfMemoryError, MemoryError):
+        return say_kept(layer_idx, wider, NO_MEMORY)
+    say_widened(layer_idx, wider)
 
 
 def may_wait(device: torch.device) -> bool:
@@ -183,9 +144,9 @@ def may_wait(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def sample_of(tokens: Pair, places: Sequence[Place], page_size: int) -> Sample:
-    """Return the pages at `places` of keys and values [rows, heads, slots, channels]."""
-    chosen = list(dict.fromkeys(places))
+def sample_of(tokens: Pair, jobs: SealJobs, page_size: int) -> Sample:
+    """Return the first and the last page of `jobs` in keys and values [rows, heads, slots, channels]."""
+    chosen = dict.fromkeys((row, slot) for row, slot, _ in jobs.jobs[[0, -1]].tolist())
     keys, values = (
         torch.stack([side[row, :, slot : slot + page_size].detach() for row, slot in chosen])
         for side in tokens

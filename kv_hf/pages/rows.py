@@ -490,6 +490,7 @@ class Rows:
             step.first = SealJobs.build(first, self.page_size, self.sink_tokens)
             step.first_leaving = plan.first * self.page_size
         step.seal = SealJobs.build(last, self.page_size, self.sink_tokens, plan.passed)
+        step.begins = bool(ids) and self.pool.num_held == len(ids)
         stays = step.fits and not step.moves_rest
         step.plain, self._shown = stays and not (step.seal or step.first), ()
         pages = tuple(kept) if first else before.pages

@@ -258,6 +258,7 @@ class Step:
             stored (padding, or held already), and tokens appended.
         leaving: [rows], tokens that leave the window with the step: those of sealed pages, and of pages that no later query sees.
         plain: whether it adds to the windows in place, and neither seals nor drops anything.
+        begins: whether the pages that it seals are the first that anybody holds.
         budget: how much of a row the forward reads; None for everything.
         fits: whether the window has room for the new tokens.
         moves_rest: whether tokens stay in the window that lie behind those that leave it.
@@ -281,6 +282,7 @@ class Step:
     new: Numbers | None = None
     leaving: Numbers | None = None
     plain: bool = False
+    begins: bool = False
     budget: ReadBudget | None = None
     fits: bool = True
     moves_rest: bool = False

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CacheMismatchError
-from ..quant.codec import decode, encode, lay_out, pick_up
+from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import AHEAD, advise, mapped_zeros
 from .moved import persistent_tensors
@@ -23,7 +23,6 @@ from .rows import Rows
 from .step import SealJobs, TableView
 
 ALIGNMENT = 64  # bytes, of every field in a piece of memory
-PIECE = 4 << 20  # bytes of numbers that are decoded and encoded at once
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 Sides = tuple[PageFields, PageFields]
@@ -201,8 +200,8 @@ class PageStorage:
     Attributes:
         asked: the spec by the options of the caches that share these pages.
         wider: the formats that are others than those of `asked`, and why; None where there are none.
-        keeps: why these pages keep their spec, where somebody has said so; None: they may get a wider one.
-        successor: storage of a wider spec that took over all pages; from then on nothing is written here.
+        keeps: why these pages keep their spec, where somebody has said so; None: the first may call for a wider one.
+        sealed: whether a page was ever sealed here.
         lock: held while pages are written or storage grows; storages of one owner share it.
     """
 
@@ -214,7 +213,7 @@ class PageStorage:
         self.device = device
         self.wider: Wider | None = None
         self.keeps: str | None = None
-        self.successor: PageStorage | None = None
+        self.sealed = False
         self.lock = lock or threading.RLock()
         self.keys = self.side_class(spec.keys, device)
         self.values = self.side_class(spec.values, device)
@@ -231,21 +230,14 @@ class PageStorage:
         """Be written under `lock` from now on."""
         self.lock = lock
 
-    def became(self, asked: PageSpec, wider: Wider | None) -> None:
-        """Note that pages of `asked` were asked for, and why there are others."""
-        self.asked, self.wider = asked, wider
-
-    def hand_over(self, successor: "PageStorage") -> None:
-        """Leave all pages to `successor`, which holds them; nobody writes here from now on."""
-        self.successor = successor
-
-    @property
-    def newest(self) -> "PageStorage":
-        """The storage that these pages lie in now: this one, or one of a wider spec that took over."""
-        found = self
-        while found.successor is not None:
-            found = found.successor
-        return found
+    def widen(self, spec: PageSpec, wider: Wider) -> None:
+        """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
+        with persistent_tensors():
+            made = [self.side_class(one, self.device) for one in spec.sides]
+            for side, old in zip(made, self.sides, strict=True):
+                side.fields = side.grown(old.capacity)
+        self.keys, self.values = made
+        self.spec, self.wider = spec, wider
 
     @property
     def sides(self) -> tuple[SideStorage, SideStorage]:
@@ -349,39 +341,6 @@ class PageStorage:
             side.to(device)
 
 
-# -- wider pages -----------------------------------------------------------------------------------------------------
-
-
-def rewritten(old: PageStorage, spec: PageSpec, wider: Wider | None) -> PageStorage:
-    """Return storage of `spec` with all pages of `old`, which stays as it is; the rounding of `old` stays in them.
-
-    Where the format of a side is the same, its tensors are too.
-    """
-    with persistent_tensors():
-        new = PageStorage(spec, old.device, old.lock)
-        new.became(old.asked, wider)
-        pairs = zip(old.sides, spec.sides, strict=True)
-        keys, values = (_rewritten_side(side, to) for side, to in pairs)
-        new.take_over((keys, values))
-    return new
-
-
-def _rewritten_side(old: SideStorage, spec: SideSpec) -> PageFields:
-    if old.spec == spec:
-        return old.fields
-    fields = SideStorage(spec, old.fields["codes"].device).grown(old.capacity)
-    step = max(1, PIECE // (spec.num_kv_heads * spec.page_size * spec.head_dim * 4))
-    for first in range(0, old.capacity, step):
-        piece = {name: tensor[first : first + step] for name, tensor in old.fields.items()}
-        if old.spec.scheme == spec.scheme:
-            piece["codes"] = lay_out(pick_up(piece["codes"], old.spec), spec)
-        else:
-            piece = encode(decode(piece, old.spec, old.spec.dtype), spec)[0]
-        for name, tensor in piece.items():
-            fields[name][first : first + step] = tensor
-    return fields
-
-
 # -- all layers ------------------------------------------------------------------------------------------------------
 
 
@@ -426,7 +385,7 @@ class PageArena:
         Raises: CacheMismatchError where another cache has or will have pages of another spec or device there.
         """
         with self.lock:
-            found = self.newest(layer_idx)
+            found = self.storages.get(layer_idx)
             if found is None or (found.asked, found.device) != (spec, device):
                 others = any(one is not group for one in self._touched(group.pool))
                 if found is not None and (others or self.num_held):
@@ -447,25 +406,9 @@ class PageArena:
         """Make the storage of a layer."""
         return PageStorage(spec, device, self.pages_lock)
 
-    def newest(self, layer_idx: int) -> PageStorage | None:
-        """Return the storage that the pages of a layer lie in now, None before there is any."""
-        found = self.storages.get(layer_idx)
-        if found is not None and found.successor is not None:
-            self.storages[layer_idx] = found = found.newest
-        return found
-
     def specs(self) -> list[PageSpec]:
         """Return what the pages of each layer with storage are like."""
-        return [one.newest.spec for one in list(self.storages.values())]
-
-    def replace(self, layer_idx: int, old: PageStorage, new: PageStorage) -> None:
-        """Let `new`, which holds all pages of `old`, take its place for every cache, under the lock that both share.
-
-        Layers that hold `old` find `new` before they write next; what reads `old` may finish.
-        """
-        old.hand_over(new)
-        if self.storages.get(layer_idx) is old:
-            self.storages[layer_idx] = new
+        return [one.spec for one in list(self.storages.values())]
 
     @property
     def staging_bytes(self) -> int:
@@ -487,8 +430,7 @@ class PageArena:
 
     def shared_parts(self) -> list[Any]:
         """Return the objects that a copy of a cache shares with it."""
-        storages = [one.newest for one in list(self.storages.values())]
-        return [self, *self.pools.values(), *storages]
+        return [self, *self.pools.values(), *self.storages.values()]
 
 
 def _words(spec: PageSpec, device: torch.device) -> str:

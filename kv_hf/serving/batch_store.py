@@ -9,7 +9,6 @@ from ..bridge.handles import KVView, LazyKV
 from ..bridge.masks import LazyMask
 from ..cache.layer import PagedLayer
 from ..cache.store import LayerStore, Residual
-from ..cache.widening import Widening
 from ..errors import UnsupportedModelError
 from ..hf.attention import kv_hf_attention
 from ..hf.dense import causal_mask
@@ -52,8 +51,8 @@ class BatchStore(LayerStore):
     def __init__(
         self, layer: PagedLayer, arena: PageArena, pages: PageStorage, rows: int, slots: int
     ) -> None:
-        watch = Widening.of(layer.layer_idx, layer.formats, arena)
-        super().__init__(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, watch)
+        formats = layer.formats.if_widening
+        super().__init__(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, formats)
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.windows = self.residuals

@@ -163,28 +163,21 @@ def test_widened_layers_are_counted_and_reported():
     assert held.bits_per_element == sum(spec.bits_per_element for spec in specs) / 2
 
 
-def two_faced(held, ids, switch=PROMPT):
-    """Feed the ordinary model, and from column `switch` on the stressed one: pages are there when the strain shows."""
-    fed(plain(), held, ids[:, :switch], 300)
-    return fed(loud(), held, ids[:, switch:], 16)
-
-
-def test_pages_that_are_there_are_encoded_again():
+def test_the_first_pages_decide_and_those_that_are_there_keep_their_formats():
+    """Pages never change: a strain that a model shows later is stored in the formats of the pages before it."""
     ids = words(2, PROMPT + 3 * PAGE)
-    held, narrow = cache_of(), cache_of(widen="never")
-    two_faced(held, ids)
-    two_faced(narrow, ids)
+    held = cache_of()
+    fed(plain(), held, ids[:, :PROMPT], 300)
+    before = held.paged_layers[1].values
+    fed(loud(), held, ids[:, PROMPT:], 16)
+    assert widened(held) == []
+    assert torch.equal(held.paged_layers[1].values[:, :, 4:PROMPT], before[:, :, 4:])
+    held.reset()
+    fed(loud(), held, ids, 16)
     assert widened(held) == [1]
-    held.check_integrity()
-    dense, before = held.paged_layers[1].values, narrow.paged_layers[1].values
-    early = slice(4, PROMPT)
-    spread = before[:, :, early].abs().amax(-1, keepdim=True)
-    assert ((dense - before)[:, :, early].abs() <= spread / 8).all()  # fp8 rounds what int4 gave
-    assert torch.equal(held.paged_layers[1].keys, narrow.paged_layers[1].keys)
     exact = cache_of("paged_exact")
-    two_faced(exact, ids)
-    found, kept = (damage(one, exact) for one in (held, narrow))
-    assert found.max() < 0.05 and kept[:, 0].max() > 5
+    fed(loud(), exact, ids, 16)
+    assert damage(held, exact).max() < 0.05
 
 
 def damage(held, exact):
@@ -194,25 +187,23 @@ def damage(held, exact):
     return (values - expected).square().mean(2) / expected.square().mean(2)
 
 
-def test_copies_follow_when_one_of_them_widens():
+def test_a_copy_made_before_the_first_page_follows_the_cache_that_brings_it():
     ids = words(2, PROMPT + 3 * PAGE)
     held = cache_of()
-    fed(plain(), held, ids[:, :PROMPT], 300)
+    fed(loud(), held, ids[:, :20], 300)
     other = copy.deepcopy(held)
-    fed(loud(), held, ids[:, PROMPT:], 16)
+    fed(loud(), held, ids[:, 20:], 16)
     assert formats_of(other) == formats_of(held) == [("int4", "int4"), ("int4", "fp8")]
-    third = copy.deepcopy(other)
-    for one in (other, third):
-        fed(loud(), one, ids[:, PROMPT:], 16)
-        assert one.paged_layers[1].storage is held.paged_layers[1].storage
-        one.check_integrity()
-        torch.testing.assert_close(one.paged_layers[1].values, held.paged_layers[1].values)
+    fed(loud(), other, ids[:, 20:], 16)
+    assert other.paged_layers[1].storage is held.paged_layers[1].storage
+    other.check_integrity()
+    torch.testing.assert_close(other.paged_layers[1].values, held.paged_layers[1].values)
 
 
 def test_widened_caches_pickle_and_save(tmp_path):
     ids = words(2, PROMPT + 3 * PAGE)
     held = cache_of()
-    two_faced(held, ids)
+    fed(loud(), held, ids, 16)
     held.save(tmp_path / "cache.safetensors", loud())
     loaded = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", loud())
     read = pickle.loads(pickle.dumps(held))
@@ -225,61 +216,52 @@ def test_widened_caches_pickle_and_save(tmp_path):
             assert torch.equal(mine.values, theirs.values)
 
 
-def test_one_store_never_mixes_formats():
-    """The second prompt shares pages of the first, which were sealed before a layer was widened."""
+def test_one_store_has_the_formats_of_its_first_pages():
     store = kv_hf.PrefixStore()
     ids = words(1, PROMPT + PAGE)
-    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-
-    def run(model, prompt):
-        return model.generate(
+    found = []
+    for _ in range(2):
+        prompt = torch.cat([ids, words(1, (1 + len(found)) * PAGE, seed=7)], 1)
+        out = loud().generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             cache_implementation="paged_int4",
             cache_config={"prefix_store": store},
-            **options,
-        ).past_key_values
-
-    model = copy.deepcopy(plain())
-    first = run(model, ids)
-    LOUD_VALUES(model)
-    second = run(model, torch.cat([ids, words(1, 2 * PAGE, seed=7)], 1))
-    assert formats_of(first) == formats_of(second)
-    for one in (first, second):
+            max_new_tokens=8,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        found.append(out.past_key_values)
+    for one in found:
         one.check_integrity()
-    third = run(model, torch.cat([ids, words(1, 3 * PAGE, seed=8)], 1))
-    assert formats_of(third) == formats_of(first) == [("int4", "int4"), ("int4", "fp8")]
+        assert formats_of(one) == [("int4", "int4"), ("int4", "fp8")]
     assert store.stats().bytes > 0
 
 
-def LOUD_VALUES(model):
-    """Change the model under the store, so that the strain comes after the first pages."""
-    with torch.no_grad():
-        LOUD(model)
-
-
 def test_caches_of_one_store_in_threads_read_what_they_wrote():
+    """Whoever seals the store's first page of a layer decides for all; nobody loses a page by it."""
     store = kv_hf.PrefixStore()
     ids = words(4, PROMPT + 3 * PAGE)
     caches = [cache_of(prefix_store=store) for _ in range(4)]
     expected = []
     for row in range(4):
         alone = cache_of("paged_exact")
-        two_faced(alone, ids[row : row + 1])
+        fed(loud(), alone, ids[row : row + 1])
         expected.append(alone)
 
     def work(row):
-        two_faced(caches[row], ids[row : row + 1])
+        fed(loud(), caches[row], ids[row : row + 1])
 
     threads = [threading.Thread(target=work, args=(row,)) for row in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert len({tuple(formats_of(one)) for one in caches}) == 1
     for one, exact in zip(caches, expected, strict=True):
         one.check_integrity()
-        assert widened(one) == [1]
-        assert damage(one, exact).max() < 0.05
+        if widened(one):
+            assert damage(one, exact).max() < 0.05
 
 
 def test_offloaded_pages_say_why_they_stay():
@@ -295,7 +277,7 @@ def test_memory_that_is_too_short_keeps_the_formats(monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("kv_hf.cache.widening.rewritten", fail)
+    monkeypatch.setattr("kv_hf.pages.storage.PageStorage.widen", fail)
     held = cache_of()
     with pytest.warns(kv_hf.KVCacheWarning, match="no memory for wider pages"):
         fed(loud(), held, words(2, PROMPT + 10), 300)
@@ -322,24 +304,11 @@ def test_a_registered_format_is_watched_as_well():
     assert formats_of(held) == [("nf4", "nf4"), ("nf4", "fp8")]
 
 
-class Elsewhere:
-    """Stands for `pages.moved` on a device whose answers make the host wait."""
+def test_a_layer_is_looked_at_once(monkeypatch):
+    from kv_hf.cache import widening
 
-    @staticmethod
-    def is_host(device):
-        return False
-
-
-def test_other_devices_are_asked_about_prompts_alone(monkeypatch):
-    monkeypatch.setattr("kv_hf.cache.widening.moved", Elsewhere)
-    ids = words(2, PROMPT + 2 * PAGE)
-    prompted, stepped = cache_of(), cache_of()
-    fed(loud(), prompted, ids, 300)
-    assert widened(prompted) == [1]
-
-    def fail(*_):
-        raise AssertionError("a decode step waited for an answer")
-
-    monkeypatch.setattr("kv_hf.cache.widening.sample_of", fail)
-    fed(loud(), stepped, ids, 16)
-    assert widened(stepped) == []
+    looked, sample_of = [], widening.sample_of
+    monkeypatch.setattr(widening, "sample_of", lambda *a: looked.append(1) or sample_of(*a))
+    held = cache_of()
+    fed(plain(), held, words(2, PROMPT + 2 * PAGE), 16)
+    assert len(looked) == len(held.layers)

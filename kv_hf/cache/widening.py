@@ -1,6 +1,6 @@
 """Wider pages for a layer whose formats are too narrow: when it is looked for, which ones, done, and said."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,8 +121,13 @@ def widen(
         kernel: that reads the pages.
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     """
-    sample = sample_of(tokens, jobs, asked.page_size)
-    if not sample.says_something:
+    places = list(dict.fromkeys(map(tuple, jobs.jobs[[0, -1]].tolist())))
+    sample = sample_of(tokens, places, asked.page_size)
+    ids = [page for _, _, page in places]
+    healthy = all(
+        sample.most_damage(side.take(ids), side.spec) <= limit(side.spec) for side in pages.sides
+    )
+    if healthy or not sample.says_something:
         return
     formats = WiderFormats(asked, kernel.name, pages.device)
     wider = formats.choose(sample, pages.spec)
@@ -144,11 +149,10 @@ def may_wait(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def sample_of(tokens: Pair, jobs: SealJobs, page_size: int) -> Sample:
-    """Return the first and the last page of `jobs` in keys and values [rows, heads, slots, channels]."""
-    chosen = dict.fromkeys((row, slot) for row, slot, _ in jobs.jobs[[0, -1]].tolist())
+def sample_of(tokens: Pair, places: Sequence[Sequence[int]], page_size: int) -> Sample:
+    """Return the pages at `places` (row, first slot, ..) of keys and values [rows, heads, slots, channels]."""
     keys, values = (
-        torch.stack([side[row, :, slot : slot + page_size].detach() for row, slot in chosen])
+        torch.stack([side[row, :, slot : slot + page_size].detach() for row, slot, _ in places])
         for side in tokens
     )
     return Sample(keys, values)

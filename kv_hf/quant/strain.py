@@ -6,15 +6,16 @@ than the others of its group leaves them hardly any codes, and their damage grow
 Knows neither caches nor what is done about it.
 """
 
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
 from ..formats import Scheme
 from ..formats.linear import SCALE_MAX
 from ..spec import ROWS, PageSpec, SideSpec
-from .codec import dequantize, quantize
+from .codec import decode, dequantize, quantize
 
 CAP = 100.0  # of a channel's damage, so that no single channel decides
 DEAD = 1e-10  # of the largest channel's power: channels below it hold nothing that could be damaged
@@ -62,7 +63,28 @@ class Sample:
         here = finite[:, None, None, None]
         self.pages = tuple(one.where(here, 0.0) for one in pages)
         self.sizes = tuple(one.where(finite & (one > 0), 1.0) for one in sizes)
-        self.counts = finite & (_different_tokens(self.pages[1]) >= VARIED)
+        self._finite = finite
+
+    def most_damage(self, fields: dict[str, torch.Tensor], side: SideSpec) -> float:
+        """Return the most that a head of one page was damaged by its sealing; at least the level of `strain`, in a third of its time.
+
+        Args:
+            fields: of these pages as they were sealed, [n, ..].
+            side: of keys or of values.
+        Returns: inf where scales are so small that they may have lost digits; waits for the device.
+        """
+        if side.scheme.is_exact:
+            return 0.0
+        pages = self.pages[side.side == "values"]
+        noise = (decode(fields, side, torch.float32) - pages).square()
+        most, smallest = _of_channels(noise, pages, side).amax(), _smallest_scale(fields, pages)
+        damage, least = torch.stack([most, smallest]).tolist()
+        return damage if least >= SMALLEST_SCALE else math.inf
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """[n], bool: which pages count."""
+        return self._finite & (_different_tokens(self.pages[1]) >= VARIED)
 
     @property
     def says_something(self) -> bool:
@@ -81,8 +103,7 @@ class Sample:
         pages = self.pages[side]
         fields, _ = quantize(pages, one)
         noise = _noise(fields, pages, one)
-        own, scale = self._mean(_of_channels(noise, pages, one)), fields.get("scale")
-        smallest = own.new_ones(()) if scale is None else scale.abs().amin().float()
+        own, smallest = self._mean(_of_channels(noise, pages, one)), _smallest_scale(fields, pages)
         found, least = torch.stack([own.amax(), smallest]).tolist()  # one wait for both
         if least >= SMALLEST_SCALE:
             return Strain(found, 1.0)
@@ -120,6 +141,12 @@ def _usual_damage(name: str, scheme: Scheme, head_dim: int, page_size: int) -> f
 def _noise(fields: dict[str, torch.Tensor], pages: torch.Tensor, side: SideSpec) -> torch.Tensor:
     """Return the squares of the errors of quantized pages, [n, num_kv_heads, page_size, head_dim]."""
     return (dequantize(fields, side) - pages).square()
+
+
+def _smallest_scale(fields: dict[str, torch.Tensor], pages: torch.Tensor) -> torch.Tensor:
+    """Return the smallest scale of quantized pages, [], fp32; 1 where they have none."""
+    scale = fields.get("scale")
+    return pages.new_ones(()) if scale is None else scale.abs().amin().float()
 
 
 def _of_tokens(noise: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..pages.step import Step
 from ..pages.storage import PageArena, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
-from .state import LayerState, StateTensors
+from .state import LayerState
 from .store import LayerStore, Residual
 
 
@@ -276,7 +276,9 @@ class PagedLayer(DynamicLayer):
         """Make the handles of before stale."""
         self.revision += 1
 
-    def resume(self, state: LayerState, tensors: StateTensors, num_pages: int) -> None:
+    def resume(
+        self, state: LayerState, tensors: Mapping[str, torch.Tensor], num_pages: int
+    ) -> None:
         """Take over what another layer left, and stand where the group stands, which was restored before.
 
         Args:

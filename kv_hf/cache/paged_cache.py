@@ -55,9 +55,9 @@ from .state import (
     CacheState,
     LayerPages,
     LayerState,
-    LiveTensors,
     in_rows,
     portable,
+    tensors_of,
     with_wider,
 )
 
@@ -547,27 +547,27 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         return copy.deepcopy(self)
 
     def state(self) -> CacheState:
-        """Return what this cache holds, for a file or another cache; its tensors are this cache's own, not copies.
+        """Return what this cache holds, for a file or another cache; its tensors are copies on the CPU.
 
         Raises: CacheMismatchError for an empty cache; InterruptedForwardError after a forward that stopped half-way;
             UnsupportedModelError where layers hold more than pages and exact tokens.
         """
         self._check_complete()
-        held = {layer.layer_idx: layer for layer in self.paged_layers}
-        pages = {id(group): held_pages(group.rows) for group in self.groups}
+        held: dict[int, Any] = {layer.layer_idx: layer for layer in self.paged_layers}
+        groups = tuple(group.state() for group in self.groups)
+        tensors: dict[str, torch.Tensor] = {}
+        with moved.persistent_tensors():
+            for layer in held.values():
+                pages = held_pages(layer.group.rows)
+                tensors.update(tensors_of(layer, pages, groups[self._group_number(layer)]))
         return CacheState(
             with_wider(portable(self.options), self.paged_layers),
             self.model_signature,
-            tuple(group.state() for group in self.groups),
-            tuple(
-                LayerState.of(
-                    index, layer.store.spec, self._group_number(layer), layer.store.device
-                )
-                for index, layer in held.items()
-                if layer.store is not None
-            ),
-            LiveTensors(held, {index: pages[id(layer.group)] for index, layer in held.items()}),
+            groups,
+            LayerState.of(tensors, lambda index: held[index].store.device),
+            tensors,
             self.computed_by,
+            {index: in_rows(one.spec) for index, one in held.items()},
         )
 
     def _check_complete(self) -> None:
@@ -793,7 +793,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         """Hold what another cache held: done once, by `from_state`."""
         self.check_signature(state.signature)
         pages = self._pages_of(state)
-        state.tensors.check(pages)
+        state.check(pages)
         self._take_over(state, pages)
         self.computed_by = state.computed_by
 

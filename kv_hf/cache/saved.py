@@ -11,10 +11,10 @@ that overlap, leave holes or end after the file. What the description claims is 
 of the format: https://huggingface.co/docs/safetensors
 """
 
+import functools
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,15 +40,12 @@ from ..version import __version__
 from .identity import ModelId, adapters_of
 from .model_shape import decoder_config, signature
 from .origin import check_token_ids
-from .state import CacheState, LayerPages, LayerState, StateTensors
+from .state import CacheState, LayerState
 
 FORMAT, VERSION = "kv_hf.PagedCache", "4"
 TOKEN_IDS = "token_ids"
-WINDOW = re.compile(r"layers\.(\d{1,5})\.(keys|latent)\.window")
-SECOND = {"keys": "values", "latent": "k_rope"}
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_PAGE_SIZE = 1 << 20
-MOST_SIZE = 1 << 16  # kv heads, channels of a head
 
 
 class Description(BaseModel):
@@ -69,11 +66,6 @@ class Description(BaseModel):
     model: ModelId
     groups: Annotated[tuple[RowsState, ...], Field(min_length=1)]
     tensors: dict[str, str]
-
-
-def tensor_name(layer: int, side: str, name: str) -> str:
-    """Name the tensor `name` ("codes", "scale", "offset", "window") of a side of a layer."""
-    return f"layers.{layer}.{side}.{name}"
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -98,8 +90,7 @@ def save_state(
         check_token_ids(token_ids, len(group.rows), group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
     formats = _registered(state)
-    for layer in state.layers:
-        tensors.update(_tensors_of(layer, state))
+    tensors.update(state.tensors)
     description = Description(
         options={
             name: value for name, value in state.options.to_dict().items() if name != "cuda_graph"
@@ -160,8 +151,7 @@ def _registered(state: CacheState) -> list[str]:
 
     Raises: CacheOptionError where another format is registered under the name of one of them.
     """
-    specs = [layer.pages.spec for layer in state.layers if layer.pages is not None]
-    found = {side.scheme.format for spec in specs for side in spec.sides}
+    found = {side.scheme.format for spec in state.specs.values() for side in spec.sides}
     for one in found:
         if FORMATS.get(one.name) != one:
             raise CacheOptionError(
@@ -169,23 +159,6 @@ def _registered(state: CacheState) -> list[str]:
                 "register the cache's own again, then save"
             )
     return sorted(one.name for one in found if not is_shipped(one.name))
-
-
-def _tensors_of(layer: LayerState, state: CacheState) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer by name, as contiguous copies on the CPU."""
-    assert layer.pages is not None
-    number, group, found = layer.layer, state.groups[layer.pages.group], {}
-    for side in layer.pages.spec.sides:
-        for field, (shape, dtype) in side.fields.items():
-            pieces = [torch.empty((0, *shape), dtype=dtype, device="cpu")]
-            pieces += [piece.cpu() for _, piece in state.tensors.pages(number, side.side, field)]
-            found[tensor_name(number, side.side, field)] = torch.cat(pieces)
-        held = state.tensors.window(number, side.side)[:, :, : group.longest]
-        window = held.to("cpu", copy=True).contiguous()
-        for row, tokens in zip(group.rows, window, strict=True):
-            tokens[:, row.exact :] = 0  # what earlier tokens left there
-        found[tensor_name(number, side.side, "window")] = window
-    return found
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -227,86 +200,24 @@ def opened_state(
         raise CacheFileError(f"{path} cannot be loaded: {str(error)[:800]}") from error
 
 
-class FileTensors(StateTensors):
-    """Pages and exact tokens of a file. Each tensor is compared with its SHA-256 when it is read."""
-
-    def __init__(self, file: Any, description: Description) -> None:
-        self._file, self._described = file, description
-        self.names = set(file.keys())
-
-    def layers(self, model: Any, device: torch.device | None) -> tuple[LayerState, ...]:
-        """Return the layers that have windows, by the shapes and dtypes of these. Raises CacheFileError for impossible ones."""
-        found = {}
-        for number, first in sorted(
-            match.groups() for match in map(WINDOW.fullmatch, self.names) if match
-        ):
-            layer = int(number)
-            keys, values = (
-                self._file.get_tensor(tensor_name(layer, side, "window"))
-                for side in (first, SECOND[first])
-            )
-            sizes = (*keys.shape[1::2], *values.shape[3:])
-            if len(sizes) != 3 or min(sizes[:2]) < 1 or max(sizes) > MOST_SIZE:
-                raise CacheFileError(
-                    f"layer {layer} has windows {[*keys.shape]}, {[*values.shape]}"
-                )
-            found[layer] = LayerState(
-                layer, *sizes, keys.dtype, values.dtype, _device_of(model, layer, device)
-            )
-        if not found:
-            raise CacheFileError("it holds no layer")
-        return tuple(found[layer] for layer in sorted(found))
-
-    def check(self, pages: Mapping[int, LayerPages]) -> None:
-        """Raise CacheFileError unless the file holds the tensors of layers with such pages, and no other but token ids."""
-        expected: dict[str, tuple[torch.dtype, list[int]]] = {}
-        for layer, one in pages.items():
-            group = self._described.groups[one.group]
-            for side in one.spec.sides:
-                for field, (shape, dtype) in side.fields.items():
-                    name = tensor_name(layer, side.side, field)
-                    expected[name] = (dtype, [group.num_pages, *shape])
-                window = [len(group.rows), side.num_kv_heads, group.longest, side.head_dim]
-                expected[tensor_name(layer, side.side, "window")] = (side.dtype, window)
-        for name, wanted in expected.items():
-            if name not in self.names:
-                raise CacheFileError(f"tensor {name!r} is missing")
-            held = self._file.get_tensor(name)
-            found = (held.dtype, list(held.shape))
-            if found != wanted:
-                raise CacheFileError(f"tensor {name!r} is {found}, expected {wanted}")
-        extra = self.names - expected.keys() - {TOKEN_IDS}
-        if extra:
-            raise CacheFileError(f"it holds tensors that belong to no cache: {short(min(extra))}")
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor [any shape] of the file, on the CPU; its memory is the file's. Raises CacheFileError for a damaged one."""
-        found: torch.Tensor = self._file.get_tensor(name)
-        if _digest(found) != self._described.tensors.get(name):
-            raise CacheFileError(f"the file is damaged: tensor {name!r} does not fit its checksum")
-        return found
-
-    def pages(self, layer: int, side: str, field: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (0, tensor [pages, ..]) of one field, on the CPU."""
-        yield 0, self.tensor(tensor_name(layer, side, field))
-
-    def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return a copy of the exact tokens [rows, num_kv_heads, slots, head_dim], on the CPU."""
-        return self.tensor(tensor_name(layer, side, "window")).clone()
-
-    def token_ids(self) -> torch.Tensor | None:
-        """Return a copy of the token ids [rows, columns], int64, None where the file has none."""
-        if TOKEN_IDS not in self.names:
-            return None
-        found, group = self.tensor(TOKEN_IDS).clone(), self._described.groups[0]
-        rows = len(group.rows)
-        if found.dtype != torch.int64 or found.ndim != 2 or found.shape[0] != rows:
+def _tensors(file: Any, described: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by name, on the CPU; their memory is the file's. Raises CacheFileError for a damaged one."""
+    found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    for name, tensor in found.items():
+        if _digest(tensor) != described.get(name):
             raise CacheFileError(
-                f"its token_ids are {found.dtype} {list(found.shape)} of {rows} rows"
+                f"the file is damaged: tensor {short(name)} does not fit its checksum"
             )
-        if found.shape[1] < group.seen:
-            raise CacheFileError(f"it has {found.shape[1]} token_ids per row, but more were seen")
-        return found
+    return found
+
+
+def _check_ids(found: torch.Tensor, group: RowsState) -> None:
+    """Raise CacheFileError for token ids of another number of rows, or fewer columns than were seen."""
+    rows = len(group.rows)
+    if found.dtype != torch.int64 or found.ndim != 2 or found.shape[0] != rows:
+        raise CacheFileError(f"its token_ids are {found.dtype} {list(found.shape)} of {rows} rows")
+    if found.shape[1] < group.seen:
+        raise CacheFileError(f"it has {found.shape[1]} token_ids per row, but more were seen")
 
 
 def _read(
@@ -332,16 +243,20 @@ def _read(
         raise CacheFileError(
             f"it was saved with {differs}; load it with the model, dtype and adapters that it was saved with"
         )
-    tensors = FileTensors(file, found)
+    tensors = _tensors(file, found.tensors)
+    token_ids = tensors.pop(TOKEN_IDS, None)
+    if token_ids is not None:
+        _check_ids(token_ids, found.groups[0])
+        token_ids = token_ids.clone()
     state = CacheState(
         _claimed_options(found.options, kernel),
         signature(decoder_config(model.config)),  # the same in the file
         found.groups,
-        tensors.layers(model, device),
+        LayerState.of(tensors, functools.partial(_device_of, model, asked=device)),
         tensors,
         (adapters_of(model),),
     )
-    return state, tensors.token_ids()
+    return state, token_ids
 
 
 def _check_claims(claimed: Description) -> None:

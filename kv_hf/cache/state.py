@@ -1,39 +1,31 @@
 """The contents of a cache apart from their place: one cache gives this state, another cache or a file takes it.
 
-Knows neither files nor caches. Pages are handed over some at a time, in layout "rows", so that nothing is held twice.
+Knows neither files nor caches. Pages and exact tokens are tensors by the names that they have in files.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from ..config import CacheConfig, names_of
-from ..errors import CacheMismatchError, StaleHandleError
+from ..errors import CacheMismatchError
 from ..pages.rows import RowsState
-from ..pages.storage import PageStorage
+from ..printable import short
 from ..quant.codec import is_order, lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
 from .identity import Adapters
 
-PIECE = 4 << 20  # bytes of pages that are handed over at once
+WINDOW = re.compile(r"layers\.(\d{1,5})\.(keys|latent)\.window")
+SECOND = {"keys": "values", "latent": "k_rope"}
+MOST_SIZE = 1 << 16  # kv heads, channels of a head
 
 
-class StateTensors(Protocol):
-    """Pages and exact tokens of a state, wherever they lie."""
-
-    def check(self, pages: Mapping[int, "LayerPages"]) -> None:
-        """Raise ValueError unless these are the tensors of layers with such pages, and of no others."""
-        ...
-
-    def pages(self, layer: int, side: str, field: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first page, tensor [n, ..]) of one field of all pages of a layer's side, encoded, in layout ROWS."""
-        ...
-
-    def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens [rows, num_kv_heads, longest row, head_dim]; after a row's own they hold anything."""
-        ...
+def tensor_name(layer: int, side: str, name: str) -> str:
+    """Name the tensor `name` ("codes", "scale", "offset", "window") of a side of a layer."""
+    return f"layers.{layer}.{side}.{name}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,6 @@ class LayerState:
         key_dim, value_dim: channels of a head.
         key_dtype, value_dtype: of the exact tokens.
         device: where the layer lies, or shall lie.
-        pages: None where only `CacheState.options` say it.
     """
 
     layer: int
@@ -64,15 +55,31 @@ class LayerState:
     key_dtype: torch.dtype
     value_dtype: torch.dtype
     device: torch.device
-    pages: LayerPages | None = None
 
     @classmethod
-    def of(cls, layer: int, spec: PageSpec, group: int, device: torch.device) -> "LayerState":
-        """Describe a layer with pages of `spec`."""
-        keys, values = spec.sides
-        dims = (keys.num_kv_heads, keys.head_dim, values.head_dim)
-        pages = LayerPages(in_rows(spec), group)
-        return cls(layer, *dims, keys.dtype, values.dtype, device, pages)
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], device_of: Callable[[int], torch.device]
+    ) -> "tuple[LayerState, ...]":
+        """Return the layers that have windows among `tensors`, by the shapes and dtypes of these.
+
+        Raises: CacheMismatchError for impossible ones.
+        """
+        found = {}
+        for number, first in (m.groups() for m in map(WINDOW.fullmatch, tensors) if m):
+            layer = int(number)
+            second = tensor_name(layer, SECOND[first], "window")
+            if second not in tensors:
+                raise CacheMismatchError(f"tensor {second!r} is missing")
+            keys, values = tensors[tensor_name(layer, first, "window")], tensors[second]
+            sizes = (*keys.shape[1::2], *values.shape[3:])
+            if len(sizes) != 3 or min(sizes[:2]) < 1 or max(sizes) > MOST_SIZE:
+                raise CacheMismatchError(
+                    f"layer {layer} has windows {[*keys.shape]}, {[*values.shape]}"
+                )
+            found[layer] = cls(layer, *sizes, keys.dtype, values.dtype, device_of(layer))
+        if not found:
+            raise CacheMismatchError("it holds no layer")
+        return tuple(found[layer] for layer in sorted(found))
 
     def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of no token, [1, num_kv_heads, 0, head_dim]."""
@@ -93,17 +100,49 @@ class CacheState:
         signature: sizes of the model that the cache was built for (model_shape.signature).
         groups: full attention first, as in PagedCache.groups.
         layers: those that hold something.
-        tensors: their pages and exact tokens. Those of a cache are its own, not copies: they raise StaleHandleError once
-            the cache has changed.
+        tensors: by `tensor_name`: of each field all pages [pages, ..] in layout ROWS, in the order of rows and tokens, and the
+            exact tokens "window" [rows, num_kv_heads, longest row, head_dim], zero after a row's own.
         computed_by: states of adapters in which the tokens were computed, as far as was noted.
+        specs: of each layer's pages, in layout ROWS; empty in a file, where the options say it.
     """
 
     options: CacheConfig
     signature: Mapping[str, Any]
     groups: tuple[RowsState, ...]
     layers: tuple[LayerState, ...]
-    tensors: StateTensors
+    tensors: Mapping[str, torch.Tensor]
     computed_by: tuple[Adapters, ...] = ()
+    specs: Mapping[int, PageSpec] = field(default_factory=dict)
+
+    def check(self, pages: Mapping[int, LayerPages]) -> None:
+        """Raise CacheMismatchError unless these are the tensors of layers with such pages, and of no others."""
+        differing = [i for i, spec in self.specs.items() if i in pages and pages[i].spec != spec]
+        if differing:
+            raise CacheMismatchError(
+                f"layers {differing} of this state hold pages of other formats or sizes than its options and this model give"
+            )
+        expected: dict[str, tuple[torch.dtype, list[int]]] = {}
+        for layer, one in pages.items():
+            group = self.groups[one.group]
+            for side in one.spec.sides:
+                for part, (shape, dtype) in side.fields.items():
+                    name = tensor_name(layer, side.side, part)
+                    expected[name] = (dtype, [group.num_pages, *shape])
+                window = [len(group.rows), side.num_kv_heads, group.longest, side.head_dim]
+                expected[tensor_name(layer, side.side, "window")] = (side.dtype, window)
+        for name, wanted in expected.items():
+            held = self.tensors.get(name)
+            if held is None:
+                raise CacheMismatchError(f"tensor {name!r} is missing")
+            if (held.dtype, list(held.shape)) != wanted:
+                raise CacheMismatchError(
+                    f"tensor {name!r} is {(held.dtype, list(held.shape))}, expected {wanted}"
+                )
+        extra = self.tensors.keys() - expected.keys()
+        if extra:
+            raise CacheMismatchError(
+                f"it holds tensors that belong to no cache: {short(min(extra))}"
+            )
 
 
 def portable(options: CacheConfig) -> CacheConfig:
@@ -147,46 +186,20 @@ def field_from_rows(name: str, piece: torch.Tensor, side: SideSpec) -> torch.Ten
     return relaid(piece, replace(side, layout=ROWS), side.layout) if name == "codes" else piece
 
 
-class LiveTensors:
-    """The tensors of a cache as they are now, of layers that hold something (StateTensors)."""
+def tensors_of(layer: Any, pages: Sequence[int], group: RowsState) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state of a PagedLayer, as copies on the CPU.
 
-    def __init__(self, layers: Mapping[int, Any], pages: Mapping[int, Sequence[int]]) -> None:
-        """Read from `layers` (PagedLayers), of which each holds the `pages` of its group, in order."""
-        self._layers, self._pages = layers, pages
-        self._revisions = {index: layer.revision for index, layer in layers.items()}
-
-    def check(self, pages: Mapping[int, LayerPages]) -> None:
-        """Raise CacheMismatchError where the layers or their pages are others."""
-        own = {index: in_rows(layer.spec) for index, layer in self._layers.items()}
-        theirs = {index: one.spec for index, one in pages.items()}
-        differing = [i for i in own.keys() | theirs.keys() if own.get(i) != theirs.get(i)]
-        if differing:
-            raise CacheMismatchError(
-                f"layers {sorted(differing)} of this state hold pages of other formats or sizes than its options and this model give"
-            )
-
-    def pages(self, layer: int, side: str, field: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first page, tensor [n, ..]) of one field, in layout ROWS."""
-        ids = self._pages[layer]
-        storage: PageStorage = self._current(layer).storage
-        pages = storage.keys if side == storage.keys.spec.side else storage.values
-        step = max(1, PIECE // max(1, pages.spec.payload_bytes))
-        for first in range(0, len(ids), step):
-            self._current(layer)
-            found = pages.take(ids[first : first + step], [field])[field]
-            yield first, relaid(found, pages.spec, ROWS) if field == "codes" else found
-
-    def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens [rows, num_kv_heads, slots, head_dim], with at least as many slots as the longest row."""
-        one: torch.Tensor = next(
-            window.tokens for window in self._current(layer).residuals if window.spec.side == side
-        )
-        return one
-
-    def _current(self, layer: int) -> Any:
-        found = self._layers[layer]
-        if found.revision != self._revisions[layer]:
-            raise StaleHandleError(
-                "this state belongs to an earlier forward: the cache has changed since. Use it, or save the cache, before that"
-            )
-        return found
+    Args:
+        pages: ids of those that the rows of the layer's group hold, in order.
+    """
+    found = {}
+    for side, residual in zip(layer.storage.sides, layer.residuals, strict=True):
+        spec = side.spec
+        for part, held in side.take(pages).items():
+            name = tensor_name(layer.layer_idx, spec.side, part)
+            found[name] = (relaid(held, spec, ROWS) if part == "codes" else held).cpu()
+        window = residual.tokens[:, :, : group.longest].to("cpu", copy=True).contiguous()
+        for row, tokens in zip(group.rows, window, strict=True):
+            tokens[:, row.exact :] = 0  # what earlier tokens left there
+        found[tensor_name(layer.layer_idx, spec.side, "window")] = window
+    return found

@@ -1,6 +1,7 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
 from ..spec import SideSpec
 from .layer_formats import LayerFormats
-from .state import StateTensors, field_from_rows
+from .state import field_from_rows, tensor_name
 from .widening import may_wait, widen
 
 
@@ -417,15 +418,14 @@ class LayerStore:
             window.to(device)
         self.damaged = self.damaged.to(device)
 
-    def fill(self, tensors: StateTensors, num_pages: int) -> None:
-        """Take over the `num_pages` pages and the exact tokens that another layer left, some pages at a time."""
+    def fill(self, tensors: Mapping[str, torch.Tensor], num_pages: int) -> None:
+        """Take over the `num_pages` pages and the exact tokens that another layer left (CacheState.tensors)."""
         self.pages.grow(page_capacity(num_pages))
         for side, window in zip(self.pages.sides, self.residuals, strict=True):
-            name = side.spec.side
+            name = functools.partial(tensor_name, self.layer_idx, side.spec.side)
             for field in side.fields:
-                for first, piece in tensors.pages(self.layer_idx, name, field):
-                    side.put(first, field, field_from_rows(field, piece, side.spec))
-            window.hold(tensors.window(self.layer_idx, name))
+                side.put(field, field_from_rows(field, tensors[name(field)], side.spec))
+            window.hold(tensors[name("window")])
 
     def _look_for_damage(self) -> None:
         """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""

@@ -266,11 +266,11 @@ class OffloadedSide(SideStorage):
         self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
         return found
 
-    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1 of storage that nothing was read from yet."""
+    def put(self, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids 0 .. n - 1 of storage that nothing was read from yet."""
         if self.host is None:
-            return super().put(first, field, pages)
-        self.host.store({field: pages}, [(0, first, len(pages))], self.fields)
+            return super().put(field, pages)
+        self.host.store({field: pages}, [(0, 0, len(pages))], self.fields)
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""

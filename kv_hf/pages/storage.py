@@ -157,9 +157,9 @@ class SideStorage:
         """
         return {name: self.fields[name][list(pages)] for name in names or self.fields}
 
-    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room."""
-        self.fields[field][first : first + len(pages)].copy_(pages)
+    def put(self, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids 0 .. n - 1, which must have room."""
+        self.fields[field][: len(pages)].copy_(pages)
 
     def put_at(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
         """Write one field of encoded pages [n, ..] to these n ids, which must have room."""

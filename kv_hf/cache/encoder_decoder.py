@@ -118,9 +118,6 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
             f"{type(self).__name__}(self_attention_cache={own!r}, cross_attention_cache={cross!r})"
         )
 
-    def __str__(self) -> str:
-        return f"self-attention: {self.self_attention_cache}\ncross-attention: {self.cross_attention_cache}"
-
 
 def _dense_layers(cache: Cache) -> list[DynamicLayer]:
     """Return transformers' own layers of `cache`."""

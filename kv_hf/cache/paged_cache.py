@@ -50,7 +50,7 @@ from .model_shape import (
 )
 from .origin import Origin, check_token_ids
 from .prefix_store import HeldRow, PrefixStore
-from .report import LayerReport, in_lines, measure_memory, one_line, report_layers, tensor_bytes
+from .report import LayerReport, measure_memory, one_line, report_layers, tensor_bytes
 from .state import (
     CacheState,
     LayerPages,
@@ -509,9 +509,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     def __repr__(self) -> str:
         return one_line(self, type(self).__name__, self.num_rows)
-
-    def __str__(self) -> str:
-        return in_lines(self, type(self).__name__, self.num_rows)
 
     @property
     def bits_per_element(self) -> float:

@@ -60,29 +60,6 @@ def one_line(cache: Any, name: str, rows: int) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
 
-def in_lines(cache: Any, name: str, rows: int) -> str:
-    """Return a cache for people: its formats layer by layer where they differ, its text, and its bytes by part."""
-    spans: list[list[Any]] = []
-    for row in cache.report():
-        formats = (
-            row.kind if row.keys is None else f"{row.kind}, {row.keys} keys, {row.values} values"
-        )
-        if spans and spans[-1][2] == formats:
-            spans[-1][1] = row.layer_idx
-        else:
-            spans.append([row.layer_idx, row.layer_idx, formats])
-    given = telling_options(cache.options)
-    options = [f"{key}={value!r}" for key, value in given.items() if key not in ("keys", "values")]
-    layers = [
-        f"  layer{f's {first} to {last}' if last > first else f' {first}'}: {formats}"
-        for first, last, formats in spans
-    ]
-    held = f"  {rows} row{'s' * (rows != 1)}, {cache.memory()}"
-    return "\n".join(
-        [f"{name} of {cache.model_signature['model_type']}: {', '.join(options)}", *layers, held]
-    )
-
-
 def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[LayerReport]:
     """Return, for each layer, how it is cached and why; `reasons` why single layers were not paged."""
     rows = []

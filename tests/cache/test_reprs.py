@@ -1,4 +1,4 @@
-"""A cache says what it is: `repr` as its call, `print` as lines for people."""
+"""A cache says what it is: as its call, with what it holds."""
 
 import pytest
 import tiny_encoder_decoders
@@ -6,27 +6,23 @@ from tiny_models import shared_model, tokens
 
 import kv_hf
 
-# options -> (what repr says, what print says)
+# options -> what repr says
 SHOWN = {
     "formats": (
         {"keys": "int8", "values": "int4"},
         "PagedCache(keys='int8', values='int4', page_size=64, rows=1, tokens=100, pages=1, bytes=",
-        ["PagedCache of llama: page_size=64", "layers 0 to 1: paged, int8 keys, int4 values"],
     ),
     "layers": (
         {"keys": "int8", "layers": {"1": "int4"}, "sink_tokens": 8},
         "PagedCache(keys='int8', values='int8', page_size=64, sink_tokens=8, layers={'1': 'int4'}, ",
-        ["  layer 0: paged, int8 keys, int8 values", "  layer 1: paged, int4 keys, int4 values"],
     ),
     "preallocated": (
         {"keys": "int4", "max_length": "1k"},
         "PagedCache(keys='int4', values='int4', page_size=64, max_length=1024, rows=1, tokens=100, ",
-        ["max_length=1024", "pages 1 of "],
     ),
     "offload": (
         {"keys": "int4", "offload": "disk"},
         "PagedCache(keys='int4', values='int4', page_size=64, offload='disk', rows=1, ",
-        ["offload='disk'", "1 row, ", "100 tokens", "outside of the device"],
     ),
 }
 
@@ -39,13 +35,12 @@ def filled(**options):
     return cache
 
 
-@pytest.mark.parametrize(("options", "call", "lines"), SHOWN.values(), ids=SHOWN)
-def test_cache_shows_its_options_and_contents(options, call, lines):
+@pytest.mark.parametrize(("options", "call"), SHOWN.values(), ids=SHOWN)
+def test_cache_shows_its_options_and_contents(options, call):
     cache = filled(**options)
     assert repr(cache).startswith(call)
     assert repr(cache).endswith(")")
     assert f"bytes={cache.memory().total}" in repr(cache)
-    assert [line for line in lines if line not in str(cache)] == []
 
 
 def test_classes_show_their_own_names():
@@ -54,7 +49,7 @@ def test_classes_show_their_own_names():
 
     config = shared_model("llama").config
     assert repr(Own(config)).startswith("Own(keys='exact'")
-    assert str(kv_hf.PagedCache(config)).endswith("  0 rows, 0 B; 0 tokens, pages 0 of 0")
+    assert repr(kv_hf.PagedCache(config)).endswith("rows=0, tokens=0, pages=0, bytes=0)")
 
 
 @pytest.mark.parametrize("cross", ["exact", "same"])
@@ -64,7 +59,6 @@ def test_encoder_decoder_cache_shows_both_halves(cross):
     own, other = cache.self_attention_cache, cache.cross_attention_cache
     name = type(cache).__name__
     assert repr(cache) == f"{name}(self_attention_cache={own!r}, cross_attention_cache={other!r})"
-    assert str(cache) == f"self-attention: {own}\ncross-attention: {other}"
 
 
 def test_memory_report_lists_its_parts():

@@ -46,13 +46,12 @@ def is_two_bits(name):
 
 def test_warning_quotes_the_rows():
     counted = needles()
-    for rate in MEASURED:
-        case = rate.model, rate.tokens
-        assert counted[(rate.cache, *case)] == (rate.found, rate.asked)
-        assert counted[("dynamic", *case)] == (rate.dynamic, rate.asked)
-        options = cache_options(rate.cache)
-        assert (options["keys"], options["values"]) == (rate.keys, rate.values)
-    quoted = {rate.cache for rate in MEASURED}
+    for (keys, values), (cache, found) in MEASURED.items():
+        assert counted[(cache, "smollm2-135m", 2048)] == (found, 20)
+        options = cache_options(cache)
+        assert (options["keys"], options["values"]) == (keys, values)
+    assert counted[("dynamic", "smollm2-135m", 2048)] == (20, 20)
+    quoted = {cache for cache, _ in MEASURED.values()}
     assert {cache for cache, _, _ in counted if is_two_bits(cache)} <= quoted
 
 

@@ -282,6 +282,7 @@ class PagedLayer(DynamicLayer):
         """Take over what another layer left, and stand where the group stands, which was restored before.
 
         Args:
+            tensors: of a state, [pages, ..] and [rows, num_kv_heads, slots, head_dim] by name.
             num_pages: pages that the group holds.
         """
         self.lazy_initialization(*state.empty())

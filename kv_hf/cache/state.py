@@ -60,7 +60,7 @@ class LayerState:
     def of(
         cls, tensors: Mapping[str, torch.Tensor], device_of: Callable[[int], torch.device]
     ) -> "tuple[LayerState, ...]":
-        """Return the layers that have windows among `tensors`, by the shapes and dtypes of these.
+        """Return the layers that have windows [rows, num_kv_heads, slots, head_dim] among `tensors`, by their shapes and dtypes.
 
         Raises: CacheMismatchError for impossible ones.
         """
@@ -187,7 +187,7 @@ def field_from_rows(name: str, piece: torch.Tensor, side: SideSpec) -> torch.Ten
 
 
 def tensors_of(layer: Any, pages: Sequence[int], group: RowsState) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state of a PagedLayer, as copies on the CPU.
+    """Return pages [pages, ..] and exact tokens [rows, num_kv_heads, slots, head_dim] of a PagedLayer, copies on the CPU.
 
     Args:
         pages: ids of those that the rows of the layer's group hold, in order.

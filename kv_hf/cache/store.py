@@ -419,7 +419,7 @@ class LayerStore:
         self.damaged = self.damaged.to(device)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], num_pages: int) -> None:
-        """Take over the `num_pages` pages and the exact tokens that another layer left (CacheState.tensors)."""
+        """Take over `num_pages` pages [pages, ..] and exact tokens [rows, heads, slots, head_dim], which lie among the `tensors` of a state."""
         self.pages.grow(page_capacity(num_pages))
         for side, window in zip(self.pages.sides, self.residuals, strict=True):
             name = functools.partial(tensor_name, self.layer_idx, side.spec.side)

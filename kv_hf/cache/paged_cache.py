@@ -188,9 +188,9 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         """Columns (padding included) that a row has room for; None: as many as there is memory for."""
         return self.options.max_length
 
-    def fresh(self) -> Self:
-        """Return an empty cache of the same options for the same model."""
-        return type(self).from_options(self._config, self.options)
+    def fresh(self, **changes: Any) -> Self:
+        """Return an empty cache of the same options, but for `changes`, for the same model."""
+        return type(self).from_options(self._config, replace(self.options, **changes))
 
     @property
     def paged_layers(self) -> list[PagedLayer]:

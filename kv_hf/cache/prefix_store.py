@@ -198,13 +198,17 @@ class PrefixStore:
         with self.tree.pool.lock:
             return self._prefix(self.tree.find(space, tokens)).tokens
 
-    def find(self, space: Hashable, tokens: Sequence[int]) -> KnownPrefix:
-        """Return what is known of a prompt, without its last token, which has to be computed; under the pool's lock.
+    def find(self, space: Hashable, tokens: Sequence[int], recent_tokens: int = 0) -> KnownPrefix:
+        """Return what is known of a prompt, without its last tokens; under the pool's lock.
 
         Args:
             space: what besides tokens the keys and values depend on.
+            recent_tokens: of the cache: these stay exact, so that they are computed, and one token at least.
         """
-        return self._prefix(self.tree.find(space, tokens[:-1]))
+        return self._prefix(self._nodes(space, tokens, recent_tokens))
+
+    def _nodes(self, space: Hashable, tokens: Sequence[int], recent_tokens: int) -> list[Prefix]:
+        return self.tree.find(space, tokens[: max(0, len(tokens) - max(1, recent_tokens))])
 
     def _prefix(self, nodes: Sequence[Prefix]) -> KnownPrefix:
         tree, pages = self.tree, _pages_of(nodes)
@@ -242,7 +246,8 @@ class PrefixStore:
                 f"a prefix begins an empty cache, and this one has seen {cache.get_seq_length()} columns; call reset() first"
             )
         with tree.pool.lock:
-            found = [tree.find(space, tokens[:-1]) for tokens in rows]
+            recent = cache.options.recent_tokens
+            found = [self._nodes(space, tokens, recent) for tokens in rows]
             seen = self._first_column(found, padding, chunk)
             known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
             if counted:

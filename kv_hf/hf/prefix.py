@@ -156,7 +156,7 @@ def attach_prefix(
     common = common_tokens(prompt.rows, cache.options.page_size, cache.options.sink_tokens)
     known = store.known(space, common)
     if len(prompt.rows) > 1 and len(common) > known:
-        lead = cache.fresh()
+        lead = cache.fresh(recent_tokens=0)  # all that is common goes into pages
         alone = Prompt([[*common, prompt.rows[0][len(common)]]], [0])
         store.attach(lead, space, alone.rows, alone.padding, counted=False)
         ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)

@@ -397,7 +397,8 @@ class BatchCache:
             return 0
         request.space = None  # it begins now, whenever it came
         with store.tree.pool.lock:
-            found = store.find(self._space_of(request, store), prompt_ids)
+            space, recent = self._space_of(request, store), self.options.recent_tokens
+            found = store.find(space, prompt_ids, recent)
             if not found.pages:  # it may be looked for again before it has room
                 request.unknown = len(prompt_ids)
                 return 0

@@ -96,6 +96,19 @@ def test_later_calls_share_and_compute_only_what_is_new():
     assert {kept[0].group.pool.count(page) for page in first} == {6}
 
 
+@pytest.mark.parametrize("name", ["one row", "ragged", "a row that is a prefix"])
+def test_recent_tokens_of_a_shared_prompt_are_exact_as_without_sharing(name):
+    """The store knows these tokens too, in pages: whoever asks for exact ones computes them."""
+    model, rows, config = shared_model("llama"), BATCHES[name], {"recent_tokens": 40}
+    store = kv_hf.PrefixStore()
+    run(model, rows, store, "paged_int8")  # its pages go to the end of the prompts
+    found = run(model, rows, store, "paged_int8", config).past_key_values
+    alone = run(model, rows, None, "paged_int8", config).past_key_values
+    exact = [[row.exact for row in cache.groups[0].rows] for cache in (found, alone)]
+    assert exact[0] == exact[1]
+    assert store.stats().rows_hit >= len(rows)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_sliding_layers_keep_their_pages_and_share_them(name):
     model, store = make_sliding(name, 24), kv_hf.PrefixStore()

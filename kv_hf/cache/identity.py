@@ -12,8 +12,7 @@ dimension, at least one number of each row is read, and of each column if there 
     row 2   . . . x . .
 
 generate() reads them when a weight has another address or count of writes. Writing through `.data` changes neither, so a
-store reads the samples each time. A file also keeps numbers of the buffers that a checkpoint does not hold (rotary frequencies).
-Each model computes these anew, on whatever device: they are compared with a tolerance.
+store reads the samples each time.
 """
 
 import hashlib
@@ -21,15 +20,14 @@ import json
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..printable import short
-from .model_shape import decoder_config, modules_of, rotates_by_length, signature
+from .model_shape import decoder_config, modules_of, signature
 
 WHOLE = 2**14
 # parts of names that wrappers put in
@@ -38,8 +36,6 @@ WRAPPERS = {"base_layer", "original_module", "_orig_mod"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 DIGITS = 8  # hexadecimal digits per weight
 UNREADABLE = "-"
-BUFFER_NUMBERS = 128  # numbers kept of a buffer
-TOLERANCE = 1e-3  # of a buffer's number; devices differ by less, and bfloat16 is found by the dtype of weights
 # what may differ between two loads of one model without any effect on keys and values, besides what begins with "_"
 IGNORED = {
     "architectures", "attn_implementation", "bos_token_id", "eos_token_id", "experts_implementation", "gradient_checkpointing",
@@ -97,14 +93,12 @@ class ModelId:
         adapters: None where they are not compared.
         weights: "<dtype> <shape> <digest>" of each weight by name; None where they cannot be told: adapters are in the model,
             processes share the weights, or some are not in memory.
-        buffers: of a file, numbers of each floating-point buffer that the state dict lacks, evenly spaced.
         space: for stores, hexadecimal digest of adapters, hooks, autocast and dropout: what is switched to and fro.
     """
 
     sizes: dict[str, Any]
     adapters: Adapters | None = None
     weights: dict[str, str] | None = None
-    buffers: dict[str, list[float]] = field(default_factory=dict)
     space: str = ""
 
     @classmethod
@@ -123,7 +117,7 @@ class ModelId:
         }
         sizes = json.loads(json.dumps({**signature(decoder), **config}, default=str))
         weights = described(weight for weight in weights_of(model) if weight.persistent)
-        return cls(sizes, adapters_of(model), weights, _buffers(model))
+        return cls(sizes, adapters_of(model), weights)
 
     @classmethod
     def for_store(cls, model: Any) -> "ModelId":
@@ -137,7 +131,7 @@ class ModelId:
     def difference(self, other: "ModelId") -> str | None:
         """Return in what the model of now, `other`, differs from this one, in words; None where keys and values are equal.
 
-        Names of sizes and buffers that only one of the two has are passed over: versions of transformers differ in them.
+        Names of sizes that only one of the two has are passed over: versions of transformers differ in them.
         """
         for name, own in other.sizes.items():
             theirs = self.sizes.get(name, own)
@@ -157,9 +151,6 @@ class ModelId:
             if weight is not None:
                 both = (short(one.get(weight, "none")) for one in (self.weights, other.weights))
                 return f"other weights: {weight} differs ({' there, '.join(both)} here){merged}"
-        for name in self.buffers.keys() & other.buffers.keys():
-            if not _close(self.buffers[name], other.buffers[name]):
-                return f"other numbers in a buffer of the model: {name} differs"
         return None
 
 
@@ -269,16 +260,12 @@ class Weight:
 
     Attributes:
         name: its name without what wrappers add to it.
-        tensor: the numbers; on the meta device where nobody can tell them.
-        source: where the numbers lie if they are not in memory, and when they were written; "" otherwise.
-        resident: whether the model itself holds the tensor (else accelerate brings it in each forward).
+        tensor: the numbers; on the meta device where accelerate brings them in each forward.
         persistent: whether it belongs to the state dict.
     """
 
     name: str
     tensor: torch.Tensor
-    source: str = ""
-    resident: bool = True
     persistent: bool = True
 
 
@@ -301,36 +288,13 @@ def weights_of(model: Any) -> list[Weight]:
                 continue
             path = ".".join(part for part in full.split(".") if part and part not in WRAPPERS)
             persistent = name not in module._non_persistent_buffers_set
-            found[id(tensor)] = _weight(path, module, name, tensor, persistent)
+            found[id(tensor)] = Weight(path, tensor, persistent)
     owner = virtual_owner(model)
     encoders = {} if owner is None else getattr(owner, "prompt_encoder", {})
     if owner is not None and owner.active_adapter in encoders:
         for name, tensor in encoders[owner.active_adapter].named_parameters():
             found[id(tensor)] = Weight(f"prompt_encoder.{owner.active_adapter}.{name}", tensor)
     return sorted(found.values(), key=lambda weight: weight.name)
-
-
-def _weight(
-    path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, persistent: bool
-) -> Weight:
-    """Return one weight; where accelerate keeps the numbers elsewhere, those."""
-    hook: Any = vars(module).get("_hf_hook") if tensor.is_meta else None
-    for one in getattr(hook, "hooks", None) or [hook]:
-        kept: Any = getattr(one, "weights_map", None)
-        if kept is None:
-            continue
-        full = name
-        while hasattr(kept, "dataset") and hasattr(kept, "prefix"):  # accelerate's PrefixedDataset
-            kept, full = kept.dataset, f"{kept.prefix}{full}"
-        entry = (getattr(kept, "index", None) or {}).get(full, {})
-        if entry.get("safetensors_file"):  # a checkpoint's own file: reading it would take long
-            file = Path(entry["safetensors_file"])
-            written = file.stat().st_mtime_ns if file.exists() else 0
-            source = f"{file} {entry.get('weight_name')} {written}"
-            return Weight(path, tensor, source, False, persistent)
-        if full in kept:
-            return Weight(path, kept[full], "", False, persistent)
-    return Weight(path, tensor, persistent=persistent)
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -389,8 +353,8 @@ def described(weights: Iterable[Weight], places: bool = False) -> dict[str, str]
             spots.setdefault(weight.name, []).append((kind, len(together.setdefault(kind, []))))  # type: ignore[union-attr]
             together[kind].append(bits)
         if places:
-            written = map(_written, parts) if weight.resident and weight.persistent else ()
-            found[weight.name] += f" {weight.source} {list(written)}"
+            written = map(_written, parts) if weight.persistent else ()
+            found[weight.name] += f" {list(written)}"
     read = {kind: _bytes_of(bits) for kind, bits in together.items()}
     for name, spot in spots.items():
         digest = hashlib.sha256(b"".join(read[kind][place] for kind, place in spot or ()))
@@ -431,29 +395,6 @@ def _written(weight: torch.Tensor) -> tuple[int, int]:
         return weight.data_ptr(), -1 if weight.is_inference() else weight._version
     except RuntimeError:  # a kind of tensor without an address
         return id(weight), -1
-
-
-def _buffers(model: Any) -> dict[str, list[float]]:
-    """Return the buffers of a ModelId; none of a model whose forwards change them with the length of the text."""
-    if rotates_by_length(model.config):
-        return {}
-    found = {}
-    for weight in weights_of(model):
-        tensor = weight.tensor
-        if weight.persistent or tensor.is_meta or not tensor.is_floating_point():
-            continue
-        count = min(tensor.numel(), BUFFER_NUMBERS)
-        places = torch.linspace(0, tensor.numel() - 1, count, device=tensor.device).long()
-        numbers = tensor.detach().reshape(-1)[places].double()
-        if bool(numbers.isfinite().all()):
-            found[weight.name] = numbers.tolist()
-    return found
-
-
-def _close(theirs: list[float], own: list[float]) -> bool:
-    """Say whether numbers of a buffer are equal within what devices differ by."""
-    found, wanted = (torch.tensor(one, dtype=torch.float64, device="cpu") for one in (theirs, own))
-    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=TOLERANCE, atol=0)
 
 
 # -- what is switched to and fro -----------------------------------------------------------------------------

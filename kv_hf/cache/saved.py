@@ -42,7 +42,7 @@ from .model_shape import decoder_config, signature
 from .origin import check_token_ids
 from .state import CacheState, LayerState
 
-FORMAT, VERSION = "kv_hf.PagedCache", "4"
+FORMAT, VERSION = "kv_hf.PagedCache", "5"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_PAGE_SIZE = 1 << 20

@@ -19,7 +19,7 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..texts import longest_context
-from .batch_cache import BatchCache, BatchCounts
+from .batch_cache import BatchCache, BatchCounts, Salted
 from .batch_manager import check_here, check_model, check_options
 from .server_model import ServedModel, ServerOptions, check_room, end_with_context
 
@@ -143,18 +143,15 @@ class PagedBatchManager:
         return found
 
     def _admit(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
-        """Check that a prompt has room, and note the salt of its prefixes for when the batches take it.
+        """Check that a prompt has room.
 
         Returns: an id that no other request has, whatever its client calls it: answers are handed out by it.
         """
-        own, cache = f"{request_id}/{next(_numbers)}", self.cache
         prompt_tokens = len(inputs["input_ids"])
         end_with_context(gen_config, prompt_tokens, longest_context(model.config))
-        if cache is not None:
-            check_room(prompt_tokens + 1, cache.most_tokens)
-            if tenant.get():
-                cache.request(own).salt = tenant.get()
-        return own
+        if self.cache is not None:
+            check_room(prompt_tokens + 1, self.cache.most_tokens)
+        return Salted(f"{request_id}/{next(_numbers)}", tenant.get())
 
 
 class PagedManagers:

@@ -117,7 +117,8 @@ def eager_model():
     return model
 
 
-def test_the_last_of_two_managers_gives_the_model_its_attention_back():
+def test_a_manager_that_stops_leaves_the_attention_to_others():
+    """As generate() does: another manager goes on, and transformers' own pages are read as if there had been none."""
     model = eager_model()
     first, second = (started(model, config("paged_int8", 60)) for _ in range(2))
     try:
@@ -127,7 +128,11 @@ def test_the_last_of_two_managers_gives_the_model_its_attention_back():
         assert collected(second, 1)["a"].error is None
     finally:
         second.stop()
-    assert model.config._attn_implementation == "eager"
+    own = model.generate_batch([TEXT], config(new=4), batching())
+    assert model.config._attn_implementation == "kv_hf"
+    again = model.generate_batch([TEXT], config("paged_exact", 4), batching())
+    found = [[one.generated_tokens for one in outputs.values()] for outputs in (own, again)]
+    assert found[0] == found[1]
 
 
 def test_16_bit_pages_are_refused_while_a_manager_has_switched_the_model():

@@ -5,7 +5,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tiny_server import running, save_model, wait_until
+from tiny_server import check_batch, running, save_model, wait_until
 from transformers import GenerationConfig
 
 from kv_hf.errors import UnsupportedModelError
@@ -49,7 +49,7 @@ def check_idle(server):
     scheduler = scheduler_of(server)
     assert wait_until(lambda: not scheduler.active_requests and not scheduler.waiting_requests)
     assert isinstance(scheduler.cache, BatchCache)
-    scheduler.cache.check_integrity()
+    check_batch(scheduler.cache)
 
 
 def ask(server, index, stream, **more):

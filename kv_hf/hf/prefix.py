@@ -13,7 +13,7 @@ from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
-from ..notices import warn_once
+from ..notices import logger, warn_once
 from .asked import check_made
 from .history import Text, comes_from_ids
 from .models import why_other_tokens
@@ -118,6 +118,7 @@ def _share(
     cache.note_space(space)
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     skipped = attach_prefix(model, cache, prompt, space, chunk)
+    logger.info("kv_hf: %d of %d columns were in the prefix store", skipped, input_ids.shape[1])
     try:
         outputs = run(input_ids[:, skipped:])
     except BaseException:

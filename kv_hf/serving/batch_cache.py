@@ -13,7 +13,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStats, PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
-from ..pages.step import Row
+from ..pages.step import Row, Step
 from ..pages.storage import PageArena
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
 from .batch_store import BatchStore, HostLayer
@@ -105,7 +105,7 @@ class BatchCache:
         self.options: CacheConfig = template.options
         self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
-        self.use_prefix_sharing = self.allow_block_sharing = store is not None
+        self.use_prefix_sharing = store is not None
         self.kinds = kinds_of(template)
         self.arena = template.arena if store is not None else PageArena()
         self.groups = {
@@ -191,11 +191,9 @@ class BatchCache:
         self._promised += pages - request.promised
         request.promised = pages
 
-    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+    def can_store_request_tokens(self, state: Any, request_len: int) -> bool:
         """Say whether `request_len` more tokens of a request have room; if so they are promised it."""
         tokens = state.current_len() + request_len
-        if dry_run:
-            return bool(tokens <= self.most_tokens)
         request = self.request(state.request_id)
         self._promise(request, 0)
         request.prompt = len(state.initial_tokens)
@@ -219,12 +217,11 @@ class BatchCache:
                 return count
         return len(needs)
 
-    def compute_free_capacity(self, relative: bool = True) -> float:
+    def compute_free_capacity(self) -> float:
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
-        free, whole = self._left(), self.room.pages.get(None)
-        if whole is None:
-            free, whole = self.room.rows - len(self.requests), self.room.rows
-        return free / whole if relative else float(free)
+        if None not in self.groups:
+            return 1 - len(self.requests) / self.room.rows
+        return self._left() / self.room.pages[None]
 
     def evict_cached_blocks(self) -> bool:
         """Say that nothing was given up: prefixes are, one after the other, when a request needs their room."""
@@ -285,23 +282,19 @@ class BatchCache:
             self._arrange(order[:-1])
             request.row = None
 
-    def _arrange(self, order: Sequence[int]) -> None:
-        """Let row i continue the former row order[i]; rows that are not named let go of their pages."""
-        self._move([(target, source) for target, source in enumerate(order) if target != source])
+    def _arrange(self, order: Sequence[int], forked: Sequence[Request] = ()) -> None:
+        """Let row i continue the former row order[i], the last ones as `forked`; rows that are not named let go of their pages."""
+        rest = range(len(order), self.room.rows)
+        step = Step(0, 0, self.room.rows, sources=[*order, *rest])
+        with self.in_order():
+            for store in self.stores.values():
+                store.select_rows(step)
         for group in self.groups.values():
-            group.arrange(order)
-        self.requests = [self.requests[source] for source in order]
+            group.select(order)
+        kept = order[: len(order) - len(forked)]
+        self.requests = [*(self.requests[source] for source in kept), *forked]
         for row, request in enumerate(self.requests):
             request.row = row
-
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy exact windows from row to row, all at once: (target, source)."""
-        if not moves:
-            return
-        with self.in_order():
-            pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
-            for store in self.stores.values():
-                store.move(pairs[0], pairs[1])
 
     def _put_first(self, chosen: Sequence[Request]) -> None:
         """Let the rows of `chosen` be the first ones."""
@@ -325,28 +318,24 @@ class BatchCache:
             self._drop(request)
             self._next = [one for one in self._next if one is not request]
 
-    def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Let go of all requests, and with `clear_ledgers` of all prefixes."""
+    def free_all_requests(self) -> None:
+        """Let go of all requests."""
         for request_id in list(self.known):
             self.free_blocks(request_id)
-        if clear_ledgers and self.prefix_store is not None:
-            self.prefix_store.clear()
 
     reset = free_all_requests
 
     def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
-        parent, forked = self.known[state.request_id], []
+        parent, children = self.known[state.request_id], list(map(self.request, new_ids))
         assert parent.row is not None
-        for new_id in new_ids:
-            child = self.request(new_id)
+        for child in children:
             child.salt = parent.salt  # one without a row waits, and shares pages later
-            if len(self.requests) < self.room.rows:
-                child.prompt, child.space = parent.prompt, parent.space
-                rows = {window: group.rows[parent.row] for window, group in self.groups.items()}
-                self._move([(self.admit(child, rows), parent.row)])
-                forked.append(new_id)
-        return forked
+        forked = children[: self.room.rows - len(self.requests)]
+        for child in forked:
+            child.prompt, child.space = parent.prompt, parent.space
+        self._arrange([*range(len(self.requests)), *(parent.row for _ in forked)], forked)
+        return [child.name for child in forked]
 
     def perform_cache_copy(self, copies: Any) -> None:
         """Do nothing: `prepare_fork_request` has copied."""
@@ -574,11 +563,6 @@ class BatchCounts:
             raise UnsupportedModelError(
                 "this manager has no paged cache: it has not started, or its generation_config names none"
             )
-        return cls.of_cache(cache)
-
-    @classmethod
-    def of_cache(cls, cache: BatchCache) -> "BatchCounts":
-        """Return the counts of a manager's cache."""
         group = next(iter(cache.groups.values()))
         with group.pool.lock:
             batch, held = group.batch, group.pool.num_held

@@ -30,8 +30,6 @@ _USED = {
     "serving.utils.CBGenerateManager.scheduler": (),
     "serving.utils.GenerateManager.generate_streaming": (*_STREAMS, "response_parser"),
     "serving.utils.GenerateManager.generate_non_streaming": _STREAMS,
-    "serving.utils.GenerateManager.submit": ("fn", "args", "kwargs"),
-    "serving.utils.GenerateManager.async_submit": ("fn", "args", "kwargs"),
 }
 
 

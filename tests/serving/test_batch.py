@@ -175,10 +175,7 @@ def test_cancelled_requests_free_their_rows_and_pages(manager):
 def collected_last(manager):
     found = {}
     while "last" not in found:
-        output = manager.get_result(timeout=30)
-        assert output is not None
-        if output.is_finished():
-            found[output.request_id] = output
+        found |= collected(manager, 1)
     return found
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from test_batch import batching, collected, config, prompts, started
+from test_batch import answers, batching, collected, config, prompts, started
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config
 
@@ -128,11 +128,11 @@ def test_a_manager_that_stops_leaves_the_attention_to_others():
         assert collected(second, 1)["a"].error is None
     finally:
         second.stop()
-    own = model.generate_batch([TEXT], config(new=4), batching())
+    own, ours = (
+        answers(model, [TEXT], config(one, 4), batching()) for one in (None, "paged_exact")
+    )
+    assert own == ours
     assert model.config._attn_implementation == "kv_hf"
-    again = model.generate_batch([TEXT], config("paged_exact", 4), batching())
-    found = [[one.generated_tokens for one in outputs.values()] for outputs in (own, again)]
-    assert found[0] == found[1]
 
 
 def test_16_bit_pages_are_refused_while_a_manager_has_switched_the_model():

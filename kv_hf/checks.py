@@ -31,7 +31,8 @@ def check_choice(
 def nearest(value: Any, names: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
     """Return " (did you mean 'int4'?)" with the name that is nearest to `value`, "" where none is near; see `check_choice`."""
     names = list(names)
-    word = (meant or {}).get(value.lower()) if isinstance(value, str) else None
+    word = str(value).lower()
+    word = (meant or {}).get(word, word)
     near = [word] if word in names else difflib.get_close_matches(str(value), names, n=1)
     near = near or [
         name

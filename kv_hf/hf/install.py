@@ -28,22 +28,23 @@ from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
 from ..notices import forget, warn_once
 from . import dispatch
-from .asked import WITHOUT_NAME, asked_name
 from .generation import (
+    WITHOUT_NAME,
     Generation,
+    asked_name,
     check_length,
     decide,
     execution_devices,
     expect_length,
     is_assisted,
+    new_cache,
     refuse_growing,
-    with_room,
 )
+from .history import around_generate
 from .latent import prepare_latents, restore_expansion, watch_latents
 from .models import restore_attention, use_paged_attention
-from .prefix import expect_drafts, share_prefill
+from .prefill import expect_drafts, share_prefill
 from .step_graph import call_graphs, want_graphs
-from .whole_call import around_generate
 
 # options about one model's layers, latents, pages and long texts, which its assistant does not take over
 OF_A_MODEL = (
@@ -120,32 +121,21 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         given = model_kwargs.get("past_key_values")
         name = asked_name(generation_config, given)
-        paged = [half for half in paged_halves(given) if half is not None]
-        if paged and name is None:
-            _check_given(self, given)
-            asked = Generation.of(self, generation_config, *args, **kwargs)
-            if paged[0] is given and given.max_length is not None:
-                decide(given, asked)
-                check_length(given, asked, model_kwargs)
-            for half in paged:
-                if half.max_length is None:
-                    refuse_growing(half.options)
-                half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(given, asked, model_kwargs)
-        elif paged and getattr(generation_config, "is_assistant", False):
+        paged = any(half is not None for half in paged_halves(given))
+        if paged and name is not None and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
             try:
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             finally:
                 generation_config.cache_implementation = name
+        if paged and name is None:
+            asked = Generation.of(self, generation_config, *args, **kwargs)
+            _check_given(given, asked)
+            _make_ready(given, asked, model_kwargs)
         elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             cache = _new_cache(asked)
-            if isinstance(cache, PagedCache) and cache.max_length is not None:
-                if not cache.captured:
-                    decide(cache, asked)
-                check_length(cache, asked, model_kwargs)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(cache, asked, model_kwargs)
@@ -170,19 +160,24 @@ def _before_drafts(model: Any, own: Any, cache: Any, model_kwargs: dict[str, Any
     expect_drafts(model, cache, own, model_kwargs)
 
 
-def _check_given(model: Any, given: Any) -> None:
+def _check_given(given: Any, asked: Generation) -> None:
     """Raise CacheMismatchError where the user's cache does not fit the model."""
+    model = asked.model
     if isinstance(given, PagedCache) and is_encoder_decoder(model.config):
         raise CacheMismatchError(
             f"{type(model).__name__} is an encoder-decoder model and wants two caches, got a {type(given).__name__} "
             "alone: use kv_hf.PagedEncoderDecoderCache(model.config), or transformers' EncoderDecoderCache with it "
             "and a DynamicCache(config=model.config)"
         )
-    for half in paged_halves(given):
+    own, cross = paged_halves(given)
+    for half in (own, cross):
         if half is not None:
             half.check_model(model.config)
-    if paged_halves(given)[1] is not None:
+            half.end_recording()  # assisted decoding, if it is that, turns it on again
+    if cross is not None:
         _check_paged_cross(model)
+    if own is given and given.max_length is not None:
+        decide(given, asked)
 
 
 def _check_paged_cross(model: Any) -> None:
@@ -216,11 +211,8 @@ def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option not in OF_A_MODEL}
     if not is_encoder_decoder(model.config):
-        chosen = CacheConfig.from_options(name, options)
-        captured = with_room(chosen, asked) if chosen.max_length is None else None
-        return captured or PagedCache.from_options(model.config, chosen)
+        return new_cache(CacheConfig.from_options(name, options), asked)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
-    refuse_growing(cache.options)
     if cache.options.cross_attention != "exact":
         _check_paged_cross(model)
     return cache
@@ -241,6 +233,10 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
+        if half.max_length is None:
+            refuse_growing(half.options)
+        elif half is cache:
+            check_length(half, asked, model_kwargs)
         warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)

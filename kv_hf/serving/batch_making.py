@@ -12,7 +12,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..hf.prefix import last_logit
+from ..hf.prefill import last_logit
 from .batch_cache import BatchCache
 from .batch_rows import BatchRoom, check_layer, kinds_of
 

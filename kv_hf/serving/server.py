@@ -15,7 +15,7 @@ import transformers
 
 from ..errors import CacheOptionError, KVCacheError, PagePoolExhaustedError
 from ..extras import extra
-from ..hf.asked import with_hint
+from ..hf.generation import with_hint
 from .server_model import ServerOptions
 
 TESTED = "5.17 to 5.23"

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name
+from ..checks import extra
 from ..errors import CacheOptionError
-from ..extras import extra
 from ..geometry import Geometry
 from ..hf.models import use_paged_attention
 from ..notices import warn_once

@@ -16,7 +16,7 @@ from transformers.utils import cached_file, extract_commit_hash
 
 from ..hf.models import use_paged_attention
 from ..hub import why_not_model
-from ..records import CONVERSION, UPTRAINING
+from ..model_fields import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes

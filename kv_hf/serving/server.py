@@ -13,8 +13,8 @@ from typing import Any
 
 import transformers
 
+from ..checks import extra
 from ..errors import CacheOptionError, KVCacheError, PagePoolExhaustedError
-from ..extras import extra
 from ..hf.generation import with_hint
 from .server_model import ServerOptions
 

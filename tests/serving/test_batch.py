@@ -213,17 +213,13 @@ def test_an_answer_ends_where_the_cache_has_no_room_for_more():
     manager = started(make_model("llama"), config("paged_int8"), blocks=2)
     try:
         with pytest.warns(kv_hf.KVCacheWarning, match="its answer ends there"):
-            found = answer_of(manager, [5] * 100, 1000)
+            manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
+            found = collected(manager, 1)["r"]
         most = manager.batch_processor.cache.most_tokens
         assert found.error is None
         assert len(found.generated_tokens) == most - 100
     finally:
         manager.stop()
-
-
-def answer_of(manager, text, new):
-    manager.add_request(text, request_id="r", max_new_tokens=new)
-    return collected(manager, 1)["r"]
 
 
 def test_a_second_turn_finds_the_pages_of_the_first(manager):

@@ -349,3 +349,26 @@ def returns_views(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     returns = () if schema is None else schema.returns
     return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+# -- families that transformers runs eagerly only --------------------------------------------------------------------
+
+
+# Their eager functions are softmax(scaling * query @ keys + mask) @ values with what kernels know beside it: softcap, sinks
+# (s_aux), a position bias. Read in transformers 5.17 to 5.23.
+EAGER = (
+    "bigbird_pegasus", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "nllb_moe",
+    "speech_to_text", "switch_transformers", "t5gemma", "vaultgemma",
+)  # fmt: skip
+
+
+def reads_eagerly(part: Any) -> bool:
+    """Say whether a class, or a function, is transformers' own of a family whose eager attention kernels can replace."""
+    names = part.__module__.split(".")
+    return names[:2] == ["transformers", "models"] and names[2] in EAGER
+
+
+def traceable(config: Any) -> bool:
+    """Say whether the attention that a config names takes the hollow tensors of a forward that torch.compile traces."""
+    name = config._attn_implementation
+    return name == "sdpa" or (name == "eager" and reads_eagerly(type(config)))

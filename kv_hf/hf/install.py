@@ -1,11 +1,12 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches generate().
 
-Six seams are patched, all idempotently: the closed list of cache implementations that
+Seven seams are patched, all idempotently: the closed list of cache implementations that
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
 wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a
 prefix store comes in; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
-generate() decides what runs a decode step, and where CUDA graphs come in. dispatch.py wraps the attention and mask functions
+generate() decides what runs a decode step, and where CUDA graphs come in; and get_interface (AttentionInterface), to which
+families without sdpa hand their eager attention. dispatch.py wraps the attention and mask functions
 that transformers has registered.
 """
 
@@ -14,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
@@ -42,7 +43,6 @@ from .generation import (
 )
 from .history import around_generate
 from .latent import prepare_latents, restore_expansion, watch_latents
-from .models import restore_attention, use_paged_attention
 from .prefill import expect_drafts, share_prefill
 from .step_graph import call_graphs, want_graphs
 
@@ -66,6 +66,7 @@ _OWNERS = {
     "_prefill": GenerationMixin,
     "_valid_auto_compile_criteria": GenerationMixin,
     "get_compiled_call": PreTrainedModel,
+    "get_interface": AttentionInterface,
 }
 
 
@@ -77,7 +78,7 @@ def install() -> None:
     named.watch(_add_names)
     if not _originals:
         wraps: tuple[Any, ...] = (
-            around_generate, _wrap, share_prefill, want_graphs, call_graphs
+            around_generate, _wrap, share_prefill, want_graphs, call_graphs, dispatch.over_eager
         )  # fmt: skip
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
@@ -86,7 +87,6 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take the names back, unpatch generate(), and put the registered attention back where nobody has wrapped it since."""
-    restore_attention()
     restore_expansion()
     named.unwatch(_add_names)
     _set_names(_others())
@@ -243,7 +243,6 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
-    use_paged_attention(model)
     if own is not None:
         if is_assisted(asked.mode):
             _before_drafts(model, own, cache, model_kwargs)

@@ -17,8 +17,8 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, cache_names, is_cache_name
-from ..hf.models import takes_handles, use_paged_attention, why_not_pages
+from ..formats import cache_names, is_cache_name
+from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
 from .batch_making import new_cache
@@ -136,11 +136,11 @@ def check_model(model: Any) -> None:
 
 def _check_attention(model: Any) -> None:
     """Raise UnsupportedModelError where the attention of `model` is no longer one that reads pages."""
-    now = attention_config(model.config)._attn_implementation
-    if not takes_handles(now):
+    reason = why_not_pages(model)
+    if reason is not None:
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} was set to {now!r}, which does not read pages, while continuous batching "
-            "runs on them; stop the manager first"
+            f"the attention of {type(model).__name__} was changed, while continuous batching runs on its pages: {reason}; stop the "
+            "manager first"
         )
 
 
@@ -171,21 +171,16 @@ class BatchManager(Manager):
             vars(batching)["kv_hf_make"] = functools.partial(new_cache, model, options, batching)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Give a model an attention for these pages; transformers' own method knows a closed list of them."""
-        before = model.config._attn_implementation
+        """Leave a model its attention, which reads these pages; transformers' own method knows a closed list of them."""
         if self.kv_hf_options is not None:
-            use_paged_attention(model)
-        elif before != ATTENTION_NAME:
-            super().switch_to_cb_friendly_attn(model, *args, **kwargs)
-        elif any(one.model is model and one.is_running() for one in list(_managers)):
+            return
+        others = (one for one in list(_managers) if one.model is model and one.is_running())
+        if attention_config(model.config)._attn_implementation == "eager" and any(others):
             raise UnsupportedModelError(
                 f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
                 "not read by; stop it first"
             )
-        else:
-            model.set_attn_implementation("eager")
-            super().switch_to_cb_friendly_attn(model, *args, **kwargs)
-            self._original_attn_impl = before
+        super().switch_to_cb_friendly_attn(model, *args, **kwargs)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -212,8 +212,8 @@ def test_a_prompt_that_never_fits_fails_alone():
 def test_an_answer_ends_where_the_cache_has_no_room_for_more():
     manager = started(make_model("llama"), config("paged_int8"), blocks=2)
     try:
+        manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
         with pytest.warns(kv_hf.KVCacheWarning, match="its answer ends there"):
-            manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
             found = collected(manager, 1)["r"]
         most = manager.batch_processor.cache.most_tokens
         assert found.error is None

@@ -1,7 +1,8 @@
-"""Checks of single option values, with messages that name the option."""
+"""Checks of single option values, with messages that name the option, and of the packages that only some features need."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from .errors import CacheOptionError
@@ -31,7 +32,8 @@ def check_choice(
 def nearest(value: Any, names: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
     """Return " (did you mean 'int4'?)" with the name that is nearest to `value`, "" where none is near; see `check_choice`."""
     names = list(names)
-    word = (meant or {}).get(value.lower()) if isinstance(value, str) else None
+    word = str(value).lower()
+    word = (meant or {}).get(word, word)
     near = [word] if word in names else difflib.get_close_matches(str(value), names, n=1)
     near = near or [
         name
@@ -68,3 +70,25 @@ def check_int(argument: str, value: Any, minimum: int, maximum: int = MOST_TOKEN
 def is_power_of_two(value: int) -> bool:
     """Say whether a positive integer is a power of two."""
     return value & (value - 1) == 0
+
+
+@contextmanager
+def extra(name: str, needs: str) -> Iterator[None]:
+    """Say which extra to install where an import inside of the block finds a package missing.
+
+        with extra("eval", "the report"):
+            import matplotlib
+
+    Args:
+        name: the extra, as in `pip install -e '.[name]'`.
+        needs: the feature that needs the package.
+    Raises: ImportError naming feature, package and remedy.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "kv_hf":  # a fault of ours
+            raise
+        raise ImportError(
+            f"{needs} needs {error.name}: pip install -e '.[{name}]' in the clone", name=error.name
+        ) from error

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, Traini
 from kv_hf.files import becoming_folder
 from kv_hf.gqa.convert import check_destination, copy_files
 from kv_hf.gqa.source import Source
+from kv_hf.model_fields import UPTRAINING
 from kv_hf.printable import tell_error
-from kv_hf.records import UPTRAINING
 from kv_hf.texts import documents
 
 ROWS = 64  # positions whose distributions are made at a time

@@ -51,6 +51,15 @@ def wait_until(condition):
     return False
 
 
+def check_batch(cache):
+    """Check the counts of a BatchCache, and that each row is that of its request."""
+    for group in cache.groups.values():
+        group.pool.check_integrity()
+        assert len(group) == len(cache.requests)
+    for row, request in enumerate(cache.requests):
+        assert request.row == row and cache.known[request.name] is request
+
+
 class Running:
     """A server that runs in this process.
 

@@ -79,14 +79,34 @@ class LayerView(KVView):
         return LazyKV(self, side, spec, layer.rows_held, layer.get_seq_length(), layer.device)
 
 
-class LazyKV(torch.Tensor):
+class _ReadOnly(torch.Tensor):
+    """Keys or values that pages hold: code computes with them as with any tensor, and cannot write to them."""
+
+    # shape, dtype and device are then answered in C++ without coming back to Python
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _read(func, args, kwargs or {})
+
+    def dense(self) -> torch.Tensor:
+        """Return an ordinary tensor [rows, num_kv_heads, seen, head_dim] of these numbers, with memory of its own."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.dense()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+
+class LazyKV(_ReadOnly):
     """One side of a KVView in the guise of a tensor [rows, num_kv_heads, seen, head_dim]."""
 
     view_of_pages: KVView
     side: str
-
-    # shape, dtype and device are then answered in C++ without coming back to Python
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -101,50 +121,27 @@ class LazyKV(torch.Tensor):
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv = view.kv
-        spec = kv.spec
-        keys, values = spec.keys, spec.values
-        window = kv.residual_keys
-        rows, seen, device = window.shape[0], kv.seen, window.device
-        # not __new__: every layer comes here in every step
-        make = torch.Tensor._make_wrapper_subclass
-        shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
-        first: Any = make(cls, shape, dtype=keys.dtype, device=device)
-        shape = (rows, values.num_kv_heads, seen, values.head_dim)
-        second: Any = make(cls, shape, dtype=values.dtype, device=device)
-        first.view_of_pages = second.view_of_pages = view
-        first.side, second.side = "keys", "values"
-        return first, second
+        kv, make = view.kv, cls.__new__
+        rows, seen, device = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
+        # not by the class, which takes twice as long: every layer comes here in every step
+        keys = make(cls, view, "keys", kv.spec.keys, rows, seen, device)
+        return keys, make(cls, view, "values", kv.spec.values, rows, seen, device)
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""
         return self.view_of_pages.dense(self.side)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return _read(func, args, kwargs or {})
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyKV({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.dense()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense().__reduce_ex__(protocol)
-
-
-class KVPart(torch.Tensor):
+class KVPart(_ReadOnly):
     """A view of what a handle stands for (`keys[:, :, 2:]`): an ordinary tensor but that nobody writes to it.
 
     Whatever is computed from it is an ordinary tensor, views of it are such parts again.
     """
 
     plain: torch.Tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor) -> "KVPart":
@@ -153,11 +150,9 @@ class KVPart(torch.Tensor):
         part.plain = plain
         return part
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return _read(func, args, kwargs or {})
+    def dense(self) -> torch.Tensor:
+        """Return a copy [any shape]."""
+        return self.plain.clone()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array that shares the memory and refuses writes."""
@@ -172,12 +167,6 @@ class KVPart(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.plain)
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.plain.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
-
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the ordinary tensor [any shape] of a view of a handle, anything else as it is."""
@@ -187,7 +176,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator on what handles and views of them stand for. Raises UnsupportedModelError where it writes to them."""
     for tensor in written_by(func, args, kwargs):
-        if isinstance(tensor, (LazyKV, KVPart)):
+        if isinstance(tensor, _ReadOnly):
             raise UnsupportedModelError(
                 f"{func} writes to keys or values that a paged cache handed out. They are read-only: pages would not take the "
                 "change over. Change a copy (keys = keys.clone()), or use a DynamicCache for this model"
@@ -360,3 +349,26 @@ def returns_views(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     returns = () if schema is None else schema.returns
     return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+# -- families that transformers runs eagerly only --------------------------------------------------------------------
+
+
+# Their eager functions are softmax(scaling * query @ keys + mask) @ values with what kernels know beside it: softcap, sinks
+# (s_aux), a position bias. Read in transformers 5.17 to 5.23.
+EAGER = (
+    "bigbird_pegasus", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "nllb_moe",
+    "speech_to_text", "switch_transformers", "t5gemma", "vaultgemma",
+)  # fmt: skip
+
+
+def reads_eagerly(part: Any) -> bool:
+    """Say whether a class, or a function, is transformers' own of a family whose eager attention kernels can replace."""
+    names = part.__module__.split(".")
+    return names[:2] == ["transformers", "models"] and names[2] in EAGER
+
+
+def traceable(config: Any) -> bool:
+    """Say whether the attention that a config names takes the hollow tensors of a forward that torch.compile traces."""
+    name = config._attn_implementation
+    return name == "sdpa" or (name == "eager" and reads_eagerly(type(config)))

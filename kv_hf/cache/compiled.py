@@ -12,9 +12,8 @@ from torch.library import Library, register_fake
 
 from ..backends.base import AttentionCall
 from ..backends.dispatch import MAX_DECODE_QUERIES, paged_attention
-from ..bridge.handles import KVView, TracedView, check_taken, forget, hand_over, view_of
+from ..bridge.handles import KVView, TracedView, check_taken, forget, hand_over, traceable, view_of
 from ..errors import CacheOptionError
-from ..formats import ATTENTION_NAME
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)  # Python plans each step: inductor must not replay it
@@ -96,7 +95,7 @@ def _check_traceable(cache: Any, keys: torch.Tensor) -> None:
     Under fullgraph=True that is an error; otherwise torch runs this call uncompiled, where handles do.
     """
     current = cache._attention_config._attn_implementation
-    if current not in ("sdpa", ATTENTION_NAME):
+    if not traceable(cache._attention_config):
         raise CacheOptionError(
             f"a compiled forward reads pages by the attention 'sdpa', and this model's is {current!r}: call "
             "model.set_attn_implementation('sdpa'), or leave max_length out where the model has no sdpa"

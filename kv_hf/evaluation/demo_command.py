@@ -14,8 +14,7 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from ..checks import check_int
-from ..extras import extra
+from ..checks import check_int, extra
 from ..printable import tell, tell_error
 from ..text_table import say, table_lines, text_width
 from ..texts import load_text

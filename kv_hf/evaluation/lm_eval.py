@@ -20,10 +20,9 @@ from tqdm import tqdm
 
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name
+from ..checks import extra
 from ..errors import CacheOptionError
-from ..extras import extra
 from ..geometry import Geometry
-from ..hf.models import use_paged_attention
 from ..notices import warn_once
 from ..printable import tell_error
 from ..version import __version__
@@ -107,8 +106,6 @@ class KVCacheLM(HFLM):
                 f"pretrained must be a decoder-only model, got the {self.backend} model {type(self.model).__name__}"
             )
         check_runs(self.kind.name, self.model)
-        model = self.model
-        use_paged_attention(model.get_base_model() if hasattr(model, "peft_config") else model)
         self.held: list[tuple[float, list[int]]] = []  # of each cache: bytes, tokens of its rows
 
     def _loglikelihood_tokens(

@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 
 from ..cache.paged_cache import PagedCache
 from ..checks import check_choice, check_int
-from ..hf.models import use_paged_attention
 from ..pages.cpu_memory import trim_heap
 from ..texts import longest_context
 from .accuracy import check_finite, last_logits
@@ -189,7 +188,6 @@ def measure(model: Any, threads: int | None, asked: Mapping[str, Any]) -> Row:
     kind = cache_kind(asked["cache"])
     made = made.to(place).eval()
     check_runs(kind.name, made)
-    use_paged_attention(made)
     vocab = made.config.get_text_config(decoder=True).vocab_size
     prompt = random_prompt(vocab, asked["batch"], asked["context"], place)
     return {"threads": torch.get_num_threads(), **memory(made, kind, prompt, asked["steps"])}

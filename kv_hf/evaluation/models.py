@@ -14,9 +14,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file, extract_commit_hash
 
-from ..hf.models import use_paged_attention
 from ..hub import why_not_model
-from ..records import CONVERSION, UPTRAINING
+from ..model_fields import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
@@ -110,7 +109,6 @@ class Measured:
     def __init__(
         self, model: Any, tokenizer: Any, name: str | None = None, revision: str | None = None
     ) -> None:
-        use_paged_attention(model)
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or name_of(model.config)
         # of the last settings alone: those of a long text are large

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..checks import check_choice, check_int
-from ..hf.models import use_paged_attention
 from ..texts import load_text, longest_context, text_names
 from .accuracy import Prefill, decoded, measure_held
 from .caches import CacheKind, cache_kind, check_runs, layer_shapes
@@ -340,7 +339,6 @@ def needle_grid(
         prompts[cell] = asked
     rows = []
     total = len(kinds) * sum(length * len(asked) for (length, _), asked in prompts.items())
-    use_paged_attention(model)
     with tqdm(total=total, unit="token", disable=None) as bar:
         shapes = layer_shapes(model)
         for (length, depth), asked in prompts.items():

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..cache_names import parse_cache_name
-from ..extras import extra
+from ..checks import extra
 from ..files import replace_text
 from ..formats import cache_names
 from .caches import check_runs

@@ -17,7 +17,6 @@ from .registry import (
 )
 
 __all__ = [
-    "ATTENTION_NAME",
     "SIDES",
     "WHOLE_HEAD",
     "WHOLE_PAGE",
@@ -45,8 +44,6 @@ __all__ = [
     "unregister_format",
     "value_scheme",
 ]
-
-ATTENTION_NAME = "kv_hf"  # what transformers knows the paged attention by
 
 
 def key_scheme(name: str, group_size: int | None = None) -> Scheme:

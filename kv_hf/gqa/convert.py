@@ -23,8 +23,8 @@ from tqdm import tqdm
 from ..checks import check_choice
 from ..errors import ConversionError, KVCacheError
 from ..files import BESIDE_BYTES, becoming_folder, read_bytes, scratch_folder
+from ..model_fields import CONVERSION
 from ..printable import printable, tell, tell_error
-from ..records import CONVERSION
 from ..version import __version__
 from .renames import ROUTES
 from .source import CARD, INDEX, SINGLE, Source

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..config_numbers import check_numbers
 from ..errors import ConversionError, InputFileError
 from ..files import (
     CARD_BYTES,
@@ -25,6 +24,7 @@ from ..files import (
     read_json_object,
 )
 from ..hub import why_not_model
+from ..model_fields import check_numbers
 
 SINGLE, INDEX, CARD = "model.safetensors", "model.safetensors.index.json", "README.md"
 # files beside the weights that a model needs

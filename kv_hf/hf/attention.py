@@ -58,16 +58,11 @@ def kv_hf_attention(
         kwargs: what sdpa reads beside these (is_causal), and what it drops.
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
+    named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     batched = getattr(kwargs.get("cache"), "paged_attend", None)
     if batched is not None:  # continuous batching: the tokens of many requests in one row
-        given = {
-            "softcap": softcap,
-            "s_aux": s_aux,
-            "position_bias": position_bias,
-            "indices": indices,
-        }
-        kwargs.update(dropout=dropout, scaling=scaling, dense=dense, **given)
-        return batched(module, query, key, value, **kwargs)
+        kwargs.update(dropout=dropout, scaling=scaling, dense=dense, indices=indices)
+        return batched(module, query, key, value, **kwargs, **named)
     view: Any = view_of(key, value) if type(key) is LazyKV else taken(key, value)
     q_len, mask = query.shape[2], attention_mask
     causal = q_len > 1 and is_causal(module, kwargs)
@@ -100,7 +95,6 @@ def kv_hf_attention(
         if pages and (dropout or weights or (latent and softcap is not None)):
             pages, reason = False, _why_weights(dropout, weights)
     if view is None or not pages:
-        named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
         kwargs.update({name: given for name, given in named.items() if given is not None})
         kwargs = {"dropout": dropout, "scaling": scaling, **kwargs}
         if view is not None:

@@ -15,22 +15,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from ..bridge.handles import LazyKV
+from ..bridge.handles import LazyKV, reads_eagerly
 from ..bridge.masks import LazyMask, MaskLength, takes_length
-from ..formats import ATTENTION_NAME
 from .attention import kv_hf_attention
-from .models import eager_attention_of, refuse_name
 
 Function = Callable[..., Any]
 
 _READ_OVER_PAGES = ("softcap", "s_aux", "position_bias", "indices")
 
 # what was put into transformers' tables, and what stood there before: (table, name, ours, before)
-_registered: list[tuple[dict[str, Any], str, Function, Function | None]] = []
+_registered: list[tuple[dict[str, Any], str, Function, Function]] = []
+_families: dict[Function, Function] = {}  # eager attention -> what stands in its place
 
 
 def register() -> None:
-    """Wrap what is registered under "sdpa" and flash names, and the masks of "eager", as far as they are not wrapped; register "kv_hf".
+    """Wrap what is registered under "sdpa" and flash names, and the masks of "eager", as far as they are not wrapped.
 
     Somebody's own function under the name "sdpa" stays as it is, and computes with dense tensors: it may do more.
     """
@@ -38,43 +37,31 @@ def register() -> None:
         AttentionInterface._global_mapping,
         AttentionMaskInterface._global_mapping,
     )
-    for table, own, over in zip(
-        tables, (_named_attention, _named_mask), (_attention, _mask), strict=True
-    ):
-        if ATTENTION_NAME not in table:
-            _put(table, ATTENTION_NAME, own)
+    for table, over in zip(tables, (_over_attention, _over_mask), strict=True):
         for name, function in list(table.items()):
             flash = "flash" in name and "|" not in name
             known = flash or function in (sdpa_attention_forward, sdpa_mask, eager_mask)
             if known and not hasattr(function, "takes_handles"):
-                _put(table, name, over(function, flash))
+                table[name] = over(function, flash)
+                _registered.append((table, name, table[name], function))
     takes_length.update(name for table, name, *_ in _registered if table is tables[1])
 
 
 def unregister() -> None:
     """Put back what stood there before, where nobody has registered something else since."""
     for table, name, ours, before in reversed(_registered):
-        if table.get(name) is not ours:
-            continue
-        if before is None:
-            del table[name]
-        else:
+        if table.get(name) is ours:
             table[name] = before
     _registered.clear()
     takes_length.clear()
 
 
-def _put(table: dict[str, Any], name: str, function: Function) -> None:
-    _registered.append((table, name, function, table.get(name)))
-    table[name] = function
-
-
-def _attention(original: Function, flash: bool) -> Function:
+def _over_attention(original: Function, flash: bool = False) -> Function:
     """Wrap an attention function: ours where keys or mask are handles, or a batch of requests comes; else the original."""
     read = list(inspect.signature(original).parameters)
-    later = read[5:]
+    later, eager = read[5:], reads_eagerly(original)
     # what sdpa drops, pages must not read
-    dropped = () if flash else [one for one in _READ_OVER_PAGES if one not in read]
+    dropped = () if flash or eager else [one for one in _READ_OVER_PAGES if one not in read]
     dense = sdpa_attention_forward if flash else original  # our masks have four dimensions
 
     @functools.wraps(original)
@@ -90,6 +77,7 @@ def _attention(original: Function, flash: bool) -> Function:
         if (
             type(key) is LazyKV
             or type(attention_mask) is LazyMask
+            or (eager and attention_mask is not None and attention_mask.dtype == torch.bool)
             or key.stride(-1) == 0  # the hollow keys of a traced layer
             or hasattr(kwargs.get("cache"), "paged_attend")
         ):
@@ -103,9 +91,11 @@ def _attention(original: Function, flash: bool) -> Function:
     return attend
 
 
-def _mask(original: Function, flash: bool) -> Function:
+def _over_mask(original: Function, flash: bool) -> Function:
     """Wrap a mask function: ours where the length of the keys is that of a paged cache; else the original."""
-    reads = original is not eager_mask
+    eager = original is eager_mask
+    # masks of four dimensions; eager attention knows no causality beside them
+    made = sdpa_mask if flash else _whole_mask if eager else original
 
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -115,9 +105,9 @@ def _mask(original: Function, flash: bool) -> Function:
         kwargs["kv_length"] = int(length)
         given, new = kwargs.get("attention_mask"), kwargs["q_length"]
         same = length.observe(given, new, kwargs.get("device", "cpu"))
-        if same is None or not reads:
+        if same is None or (eager and not reads_eagerly(type(kwargs.get("config")))):
             return original(*args, **kwargs)
-        return _mask_of_pages(sdpa_mask if flash else original, length, same, *args, **kwargs)
+        return _mask_of_pages(made, length, same, *args, **kwargs)
 
     mask.takes_handles = True  # type: ignore[attr-defined]
     return mask
@@ -149,29 +139,29 @@ def _mask_of_pages(
     return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal=later)
 
 
-def _named_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> Any:
-    """Attend under the name "kv_hf": over pages, or as the family's eager attention does."""
-    refuse_name(module)
-    dense = eager_attention_of(module)
-    return kv_hf_attention(module, query, key, value, attention_mask, dense=dense, **kwargs)
-
-
-def _named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Make the masks of the name "kv_hf": eager attention knows no causality beside them, so none is left out for that."""
-    refuse_name(kwargs.get("config"))
-    return _over_whole_mask(*args, **kwargs)
-
-
 def _whole_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
-_over_whole_mask = _mask(_whole_mask, False)
-_named_attention.takes_handles = _named_mask.takes_handles = True  # type: ignore[attr-defined]
+# -- families without sdpa -------------------------------------------------------------------------------------------------
+
+
+def over_eager(original: Function) -> Function:
+    """Wrap AttentionInterface.get_interface, which code of a model gives its family's eager attention to, beside a name."""
+
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
+        if attn_implementation == "eager":
+            default = _of_family(default)
+        return original(self, attn_implementation, default)
+
+    return get_interface
+
+
+def _of_family(eager: Function) -> Function:
+    """Return the eager attention of a family, wrapped where kernels compute the same over pages."""
+    if not reads_eagerly(eager):
+        return eager
+    if eager not in _families:  # no functools.cache, of which torch.compile warns
+        _families[eager] = _over_attention(eager)
+    return _families[eager]

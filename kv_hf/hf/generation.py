@@ -1,10 +1,12 @@
-"""What a call of generate() will need of its cache: whether its steps become a CUDA graph, and room for the text. Captures nothing."""
+"""What a call of generate() asks of its cache: a name or options, steps that become a CUDA graph, room for the text. Captures nothing."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from transformers.generation import configuration_utils
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.identity import virtual_owner
@@ -12,13 +14,97 @@ from ..cache.layer import HandleLayer, PagedLayer
 from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_dummy, is_encoder_decoder, modules_of
 from ..cache.paged_cache import PagedCache
+from ..checks import check_choice
 from ..config import DEFAULTS, CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
+from ..formats import cache_names, is_cache_name
+from ..notices import warn_once
+from ..printable import short
 from .models import why_not_pages, why_other_tokens
 
 PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Python
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
 MODES = ("greedy_search", "sample")
+WITHOUT_NAME = "paged_exact"  # brings no option of its own: a CacheConfig says the rest
+_OPTIONS = frozenset(field.name for field in fields(CacheConfig))
+# how GenerationConfig.validate() begins where it does not know a name (generation/configuration_utils.py, 5.17 to 5.23)
+_REFUSED = re.compile(r"Invalid `cache_implementation` \((.*?)\)\.")
+
+
+# -- the cache that is asked for ----------------------------------------------------------------------------------------
+
+
+def asked_name(generation_config: Any, given: Any) -> str | None:
+    """Return the name of the cache that is asked for, or None; options that transformers passes over are said once.
+
+    A kv_hf.CacheConfig without a name asks for a paged cache of its formats.
+
+    Args:
+        generation_config: of this call.
+        given: the cache that the user passes (`past_key_values`), or None.
+    Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged, and a name in place of a cache.
+    """
+    if isinstance(given, str):
+        raise CacheOptionError(
+            f"past_key_values must be a cache, as kv_hf.PagedCache(model.config, ..) makes one, got {given!r}: a name goes into "
+            "cache_implementation"
+        )
+    name: str | None = generation_config.cache_implementation
+    options = generation_config.cache_config
+    if options is None or is_cache_name(name) or getattr(generation_config, "is_assistant", False):
+        return name
+    if isinstance(options, CacheConfig):
+        if name is not None:
+            raise CacheOptionError(
+                f"cache_config=kv_hf.CacheConfig(..) is for paged caches, got cache_implementation={name!r}; name one of "
+                f"{', '.join(cache_names())}, or leave cache_implementation out"
+            )
+        if given is None:
+            return WITHOUT_NAME
+    elif name is not None or not _names_ours(options):
+        return name
+    _say_unread(options, given)
+    return name
+
+
+def check_made(model: Any, generation_config: Any, cache: Any) -> None:
+    """Raise UnsupportedModelError where a model's own generate() (MusicGen) reaches its prefill without the cache that was named."""
+    name = generation_config.cache_implementation
+    if cache is None and generation_config.use_cache is not False and is_cache_name(name):
+        raise UnsupportedModelError(
+            f"cache_implementation={name!r}: generate() of {type(model).__name__} makes no cache by its name; leave "
+            "cache_implementation out, and pass past_key_values=kv_hf.PagedEncoderDecoderCache(model.config, ..)"
+        )
+
+
+def with_hint(error: ValueError) -> ValueError:
+    """Return the error to raise: with the nearest name where transformers refused an unknown one, else `error` itself."""
+    found = _REFUSED.match(str(error))
+    if found is None:
+        return error
+    try:
+        check_choice(
+            "cache_implementation", found[1], configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+        )
+    except CacheOptionError as ours:
+        return ours
+    return error
+
+
+def _names_ours(options: Any) -> bool:
+    return isinstance(options, Mapping) and bool(options) and set(options) <= _OPTIONS
+
+
+def _say_unread(options: Any, given: Any) -> None:
+    shown = options if isinstance(options, CacheConfig) else dict(options)
+    if given is None:
+        remedy = (
+            "transformers reads it beside a cache_implementation, and none was given. Pass one of "
+            f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name"
+        )
+    else:
+        remedy = f"the {type(given).__name__} that was passed has options of its own. Give them where it is made"
+    warn_once("cache_config unread", f"cache_config={short(shown)} is not read: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -53,20 +139,24 @@ class Generation:
 # -- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def with_room(options: CacheConfig, asked: Generation) -> PagedCache | None:
-    """Return a preallocated cache whose steps can be captured, in place of one that would grow; None where one cannot.
+def new_cache(options: CacheConfig, asked: Generation) -> PagedCache:
+    """Return the cache of a decoder: a preallocated one whose steps can be captured in place of one that would grow.
 
     Raises: CacheOptionError where cuda_graph="always" asks for what cannot be.
     """
-    reason = _why_not(options, asked) or _why_not_allocated(options, asked)
-    made = None
-    if reason is None:
-        made, reason = _allocated(replace(options, max_length=asked.length), asked)
-    if made is not None:
-        made.captured = True
-        return made
-    _refuse(options, reason)
-    return None
+    if options.max_length is None:
+        reason = _why_not(options, asked) or _why_not_allocated(options, asked)
+        made = None
+        if reason is None:
+            made, reason = _allocated(replace(options, max_length=asked.length), asked)
+        if made is not None:
+            made.captured = True
+            return made
+        _refuse(options, reason)
+    cache = PagedCache.from_options(asked.model.config, options)
+    if options.max_length is not None:
+        decide(cache, asked)
+    return cache
 
 
 def decide(cache: PagedCache, asked: Generation) -> None:

@@ -1,11 +1,12 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches generate().
 
-Six seams are patched, all idempotently: the closed list of cache implementations that
+Seven seams are patched, all idempotently: the closed list of cache implementations that
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
 wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a
 prefix store comes in; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
-generate() decides what runs a decode step, and where CUDA graphs come in. dispatch.py wraps the attention and mask functions
+generate() decides what runs a decode step, and where CUDA graphs come in; and get_interface (AttentionInterface), to which
+families without sdpa hand their eager attention. dispatch.py wraps the attention and mask functions
 that transformers has registered.
 """
 
@@ -14,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
@@ -28,21 +29,21 @@ from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
 from ..notices import forget, warn_once
 from . import dispatch
-from .asked import WITHOUT_NAME, asked_name
 from .generation import (
+    WITHOUT_NAME,
     Generation,
+    asked_name,
     check_length,
     decide,
     execution_devices,
     is_assisted,
+    new_cache,
     refuse_growing,
-    with_room,
 )
+from .history import around_generate
 from .latent import prepare_latents, restore_expansion, watch_latents
-from .models import restore_attention, use_paged_attention
-from .prefix import expect_drafts, share_prefill
+from .prefill import expect_drafts, share_prefill
 from .step_graph import call_graphs, want_graphs
-from .whole_call import around_generate
 
 # options about one model's layers, latents, pages and long texts, which its assistant does not take over
 OF_A_MODEL = (
@@ -64,6 +65,7 @@ _OWNERS = {
     "_prefill": GenerationMixin,
     "_valid_auto_compile_criteria": GenerationMixin,
     "get_compiled_call": PreTrainedModel,
+    "get_interface": AttentionInterface,
 }
 
 
@@ -75,7 +77,7 @@ def install() -> None:
     named.watch(_add_names)
     if not _originals:
         wraps: tuple[Any, ...] = (
-            around_generate, _wrap, share_prefill, want_graphs, call_graphs
+            around_generate, _wrap, share_prefill, want_graphs, call_graphs, dispatch.over_eager
         )  # fmt: skip
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
@@ -84,7 +86,6 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take the names back, unpatch generate(), and put the registered attention back where nobody has wrapped it since."""
-    restore_attention()
     restore_expansion()
     named.unwatch(_add_names)
     _set_names(_others())
@@ -119,32 +120,21 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         given = model_kwargs.get("past_key_values")
         name = asked_name(generation_config, given)
-        paged = [half for half in paged_halves(given) if half is not None]
-        if paged and name is None:
-            _check_given(self, given)
-            asked = Generation.of(self, generation_config, *args, **kwargs)
-            if paged[0] is given and given.max_length is not None:
-                decide(given, asked)
-                check_length(given, asked, model_kwargs)
-            for half in paged:
-                if half.max_length is None:
-                    refuse_growing(half.options)
-                half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(given, asked, model_kwargs)
-        elif paged and getattr(generation_config, "is_assistant", False):
+        paged = any(half is not None for half in paged_halves(given))
+        if paged and name is not None and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
             try:
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             finally:
                 generation_config.cache_implementation = name
+        if paged and name is None:
+            asked = Generation.of(self, generation_config, *args, **kwargs)
+            _check_given(given, asked)
+            _make_ready(given, asked, model_kwargs)
         elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             cache = _new_cache(asked)
-            if isinstance(cache, PagedCache) and cache.max_length is not None:
-                if not cache.captured:
-                    decide(cache, asked)
-                check_length(cache, asked, model_kwargs)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(cache, asked, model_kwargs)
@@ -169,19 +159,24 @@ def _before_drafts(model: Any, own: Any, cache: Any, model_kwargs: dict[str, Any
     expect_drafts(model, cache, own, model_kwargs)
 
 
-def _check_given(model: Any, given: Any) -> None:
+def _check_given(given: Any, asked: Generation) -> None:
     """Raise CacheMismatchError where the user's cache does not fit the model."""
+    model = asked.model
     if isinstance(given, PagedCache) and is_encoder_decoder(model.config):
         raise CacheMismatchError(
             f"{type(model).__name__} is an encoder-decoder model and wants two caches, got a {type(given).__name__} "
             "alone: use kv_hf.PagedEncoderDecoderCache(model.config), or transformers' EncoderDecoderCache with it "
             "and a DynamicCache(config=model.config)"
         )
-    for half in paged_halves(given):
+    own, cross = paged_halves(given)
+    for half in (own, cross):
         if half is not None:
             half.check_model(model.config)
-    if paged_halves(given)[1] is not None:
+            half.end_recording()  # assisted decoding, if it is that, turns it on again
+    if cross is not None:
         _check_paged_cross(model)
+    if own is given and given.max_length is not None:
+        decide(given, asked)
 
 
 def _check_paged_cross(model: Any) -> None:
@@ -215,11 +210,8 @@ def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option not in OF_A_MODEL}
     if not is_encoder_decoder(model.config):
-        chosen = CacheConfig.from_options(name, options)
-        captured = with_room(chosen, asked) if chosen.max_length is None else None
-        return captured or PagedCache.from_options(model.config, chosen)
+        return new_cache(CacheConfig.from_options(name, options), asked)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
-    refuse_growing(cache.options)
     if cache.options.cross_attention != "exact":
         _check_paged_cross(model)
     return cache
@@ -240,12 +232,15 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
+        if half.max_length is None:
+            refuse_growing(half.options)
+        elif half is cache:
+            check_length(half, asked, model_kwargs)
         warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
-    use_paged_attention(model)
     if own is not None and is_assisted(asked.mode):
         _before_drafts(model, own, cache, model_kwargs)

@@ -90,7 +90,7 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
         if (
             view is not None
             and view.kv.spec.is_latent
-            and takes_handles(self.config._attn_implementation)
+            and takes_handles(self.config._attn_implementation, type(self))
             and not _why_expansion_is_foreign(self)  # an override that calls this one
         ):
             return kv_nope, k_rot

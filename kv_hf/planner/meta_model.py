@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from ..cache.model_shape import decoder_config, is_dummy, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
-from ..field_names import EXPERTS, EXPERTS_PER_TOKEN, first, read
+from ..model_fields import EXPERTS, EXPERTS_PER_TOKEN, first, read
 from .inventory import CachedLayer, State
 
 ROWS, TOKENS = 2, 3

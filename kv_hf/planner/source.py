@@ -20,11 +20,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank
-from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
-from ..field_names import HEADS, KV_HEADS, POSITIONS, first, read
 from ..files import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from ..hub import CONFIG, cached_config, looks_like_path, why_not_model
+from ..model_fields import HEADS, KV_HEADS, POSITIONS, check_numbers, first, read
 from ..notices import say_once
 from ..printable import in_a_line, short
 from .inventory import Inventory

@@ -13,13 +13,13 @@ from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStats, PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
-from ..pages.step import Row
+from ..pages.step import Row, Step
 from ..pages.storage import PageArena
-from ..spec import MemoryReport
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
 from .batch_store import BatchStore, HostLayer
 
 NO_LIMIT = 2**31 - 1
+NO_TOKENS = Row(0, (), 0)
 NO_STATS = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 KEPT = "continuous batching allocates all pages when it starts, in formats that its first tokens have called for"
 
@@ -32,28 +32,38 @@ class HostRows(NamedTuple):
     nbytes: int
 
 
+class Salted(str):
+    """The id of a request, which knows the salt of the prefixes that the request may share."""
+
+    salt: str
+
+    def __new__(cls, name: str, salt: str = "") -> "Salted":
+        """Make the id `name` of a request with this salt."""
+        self = super().__new__(cls, name)
+        self.salt = salt
+        return self
+
+
 @dataclass(eq=False)
 class Request:
     """What the cache knows of a request.
 
     Attributes:
         name: its id.
+        salt: of the prefixes that it may share.
         row: in all layers; None where it holds nothing in them.
         prompt: tokens of its prompt.
-        salt: of the prefixes that it may share.
         space: the state of the model in which it began, which its prefixes depend on; None before.
-        unknown: tokens of a prompt of which the store knows nothing, to be counted when it begins.
         promised: pages that it takes in the next forward.
         held, coming: tokens that it holds before the next forward, and that this one adds.
         host: what it holds on the host.
     """
 
     name: str
+    salt: str = ""
     row: int | None = None
     prompt: int = 0
-    salt: str = ""
     space: str | None = None
-    unknown: int = 0
     promised: int = 0
     held: int = 0
     coming: int = 0
@@ -95,7 +105,7 @@ class BatchCache:
         self.options: CacheConfig = template.options
         self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
-        self.use_prefix_sharing = self.allow_block_sharing = store is not None
+        self.use_prefix_sharing = store is not None
         self.kinds = kinds_of(template)
         self.arena = template.arena if store is not None else PageArena()
         self.groups = {
@@ -131,7 +141,8 @@ class BatchCache:
         """Return what is known of a request; it is known from now on."""
         found = self.known.get(request_id)
         if found is None:
-            found = self.known[request_id] = Request(request_id)
+            salt = getattr(request_id, "salt", "")
+            found = self.known[request_id] = Request(request_id, salt)
         return found
 
     # -- what fits -------------------------------------------------------------------------------------------
@@ -180,14 +191,11 @@ class BatchCache:
         self._promised += pages - request.promised
         request.promised = pages
 
-    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+    def can_store_request_tokens(self, state: Any, request_len: int) -> bool:
         """Say whether `request_len` more tokens of a request have room; if so they are promised it."""
         tokens = state.current_len() + request_len
-        if dry_run:
-            return bool(tokens <= self.most_tokens)
         request = self.request(state.request_id)
-        if request.promised:
-            self._promise(request, 0)
+        self._promise(request, 0)
         request.prompt = len(state.initial_tokens)
         needed = self._needed(request, tokens)
         if request.row is None and len(self.requests) >= self.room.rows:
@@ -197,8 +205,7 @@ class BatchCache:
         if request.row is None:
             self._come(request)
             needed = self._needed(request, tokens)
-        if needed:
-            self._promise(request, needed)
+        self._promise(request, needed)
         return True
 
     def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
@@ -210,12 +217,11 @@ class BatchCache:
                 return count
         return len(needs)
 
-    def compute_free_capacity(self, relative: bool = True) -> float:
+    def compute_free_capacity(self) -> float:
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
-        free, whole = self._left(), self.room.pages.get(None)
-        if whole is None:
-            free, whole = self.room.rows - len(self.requests), self.room.rows
-        return free / whole if relative else float(free)
+        if None not in self.groups:
+            return 1 - len(self.requests) / self.room.rows
+        return self._left() / self.room.pages[None]
 
     def evict_cached_blocks(self) -> bool:
         """Say that nothing was given up: prefixes are, one after the other, when a request needs their room."""
@@ -242,24 +248,28 @@ class BatchCache:
 
     def _come(self, request: Request) -> None:
         """Give a request a row behind the others, with what it left on the host."""
-        if request.unknown and self.prefix_store is not None:
-            self.prefix_store.count_prompt(request.unknown, 0)
         held, request.host = request.host, None
         if held is None:
-            self._admit(request, dict.fromkeys(self.groups, Row(0, (), 0)))
+            if self.prefix_store is not None:  # which knows nothing of its prompt
+                self.prefix_store.count_prompt(request.prompt, 0)
+            self.admit(request)
             return
-        row = self._admit(request, held.rows, copied=True)
+        row = self.admit(request, held.rows, copied=True)
         with self.in_order():
             for store, layer in zip(self.stores.values(), held.layers, strict=True):
                 store.from_host(row, self.groups[store.window].batch.pages[row], layer)
 
-    def _admit(
-        self, request: Request, rows: Mapping[int | None, Row], *, copied: bool = False
+    def admit(
+        self,
+        request: Request,
+        rows: Mapping[int | None, Row] | None = None,
+        *,
+        copied: bool = False,
     ) -> int:
         """Give a request a row behind the others, with the pages of `rows` or as many of its own; return its number."""
         for window, group in self.groups.items():
-            group.admit(rows[window], copied=copied)
-        request.row, request.unknown = len(self.requests), 0
+            group.admit(NO_TOKENS if rows is None else rows[window], copied=copied)
+        request.row = len(self.requests)
         self.requests.append(request)
         return request.row
 
@@ -272,23 +282,19 @@ class BatchCache:
             self._arrange(order[:-1])
             request.row = None
 
-    def _arrange(self, order: Sequence[int]) -> None:
-        """Let row i continue the former row order[i]; rows that are not named let go of their pages."""
-        self._move([(target, source) for target, source in enumerate(order) if target != source])
+    def _arrange(self, order: Sequence[int], forked: Sequence[Request] = ()) -> None:
+        """Let row i continue the former row order[i], the last ones as `forked`; rows that are not named let go of their pages."""
+        rest = range(len(order), self.room.rows)
+        step = Step(0, 0, self.room.rows, sources=[*order, *rest])
+        with self.in_order():
+            for store in self.stores.values():
+                store.select_rows(step)
         for group in self.groups.values():
-            group.arrange(order)
-        self.requests = [self.requests[source] for source in order]
+            group.select(order)
+        kept = order[: len(order) - len(forked)]
+        self.requests = [*(self.requests[source] for source in kept), *forked]
         for row, request in enumerate(self.requests):
             request.row = row
-
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy exact windows from row to row, all at once: (target, source)."""
-        if not moves:
-            return
-        with self.in_order():
-            pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
-            for store in self.stores.values():
-                store.move(pairs[0], pairs[1])
 
     def _put_first(self, chosen: Sequence[Request]) -> None:
         """Let the rows of `chosen` be the first ones."""
@@ -312,29 +318,24 @@ class BatchCache:
             self._drop(request)
             self._next = [one for one in self._next if one is not request]
 
-    def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Let go of all requests, and with `clear_ledgers` of all prefixes."""
-        for request in list(self.known.values()):
-            if request.row is not None or request.host is not None:
-                self.free_blocks(request.name)
-        if clear_ledgers and self.prefix_store is not None:
-            self.prefix_store.clear()
+    def free_all_requests(self) -> None:
+        """Let go of all requests."""
+        for request_id in list(self.known):
+            self.free_blocks(request_id)
 
     reset = free_all_requests
 
     def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
-        parent, forked = self.known[state.request_id], []
+        parent, children = self.known[state.request_id], list(map(self.request, new_ids))
         assert parent.row is not None
-        for new_id in new_ids:
-            child = self.request(new_id)
+        for child in children:
             child.salt = parent.salt  # one without a row waits, and shares pages later
-            if len(self.requests) < self.room.rows:
-                child.prompt, child.space = parent.prompt, parent.space
-                rows = {window: group.rows[parent.row] for window, group in self.groups.items()}
-                self._move([(self._admit(child, rows), parent.row)])
-                forked.append(new_id)
-        return forked
+        forked = children[: self.room.rows - len(self.requests)]
+        for child in forked:
+            child.prompt, child.space = parent.prompt, parent.space
+        self._arrange([*range(len(self.requests)), *(parent.row for _ in forked)], forked)
+        return [child.name for child in forked]
 
     def perform_cache_copy(self, copies: Any) -> None:
         """Do nothing: `prepare_fork_request` has copied."""
@@ -347,7 +348,11 @@ class BatchCache:
         return sum(held.nbytes for held in waiting if held is not None)
 
     def take_away(self, request_id: str, most: int) -> bool:
-        """Move what a request holds to the host, its row and its pages are free then; say whether `most` bytes there had room."""
+        """Take its row and its pages from a request, which goes on later; say whether it is moved to the host.
+
+        Args:
+            most: bytes that requests may take on the host; without room there the request is to be computed anew.
+        """
         request = self.known[request_id]
         assert request.row is not None
         rows = {window: group.rows[request.row] for window, group in self.groups.items()}
@@ -355,26 +360,18 @@ class BatchCache:
             len(rows[window].pages) * kind.page_bytes + kind.window_bytes
             for window, kind in self.kinds.items()
         )
-        if self.bytes_away() + nbytes > most:
-            return False
-        with self.in_order():
-            held = [
-                store.to_host(request.row, rows[store.window].pages)
-                for store in self.stores.values()
-            ]
-        self._drop(
-            request
-        )  # its pages stay those of the weights that made them: it keeps its space
-        request.host = HostRows(rows, held, nbytes)
-        self.requests_moved += 1
-        return True
-
-    def begin_anew(self, request_id: str) -> None:
-        """Let go of what a request holds; it keeps its salt, and is computed anew."""
-        salt = self.known[request_id].salt
-        self.free_blocks(request_id)
-        self.request(request_id).salt = salt
-        self.requests_evicted += 1
+        moved = self.bytes_away() + nbytes <= most
+        if moved:  # its pages stay those of the weights that made them: it keeps its space
+            with self.in_order():
+                held = [
+                    store.to_host(request.row, rows[store.window].pages)
+                    for store in self.stores.values()
+                ]
+            request.host = HostRows(rows, held, nbytes)
+        self._drop(request)
+        self.requests_moved += moved
+        self.requests_evicted += not moved
+        return moved
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -399,11 +396,10 @@ class BatchCache:
         with store.tree.pool.lock:
             space, recent = self._space_of(request, store), self.options.recent_tokens
             found = store.find(space, prompt_ids, recent)
-            if not found.pages:  # it may be looked for again before it has room
-                request.unknown = len(prompt_ids)
+            if not found.pages:
                 return 0
             store.count_prompt(len(prompt_ids), found.tokens)
-            row = self._admit(request, {None: Row(0, found.pages, store.tree.sink_tokens)})
+            row = self.admit(request, {None: Row(0, found.pages, store.tree.sink_tokens)})
         with self.in_order():
             for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
                 one.put_sinks(row, sinks)
@@ -450,8 +446,8 @@ class BatchCache:
         request.held, request.coming = past_length, query_length
         self._next.append(request)
 
-    def begin(self, tokens: int) -> None:
-        """Plan the forward whose requests were noted, which has `tokens` tokens.
+    def begin(self) -> None:
+        """Plan the forward whose requests were noted.
 
         Raises: InterruptedForwardError where a request holds other tokens than transformers takes it to hold.
         """
@@ -459,31 +455,33 @@ class BatchCache:
         for request in self.requests:
             request.promised = 0
         self._promised = 0
-        self._check(coming, tokens)
+        lengths = next(iter(self.groups.values())).lengths().tolist()
+        reads_part = self.options.reads_part
+        places: dict[Request, int] = {}
+        tokens, single = 0, []
+        for request in coming:
+            there = 0 if request.row is None else lengths[request.row]
+            if request.row is None or there != request.held:
+                raise InterruptedForwardError(
+                    f"request {request.name!r} has {there} tokens in the cache, and transformers takes it to hold {request.held}"
+                )
+            places[request], tokens = tokens, tokens + request.coming
+            # where steps read a part, the last token of a prompt still reads all of it
+            if request.coming == 1 and request.held >= (request.prompt if reads_part else 1):
+                single.append(request)
         for group in self.groups.values():
             group.release_read()
-        reads_part = self.options.reads_part  # but the whole of a prompt, up to its last token
-        steps_of_one = {
-            request: 0
-            for request in coming
-            if request.coming == 1
-            and request.held
-            and not (reads_part and request.held < request.prompt)
-        }
-        self._put_first(list(steps_of_one))
-        parts, place = [], 0
-        for request in coming:
-            if request in steps_of_one:
-                steps_of_one[request] = place
-            elif request.coming:
+        self._put_first(single)
+        parts = []
+        if single:
+            count = len(single)
+            run = self._run_of([places.pop(request) for request in self.requests[:count]])
+            parts.append(Part(0, count, 1, run, prompt=False))
+        for request, place in places.items():
+            if request.coming:
                 assert request.row is not None
                 there = slice(place, place + request.coming)
                 parts.append(Part(request.row, 1, request.coming, there, prompt=True))
-            place += request.coming
-        if steps_of_one:
-            count = len(steps_of_one)
-            places = [steps_of_one[request] for request in self.requests[:count]]
-            parts.insert(0, Part(0, count, 1, self._run_of(places), prompt=False))
         steps = {
             window: [group.grow(part.first, part.first + part.rows, part.q_len) for part in parts]
             for window, group in self.groups.items()
@@ -497,21 +495,6 @@ class BatchCache:
         if places == list(range(first, first + count)):
             return slice(first, first + count)
         return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
-
-    def _check(self, coming: Sequence[Request], tokens: int) -> None:
-        """Raise InterruptedForwardError unless the requests hold what transformers takes them to hold."""
-        counts = {request.name: request.coming for request in coming}
-        if sum(counts.values()) != tokens:
-            raise InterruptedForwardError(
-                f"a forward of continuous batching has {tokens} tokens, and its requests {counts}"
-            )
-        lengths = next(iter(self.groups.values())).lengths().tolist()
-        for request in coming:
-            there = 0 if request.row is None else lengths[request.row]
-            if request.row is None or there != request.held:
-                raise InterruptedForwardError(
-                    f"request {request.name!r} has {there} tokens in the cache, and transformers takes it to hold {request.held}"
-                )
 
     def paged_attend(
         self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any
@@ -532,40 +515,6 @@ class BatchCache:
             )
         self.layers_reached.add(layer)
         return store.attend(self._forward, module, states, kwargs)
-
-    # -- what it holds -----------------------------------------------------------------------------------------------
-
-    def memory(self) -> MemoryReport:
-        """Return the bytes of all tensors, by part; may be called in any thread.
-
-        "other" are the exact first tokens of the prefixes that a store of the manager's own keeps, which `room` does not count.
-        """
-        stores = list(self.stores.values())
-        pages = [
-            (store.pages.capacity, side) for store in stores for side in store.pages.spec.sides
-        ]
-        payload = sum(capacity * side.payload_bytes for capacity, side in pages)
-        scales = sum(capacity * side.scale_bytes for capacity, side in pages)
-        tail = sum(one.tokens.nbytes for store in stores for one in store.windows)
-        kept = NO_STATS if self.prefix_store is None else self.prefix_store.stats()
-        other = kept.bytes - kept.pages * next(iter(self.kinds.values())).page_bytes
-        first = next(iter(self.groups.values()))
-        return MemoryReport(
-            payload=payload, scales=scales, tail=tail, tables=0, other=other,
-            pages_held=sum(group.pool.num_held for group in self.groups.values()),
-            pages_allocated=sum(self.room.pages.values()),
-            tokens=int(first.lengths().sum()), offloaded=self.bytes_away(),
-        )  # fmt: skip
-
-    def check_integrity(self) -> None:
-        """Raise ValueError unless counts and rows agree."""
-        for group in self.groups.values():
-            group.pool.check_integrity()
-            if len(group) != len(self.requests):
-                raise ValueError(f"{len(group)} rows for {len(self.requests)} requests")
-        for row, request in enumerate(self.requests):
-            if request.row != row or self.known.get(request.name) is not request:
-                raise ValueError(f"row {row} is not that of its request {request.name!r}")
 
 
 @dataclass(frozen=True)
@@ -615,17 +564,12 @@ class BatchCounts:
             raise UnsupportedModelError(
                 "this manager has no paged cache: it has not started, or its generation_config names none"
             )
-        return cls.of_cache(cache)
-
-    @classmethod
-    def of_cache(cls, cache: BatchCache) -> "BatchCounts":
-        """Return the counts of a manager's cache."""
         group = next(iter(cache.groups.values()))
         with group.pool.lock:
             batch, held = group.batch, group.pool.num_held
         uses = Counter(page for pages in batch.pages for page in pages)
-        memory, store = cache.memory(), cache.prefix_store
-        stats = NO_STATS if store is None else store.stats()
+        stores, kept = list(cache.stores.values()), cache.prefix_store
+        stats = NO_STATS if kept is None else kept.stats()
         return cls(
             requests=len(batch),
             rows=cache.room.rows,
@@ -634,9 +578,9 @@ class BatchCounts:
             pages_allocated=cache.num_blocks,
             pages_shared=sum(count > 1 for count in uses.values()),
             pages_kept=max(0, held - len(uses)),
-            bytes_pages=memory.payload + memory.scales,
-            bytes_exact=memory.tail,
-            bytes_host=memory.offloaded,
+            bytes_pages=sum(one.pages.capacity * one.pages.spec.page_bytes for one in stores),
+            bytes_exact=sum(side.tokens.nbytes for one in stores for side in one.windows),
+            bytes_host=cache.bytes_away(),
             prompts=stats.rows,
             prompts_hit=stats.rows_hit,
             prompt_tokens=stats.tokens,

@@ -12,7 +12,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..hf.prefix import last_logit
+from ..hf.prefill import last_logit
 from .batch_cache import BatchCache
 from .batch_rows import BatchRoom, check_layer, kinds_of
 
@@ -113,19 +113,17 @@ def try_model(model: Any, cache: BatchCache) -> None:
     name = type(model).__name__
     most = model.config.get_text_config(decoder=True).vocab_size - 1
     texts = [[min(token, most) for token in text] for text in _TEXTS[: cache.room.rows]]
-    reached: set[int] = set()
-    found, failed = [], None
+    found: list[Sequence[torch.Tensor]] = []
+    failed = None
     try:
-        for spans in (_FIRST, _REST):
-            found.append(_forward(model, cache, texts, spans))
-            reached |= cache.layers_reached
+        found = [_forward(model, cache, texts, spans) for spans in (_FIRST, _REST)]
     except UnsupportedModelError:
         raise
     except Exception as raised:
-        failed, reached = raised, cache.layers_reached
+        failed = raised
     finally:
         cache.free_all_requests()
-    missing = sorted(set(cache.stores) - reached)
+    missing = sorted(set(cache.stores) - cache.layers_reached)
     if missing:
         raise UnsupportedModelError(
             f"{name} does not hand continuous batching's cache down to its attention (layers {missing} did not get it), so that "
@@ -150,21 +148,18 @@ def try_model(model: Any, cache: BatchCache) -> None:
 
 def _forward(
     model: Any, cache: BatchCache, texts: Sequence[list[int]], spans: Sequence[tuple[int, int]]
-) -> tuple[torch.Tensor, ...]:
+) -> Sequence[torch.Tensor]:
     """Run the tokens first .. last - 1 of each text in one row; return the logits [tokens, vocabulary] of each."""
     ids: list[int] = []
     positions: list[int] = []
     for number, (text, (first, last)) in enumerate(zip(texts, spans, strict=False)):
-        name = f"trial {number}"
-        state = batching_requests.RequestState(name, text, position_offset=first)
-        if not cache.can_store_request_tokens(state, last - first):
-            raise UnsupportedModelError(
-                "the cache has no room for two short requests; give it more"
-            )
-        cache.extend_read_and_write_indices(name, first, last - first)
+        request = cache.request(f"trial {number}")
+        if request.row is None:
+            cache.admit(request)
+        cache.extend_read_and_write_indices(request.name, first, last - first)
         ids += text[first:last]
         positions += range(first, last)
-    cache.begin(len(ids))
+    cache.begin()
     row = _row(model, ids)
     out = model(
         input_ids=row,
@@ -173,9 +168,7 @@ def _forward(
         use_cache=False,
         cache=cache,
     )
-    counts = [last - first for first, last in spans[: len(texts)]]
-    logits: tuple[torch.Tensor, ...] = out.logits[0].split(counts)
-    return logits
+    return out.logits[0].split([last - first for first, last in spans[: len(texts)]])
 
 
 def _row(model: Any, numbers: list[int]) -> torch.Tensor:

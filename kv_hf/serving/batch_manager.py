@@ -1,8 +1,8 @@
 """transformers' continuous batching on quantized pages: what its manager does where a generation config names a paged cache."""
 
+import copy
 import functools
-import inspect
-import threading
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,18 +17,17 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, cache_names, is_cache_name
-from ..hf.models import takes_handles, use_paged_attention, why_not_pages
+from ..formats import cache_names, is_cache_name
+from ..hf.models import why_not_pages
 from ..notices import warn_once
-from .batch_cache import BatchCache
+from .batch_cache import BatchCache, Salted
 from .batch_making import new_cache
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
 _originals: dict[tuple[Any, str], Any] = {}
 _managers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # on quantized pages
-# `make`: what this thread's manager makes its cache by, None where transformers makes it
-_here = threading.local()
+_numbers = itertools.count()  # of requests with a salt and without an id
 
 
 def install() -> None:
@@ -54,9 +53,9 @@ def uninstall() -> None:
 
 
 def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
-    """Make the cache of a batch processor: that of this thread's manager, or transformers' `own`."""
-    make = getattr(_here, "make", None) or own
-    return make(**kwargs)
+    """Make the cache of a batch processor: as its manager has noted, or transformers' `own`."""
+    make = getattr(kwargs["continuous_batching_config"], "kv_hf_make", None)
+    return own(**kwargs) if make is None else make()
 
 
 # -- what is asked, and refused before anything is changed ---------------------------------------------------------------
@@ -137,11 +136,11 @@ def check_model(model: Any) -> None:
 
 def _check_attention(model: Any) -> None:
     """Raise UnsupportedModelError where the attention of `model` is no longer one that reads pages."""
-    now = attention_config(model.config)._attn_implementation
-    if not takes_handles(now):
+    reason = why_not_pages(model)
+    if reason is not None:
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} was set to {now!r}, which does not read pages, while continuous batching "
-            "runs on them; stop the manager first"
+            f"the attention of {type(model).__name__} was changed, while continuous batching runs on its pages: {reason}; stop the "
+            "manager first"
         )
 
 
@@ -153,54 +152,35 @@ class BatchManager(Manager):
 
     Attributes:
         kv_hf_options: of the paged cache, None without one.
-        kv_hf_salts: of requests that were added and have not come to the cache yet.
     """
 
     def __init__(
         self, model: Any, generation_config: Any, continuous_batching_config: Any, **kwargs: Any
     ) -> None:
-        self.kv_hf_options = options_of(generation_config)
-        self.kv_hf_salts: dict[str, str] = {}
-        if self.kv_hf_options is not None:  # checked before the model is touched
+        options = self.kv_hf_options = options_of(generation_config)
+        if options is not None:  # checked before the model is touched
             check_here()
             _check_batching(continuous_batching_config)
             check_model(model)
         super().__init__(model, generation_config, continuous_batching_config, **kwargs)
-        if self.kv_hf_options is not None:
+        if options is not None:
             _managers.add(self)
+            batching = self.continuous_batching_config = copy.copy(self.continuous_batching_config)
+            self._host_space = batching.cpu_offload_space
+            batching.cpu_offload_space = 0.0  # no buffer of 16-bit pages
+            vars(batching)["kv_hf_make"] = functools.partial(new_cache, model, options, batching)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Give a model an attention for these pages; transformers' own method knows a closed list of them."""
-        before = model.config._attn_implementation
+        """Leave a model its attention, which reads these pages; transformers' own method knows a closed list of them."""
         if self.kv_hf_options is not None:
-            use_paged_attention(model)
-        else:
-            if before == ATTENTION_NAME:  # a call of generate() has switched it
-                if self._beside(model):
-                    raise UnsupportedModelError(
-                        f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
-                        "not read by; stop it first"
-                    )
-                model.set_attn_implementation("eager")
-            super().switch_to_cb_friendly_attn(model, *args, **kwargs)
-            if before != ATTENTION_NAME:
-                return
-        if model.config._attn_implementation != before:
-            self._original_attn_impl = before
-
-    def _beside(self, model: Any) -> Any:
-        """Return another manager that runs on quantized pages of `model`, or None."""
-        others = (one for one in list(_managers) if one is not self and one.model is model)
-        return next((one for one in others if one.is_running()), None)
-
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop; of several managers on pages of a model the last one gives it its attention back."""
-        other = self._beside(self.model)
-        if self.kv_hf_options is not None and other is not None:
-            if other._original_attn_impl is None:
-                other._original_attn_impl = self._original_attn_impl
-            self._original_attn_impl = None
-        super().stop(*args, **kwargs)
+            return
+        others = (one for one in list(_managers) if one.model is model and one.is_running())
+        if attention_config(model.config)._attn_implementation == "eager" and any(others):
+            raise UnsupportedModelError(
+                f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
+                "not read by; stop it first"
+            )
+        super().switch_to_cb_friendly_attn(model, *args, **kwargs)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -210,61 +190,35 @@ class BatchManager(Manager):
                 yield
             finally:
                 if self.kv_hf_options is not None:
-                    self._look_again()
-
-    def _look_again(self) -> None:
-        processor: Any = self.batch_processor
-        processor.cache.look_again()
+                    processor: Any = self.batch_processor
+                    processor.cache.look_again()
 
     def _create_batch_processor(self) -> Any:
         """Make the batch processor with its cache, or empty the one that is there."""
-        options = self.kv_hf_options
-        if options is None:
-            return super()._create_batch_processor()
-        self.switch_to_cb_friendly_attn(self.model)  # stop() has switched it back
-        if self.batch_processor is not None:
-            self._look_again()
-            return super()._create_batch_processor()
-        batching = self.continuous_batching_config
-        space = batching.cpu_offload_space
-        batching.cpu_offload_space = 0.0  # no buffer of 16-bit pages
-        _here.make = lambda **kwargs: new_cache(self.model, options, batching)
-        try:
-            processor = super()._create_batch_processor()
-        except BaseException:
-            if self._original_attn_impl is not None:
-                self.model.set_attn_implementation(self._original_attn_impl)
-                self._original_attn_impl = None
-            raise
-        finally:
-            _here.make = None
-            batching.cpu_offload_space = space
-        # the bytes that transformers would take: its sectors are bytes here
-        most = batching.cpu_offload_space_safety_threshold
-        host_bytes = processor.offloading_manager._compute_num_cpu_sectors(space, most)
-        _join(processor, host_bytes, self.kv_hf_salts)
+        known, processor = self.batch_processor, super()._create_batch_processor()
+        if self.kv_hf_options is not None and processor is not known:
+            # the bytes that transformers would take: its sectors are bytes here
+            most = self.continuous_batching_config.cpu_offload_space_safety_threshold
+            manager: Any = processor.offloading_manager
+            _join(processor, manager._compute_num_cpu_sectors(self._host_space, most))
         return processor
 
-    def add_request(self, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        *args: Any,
+        cache_salt: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Add a request; `cache_salt`, a string, keeps its prefixes apart from those of other salts."""
-        if cache_salt is None:
-            return super().add_request(*args, **kwargs)
-        if self.kv_hf_options is None or not isinstance(cache_salt, str):
-            raise CacheOptionError(
-                f"cache_salt={cache_salt!r} must be a string, and is read by continuous batching on a paged cache alone"
-            )
-        given = inspect.signature(super().add_request).bind_partial(*args, **kwargs).arguments
-        given |= given.pop("logit_processor_kwargs", {})
-        name = given.get("request_id")
-        if name is None:
-            with self._request_lock:
-                name = given["request_id"] = f"req_{self._request_counter}"
-                self._request_counter += 1
-        self.kv_hf_salts[name] = cache_salt  # before the request can be taken
-        taken = super().add_request(**given)
-        if taken is None:  # the manager is stopping
-            self.kv_hf_salts.pop(name, None)
-        return taken
+        if cache_salt is not None:
+            if self.kv_hf_options is None or not isinstance(cache_salt, str):
+                raise CacheOptionError(
+                    f"cache_salt={cache_salt!r} must be a string, and is read by continuous batching on a paged cache alone"
+                )
+            request_id = Salted(request_id or f"salted_{next(_numbers)}", cache_salt)
+        return super().add_request(input_ids, request_id, *args, **kwargs)
 
 
 def _checked_manager(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,25 +269,24 @@ def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- its batch processor ---------------------------------------------------------------------------------------------------
 
 
-def _join(processor: Any, host_bytes: int, salts: dict[str, str]) -> None:
+def _join(processor: Any, host_bytes: int) -> None:
     """Let a batch processor run its forwards on the BatchCache that it was made with.
 
     Args:
         host_bytes: that requests may take on the host.
-        salts: of requests that were added and have not come here yet.
     """
     cache: BatchCache = processor.cache
     cache.stream = processor.inputs_and_outputs.compute_stream
     scheduler, compute = processor.scheduler, processor.model_runner.compute_batch
     processor.offloading_manager = BatchOffload(cache, scheduler, host_bytes)
-    enqueue, clear = scheduler.add_waiting_request, scheduler.clear_cancelled_requests
+    enqueue = scheduler.add_waiting_request
 
     def run(model: Any, batch: dict[str, Any]) -> None:
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
         _check_attention(model)
-        count = batch["input_ids"].shape[1]
         with cache.in_order():
-            cache.begin(count)
+            cache.begin()
+        count = batch["input_ids"].shape[1]
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
@@ -345,25 +298,14 @@ def _join(processor: Any, host_bytes: int, salts: dict[str, str]) -> None:
 
     def add(state: Any) -> None:
         """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
-        salt = salts.pop(state.request_id, "")
         if state.request_id in scheduler.active_requests | scheduler.waiting_requests:
             raise CacheOptionError(
                 f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
             )
         _check_length(cache, state)
-        if salt:
-            cache.request(state.request_id).salt = salt
         enqueue(state)
 
-    def clear_cancelled() -> Any:
-        """Let waiting requests in where all others were cancelled: transformers does so where one finishes."""
-        gone = clear()
-        if not scheduler.active_requests:
-            scheduler.block_new_requests = False
-        return gone
-
-    processor.model_runner.compute_batch = run
-    scheduler.add_waiting_request, scheduler.clear_cancelled_requests = add, clear_cancelled
+    processor.model_runner.compute_batch, scheduler.add_waiting_request = run, add
 
 
 def _check_length(cache: BatchCache, state: Any) -> None:
@@ -420,7 +362,6 @@ class BatchOffload:
     def _leave(self, state: RequestState) -> RequestState:
         """Take a request's row from it; return the request that waits in its place."""
         if not self.cache.take_away(state.request_id, self.host_bytes):
-            self.cache.begin_anew(state.request_id)
             fresh = state.create_equivalent_initial_request()
             state._status = RequestStatus.FINISHED
             return fresh
@@ -437,8 +378,9 @@ class BatchOffload:
             future.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: RequestState) -> None:
-        """Forget what a cancelled request holds on the host."""
-        self.cache.free_blocks(state.request_id)
+        """Let waiting requests in where all others were cancelled: transformers does so where one finishes."""
+        if not self.scheduler.active_requests:
+            self.scheduler.block_new_requests = False
 
     def reset(self) -> None:
         """Forget all requests on the host."""

@@ -10,7 +10,7 @@ import torch
 from ..cache.layer import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..pages.rows import NO_ROWS, Batch, Rows, RowSizes, plan_append
+from ..pages.rows import Batch, Rows, RowSizes, plan_append
 from ..pages.step import Row, Step, Tables
 from ..spec import PageSpec
 from ..units import format_bytes
@@ -77,14 +77,6 @@ class BatchRows(Rows):
             else:
                 self.pool.share(row.pages)
             self.batch = Batch.of((*self.batch.rows, row))
-
-    def arrange(self, order: Sequence[int]) -> None:
-        """Let row i continue the former row order[i]; rows that are not named let go of their pages."""
-        rows = self.batch.rows
-        with self.pool.lock:
-            for gone in set(range(len(rows))) - set(order):
-                self.pool.release(rows[gone].pages)
-            self.batch = Batch.of([rows[index] for index in order]) if order else NO_ROWS
 
     def grow(self, first: int, last: int, q_len: int) -> Step:
         """Let the rows first .. last - 1 grow by `q_len` tokens each; return what that does, the rows counted from 0.

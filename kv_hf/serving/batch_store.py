@@ -90,8 +90,9 @@ class BatchStore(LayerStore):
             attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
             if (
                 not step.fits or step.moves_rest
-            ):  # windows made anew, and the old ones are read by now
-                self._keep_rest(part)
+            ):  # in windows made anew; the old ones are read by now
+                for window, rest in zip(self.windows, self.residuals, strict=True):
+                    window.tokens[part.first : part.first + part.rows] = rest.tokens
             if len(forward.parts) == 1 and isinstance(part.tokens, slice):
                 return attended.reshape(1, forward.tokens, *attended.shape[2:]), None
             if out is None:
@@ -134,19 +135,12 @@ class BatchStore(LayerStore):
         shape = (part.rows, 1, part.q_len, seen)
         return *new, LazyMask(shape, self.device, visible, causal=causal)
 
-    def _keep_rest(self, part: Part) -> None:
-        """Take the windows of a part's rows over into those of all rows."""
-        for window, residual in zip(self.windows, self.residuals, strict=True):
-            window.tokens[part.first : part.first + part.rows] = residual.tokens
-        self.residuals = self.windows
-
     # -- rows that come, go and change places --------------------------------------------------------------------------
 
-    def move(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
-        """Let the windows of the rows `targets` [n] become what those of `sources` [n] are, all at once; int64."""
-        for residual in self.windows:
-            tokens = residual.tokens
-            tokens.index_copy_(0, targets, tokens.index_select(0, sources))
+    def select_rows(self, step: Step) -> None:
+        """Let row i of all windows continue the former row `step.sources[i]`."""
+        self.residuals = self.windows  # not those of a part
+        super().select_rows(step)
 
     def put_sinks(self, row: int, sinks: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Let a row begin with exact keys and values [num_kv_heads, sink_tokens, head_dim]."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import transformers
 
+from ..checks import extra
 from ..errors import CacheOptionError, KVCacheError, PagePoolExhaustedError
-from ..extras import extra
-from ..hf.asked import with_hint
+from ..hf.generation import with_hint
 from .server_model import ServerOptions
 
 TESTED = "5.17 to 5.23"
@@ -30,8 +30,6 @@ _USED = {
     "serving.utils.CBGenerateManager.scheduler": (),
     "serving.utils.GenerateManager.generate_streaming": (*_STREAMS, "response_parser"),
     "serving.utils.GenerateManager.generate_non_streaming": _STREAMS,
-    "serving.utils.GenerateManager.submit": ("fn", "args", "kwargs"),
-    "serving.utils.GenerateManager.async_submit": ("fn", "args", "kwargs"),
 }
 
 

@@ -1,8 +1,6 @@
 """The generation managers of transformers' server, with the cache of each request set, and whose request it is. Imported when a server starts."""
 
-import asyncio
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
@@ -14,12 +12,11 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..texts import longest_context
-from .batch_cache import BatchCache, BatchCounts
+from .batch_cache import BatchCache, BatchCounts, Salted
 from .batch_manager import check_here, check_model, check_options
 from .server_model import ServedModel, ServerOptions, check_room, end_with_context
 
@@ -32,74 +29,51 @@ tenant: ContextVar[str] = ContextVar("kv_hf_tenant", default="")
 _numbers = itertools.count()  # of all batched requests of this process
 
 
-class PagedGenerateManager(GenerateManager):
-    """transformers' manager of plain requests, which runs them one by one, with pages as their cache.
+class PagedManager:
+    """A manager of transformers' server, which runs requests one by one, with pages as the cache of each.
 
     Args:
+        own: transformers' manager.
         served: returns what the server keeps of a loaded model.
     """
 
-    def __init__(self, served: Callable[[Any], ServedModel]) -> None:
-        super().__init__()
-        self._served = served
-        self._current: ServedModel | None = None
+    def __init__(self, own: Any, served: Callable[[Any], ServedModel]) -> None:
+        self._own, self._served = own, served
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what transformers' manager has under this name."""
+        return getattr(self._own, name)
+
+    def prepare(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
+        """Set the cache of a request; return its id. Raises what `ServedModel.prepare` raises."""
+        self._served(model).prepare(gen_config, inputs["input_ids"].shape[-1], tenant.get())
+        return request_id
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **named: Any
-    ) -> Any:
-        """Start a stream. Raises what `ServedModel.prepare` raises before anything is sent."""
-        self._prepare(model, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, *rest, **named)
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **named: Any
+    ) -> Any:  # fmt: skip
+        """Start a stream. Raises what `prepare` raises before anything is sent."""
+        own = self.prepare(model, inputs, gen_config, request_id)
+        return self._own.generate_streaming(model, processor, inputs, gen_config, own, **named)
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *rest: Any, **named: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
-        """Run a request to its end. Raises what `ServedModel.prepare` raises before it is queued."""
-        self._prepare(model, inputs, gen_config)
-        return await super().generate_non_streaming(
-            model, processor, inputs, gen_config, *rest, **named
-        )
-
-    def _prepare(self, model: Any, inputs: Any, gen_config: Any) -> None:
-        """Set the cache of a request, and note its model for `submit`, which comes next in this thread."""
-        self._current = self._served(model)
-        self._current.prepare(gen_config, inputs["input_ids"].shape[-1], tenant.get())
-
-    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Queue a call for the inference thread; return its future."""
-        return super().submit(self._reported(fn), *args, **kwargs)
-
-    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
-        """Queue a call for the inference thread; return its awaitable future."""
-        return super().async_submit(self._reported(fn), *args, **kwargs)
-
-    def _reported(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn`, which logs in the inference thread what it took from the prefix store."""
-        # forgotten here: the store of a model that is unloaded must go
-        served, self._current = self._current, None
-        if served is None:
-            return fn
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before = served.stats()
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                served.report(before)
-
-        return run
+        """Run a request to its end. Raises what `prepare` raises before it is queued."""
+        own = self.prepare(model, inputs, gen_config, request_id)
+        return await self._own.generate_non_streaming(model, processor, inputs, gen_config, own)
 
 
-class PagedBatchManager:
+class PagedBatches(PagedManager):
     """transformers' manager of continuous batching, with the server's cache named in the config of its batches.
 
     Args:
-        batches: transformers' CBGenerateManager.
+        own: transformers' CBGenerateManager.
         options: of the server.
     """
 
-    def __init__(self, batches: CBGenerateManager, options: ServerOptions) -> None:
-        self._batches, self._options = batches, options
+    def __init__(self, own: Any, options: ServerOptions) -> None:
+        self._own, self._options = own, options
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Start the batches at the first request, and wait until their cache is made or refused.
@@ -115,78 +89,54 @@ class PagedBatchManager:
                     f"{name} of a request must be left out: continuous batches share the cache of the server"
                 )
         vars(gen_config).update(served)
-        self._batches.init_cb(model, gen_config)
-        while self.cache is None and self._batches.is_alive():
+        self._own.init_cb(model, gen_config)
+        while self.cache is None and self._own.is_alive():
             time.sleep(POLL_S)
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, **named: Any
-    ) -> Any:  # fmt: skip
-        """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
-        own = self._admit(model, inputs, gen_config, request_id)
-        return self._batches.generate_streaming(model, processor, inputs, gen_config, own, **named)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> Any:
-        """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
-        own = self._admit(model, inputs, gen_config, request_id)
-        return await self._batches.generate_non_streaming(model, processor, inputs, gen_config, own)
 
     @property
     def cache(self) -> BatchCache | None:
         """The cache of the batches, None before they have one."""
         try:
-            found: Any = self._batches.scheduler.cache
+            found: Any = self._own.scheduler.cache
         except RuntimeError:
             return None
         return found
 
-    def _admit(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
-        """Check that a prompt has room, and note the salt of its prefixes for when the batches take it.
+    def prepare(self, model: Any, inputs: Any, gen_config: Any, request_id: str) -> str:
+        """Return an id that no other request has, whatever its client calls it: answers are handed out by it.
 
-        Returns: an id that no other request has, whatever its client calls it: answers are handed out by it.
+        Raises: PagePoolExhaustedError for a prompt without room.
         """
-        own, cache = f"{request_id}/{next(_numbers)}", self.cache
         prompt_tokens = len(inputs["input_ids"])
         end_with_context(gen_config, prompt_tokens, longest_context(model.config))
-        if cache is not None:
-            check_room(prompt_tokens + 1, cache.most_tokens)
-            if tenant.get():
-                cache.request(own).salt = tenant.get()
-        return own
+        if self.cache is not None:
+            check_room(prompt_tokens + 1, self.cache.most_tokens)
+        return Salted(f"{request_id}/{next(_numbers)}", tenant.get())
 
 
 class PagedManagers:
-    """The managers and models of one server, in place of the table that transformers' GenerationState has.
+    """The managers and models of one server, around those that transformers' GenerationState makes.
 
     Args:
-        state: transformers' GenerationState, which still makes the manager of continuous batching.
+        state: transformers' GenerationState.
         options: of the server.
     """
 
     def __init__(self, state: Any, options: ServerOptions) -> None:
         self.options = options
-        self._batching: Callable[..., Any] = state.get_manager
-        self._plain: dict[str, PagedGenerateManager] = {}
-        self._batches: tuple[str, PagedBatchManager] | None = None
+        self._own: Callable[..., Any] = state.get_manager
+        self._batches: tuple[str, PagedBatches] | None = None
         self._models: weakref.WeakKeyDictionary[Any, tuple[str, ServedModel]] = (
             weakref.WeakKeyDictionary()
         )
-        self._lock = threading.Lock()
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> PagedManager:
         """Return the manager of a model, as GenerationState.get_manager does."""
-        if use_cb:
-            found = PagedBatchManager(self._batching(model_id, use_cb=True), self.options)
-            self._batches = model_id, found
-            return found
-        with self._lock:
-            if model_id not in self._plain:
-                self._plain[model_id] = PagedGenerateManager(
-                    lambda model: self.served(model, model_id)
-                )
-            return self._plain[model_id]
+        own = self._own(model_id, use_cb=use_cb)
+        if not use_cb:
+            return PagedManager(own, lambda model: self.served(model, model_id))
+        self._batches = model_id, PagedBatches(own, self.options)
+        return self._batches[1]
 
     def check(self, model: Any, model_id: str) -> None:
         """Raise KVCacheError where pages cannot be the model's cache."""
@@ -202,22 +152,18 @@ class PagedManagers:
 
         Raises: KVCacheError where pages cannot be the model's cache.
         """
-        with self._lock:
-            if model not in self._models:
-                self._models[model] = model_id, ServedModel(model, self.options)
-            return self._models[model][1]
+        if model not in self._models:
+            self._models[model] = model_id, ServedModel(model, self.options)
+        return self._models[model][1]
 
-    def stats(self) -> dict[str, Any]:
+    async def stats(self) -> dict[str, Any]:
         """Return the server's cache, and the counts of each model's prefix store or batches, in JSON types."""
-        with self._lock:
-            served = dict(self._models.values())
         models: dict[str, Any] = {
-            name: {"prefix_store": one.counts()} for name, one in served.items()
+            name: {"prefix_store": one.counts()} for name, one in self._models.values()
         }
         if self._batches is not None:
             name, manager = self._batches
-            cache = manager.cache
-            counts = None if cache is None else asdict(BatchCounts.of_cache(cache))
+            counts = None if manager.cache is None else asdict(BatchCounts.of(manager._cb))
             models.setdefault(name, {})["batches"] = counts
         return {
             "cache": self.options.name,

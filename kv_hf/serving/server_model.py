@@ -8,13 +8,12 @@ from typing import Any
 from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
-from ..cache.prefix_store import PrefixStats, PrefixStore
+from ..cache.prefix_store import PrefixStore
 from ..cache_names import parse_cache_name
 from ..config import CacheConfig, check_option_names, names_of
 from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..formats import cache_names, is_cache_name
 from ..geometry import Geometry
-from ..notices import logger
 from ..printable import short
 from ..texts import longest_context
 from ..units import parse_bytes
@@ -181,37 +180,21 @@ class ServedModel:
         generation_config.cache_implementation = name
         generation_config.cache_config = options
 
-    def stats(self) -> PrefixStats | None:
-        """Return the counts of the store, None without one."""
-        return None if self.store is None else self.store.stats()
-
     def counts(self) -> dict[str, Any] | None:
         """Return the counts of the store in JSON types, None without one.
 
         Beside those of PrefixStats: `skipped`, the part of the tokens that no forward computed; `max_bytes`;
         `pages_in_use`, the pages that the store or a running request holds.
         """
-        stats = self.stats()
-        if stats is None or self.store is None:
+        if self.store is None:
             return None
+        stats = self.store.stats()
         return {
             **vars(stats),
             "skipped": stats.skipped,
             "max_bytes": self.store.max_bytes,
             "pages_in_use": self.store.arena.num_held,
         }
-
-    def report(self, before: PrefixStats | None) -> None:
-        """Log at info what a request took from the store, whose counts were `before`."""
-        after = self.stats()
-        if before is None or after is None or after.rows == before.rows:
-            return
-        tokens = after.tokens - before.tokens
-        computed = after.tokens_computed - before.tokens_computed
-        logger.info(
-            "kv-hf serve: prompt of %s tokens, %s of them from the prefix store, which holds %s pages (%s bytes)",
-            f"{tokens:,}", f"{tokens - computed:,}", f"{after.pages:,}", f"{after.bytes:,}",
-        )  # fmt: skip
 
 
 def check_asked(asked: Mapping[str, Any]) -> Mapping[str, Any]:

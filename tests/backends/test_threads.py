@@ -12,12 +12,10 @@ import pytest
 import torch
 from paths import TESTS
 from tiny_models import left_padded, make_model
-from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kv_hf
 from kv_hf import notices
 from kv_hf.backends.cpu import library
-from kv_hf.hf import models
 
 NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
 
@@ -109,31 +107,6 @@ def test_python_threads_call_a_kernel_that_has_threads_itself(rounds):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_one_model_is_switched_once_and_as_a_whole(monkeypatch):
-    """set_attn_implementation goes from config to config: a second thread waits until the first is done."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, num_key_value_heads=2))
-    inside, overlaps = [], []
-    other = threading.Barrier(2)
-    set_attention = models._set_attention
-
-    def slow(model, implementation):
-        inside.append(1)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            other.wait(0.3)  # a second thread that gets here at the same time
-            overlaps.append(1)
-        set_attention(model, implementation)
-        inside.pop()
-
-    def work(index):
-        models.use_paged_attention(model)
-        return model.config._attn_implementation, len(inside)
-
-    monkeypatch.setattr(models, "_set_attention", slow)
-    assert at_once(work, 2) == [("kv_hf", 0)] * 2
-    assert not overlaps
 
 
 def test_a_notice_is_said_once_whatever_the_threads(monkeypatch):

@@ -28,7 +28,8 @@ STORE = {"prefix_store": kv_hf.PrefixStore()}
 # options, and a regular expression that the message must match
 BAD = [
     ({"keys": "int44"}, f"keys {FORMATS}.*'int44'.*did you mean 'int4'"),
-    ({"keys": "INT8"}, f"keys {FORMATS}.*'INT8'"),
+    ({"keys": "INT8"}, f"keys {FORMATS}.*'INT8'.*did you mean 'int8'"),
+    ({"kernel": "C"}, "kernel must be one of .*, got 'C'.*did you mean 'c'"),
     ({"keys": None}, f"keys {FORMATS}.*None"),
     ({"values": "fp88"}, f"values {FORMATS}.*'fp88'.*did you mean 'fp8'"),
     ({"values": "paged_int4"}, f"values {FORMATS}.*'paged_int4'"),

@@ -9,7 +9,7 @@ import pytest
 
 import kv_hf
 from kv_hf import evaluation
-from kv_hf.extras import extra
+from kv_hf.checks import extra
 
 # of extras; transformers itself needs tqdm and yaml
 EXTRAS = (

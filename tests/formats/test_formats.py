@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 
 import kv_hf
-from kv_hf import cli, doctor
+from kv_hf import doctor
 from kv_hf.backends.cpu import library
 from kv_hf.backends.registry import choose, layout_for
 from kv_hf.cache_names import all_cache_names, parse_cache_name
@@ -37,6 +37,7 @@ from kv_hf.formats import (
 from kv_hf.formats.linear import RangeFormat, per_channel, per_token
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import PageSpec
+from kv_hf_cli import main
 
 CPU = torch.device("cpu")
 PROMPT, NEW = 70, 12  # with pages of 16 tokens several are sealed before and while tokens are made
@@ -277,7 +278,7 @@ def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
     rows = {row.cache: row.memory.total for row in found.rows}
     # 4 bits and a scale, where int4 has an offset as well
     assert rows["paged_int2"] < rows["paged_nf4"] < rows["paged_int4"] < rows["paged_k8v4"]
-    assert cli.main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
+    assert main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
     assert "paged_nf4:keys=int8" in capsys.readouterr().out
 
 
@@ -296,7 +297,7 @@ def test_doctor_tries_a_registered_format(nf4, capsys):
     ]
     assert report.kernel == "reference"
     assert "'nf4' of keys and values" in dict(report.others)["c"]
-    assert cli.main(
+    assert main(
         ["doctor", "--device", "cpu", "--head-dim", "32", "--json", "--seconds", "1000"]
     ) in (0, 1)
     trials = json.loads(capsys.readouterr().out)["self_test"]["trials"]

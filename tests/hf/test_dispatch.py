@@ -1,6 +1,7 @@
 """Attention finds pages by the handle: plain models run as without kv_hf, paged ones read pages by the attention they have."""
 
 import threading
+from importlib import import_module
 
 import pytest
 import rounding
@@ -8,14 +9,15 @@ import tiny_latent
 import torch
 import transformers
 from tiny_models import left_padded, make_model, tokens
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
 import kv_hf
 from kv_hf.bridge import handles
+from kv_hf.bridge.handles import EAGER, reads_eagerly
 from kv_hf.hf import latent
-from kv_hf.hf.models import EAGER, takes_handles, why_not_pages
+from kv_hf.hf.models import takes_handles, why_not_pages
 
 ATTENTION = AttentionInterface._global_mapping
 MASKS = AttentionMaskInterface._global_mapping
@@ -100,7 +102,6 @@ def test_uninstall_restores_what_was_registered_unless_somebody_wrapped_it_since
         assert ATTENTION["sdpa"] is sdpa_attention_forward
         assert (MASKS["sdpa"], MASKS["eager"]) == (sdpa_mask, eager_mask)
         assert MASKS["flash_attention_2"] is flash_attention_mask
-        assert "kv_hf" not in ATTENTION and "kv_hf" not in MASKS
         kv_hf.install()
         ours = ATTENTION["sdpa"]
 
@@ -115,7 +116,7 @@ def test_uninstall_restores_what_was_registered_unless_somebody_wrapped_it_since
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
         kv_hf.install()
-    assert takes_handles("sdpa") and MASKS["sdpa"] is not sdpa_mask
+    assert takes_handles("sdpa", type(model)) and MASKS["sdpa"] is not sdpa_mask
 
 
 def test_own_function_under_the_name_sdpa_computes_with_dense_tensors(kernels):
@@ -171,36 +172,44 @@ def make(config, options):
 
 
 @pytest.mark.parametrize(("config", "options"), eager_models())
-def test_eager_families_are_switched_by_name_and_back(config, options, kernels):
+def test_eager_families_read_pages_with_the_attention_that_they_have(config, options, kernels):
     model, inputs = make(config, options), left_padded([60, 9])
     expected = model.generate(**inputs, **GREEDY)
-    assert model.config._attn_implementation == "eager"
     assert torch.equal(model.generate(**inputs, **GREEDY, **PAGED), expected)
-    assert model.config._attn_implementation == "kv_hf" and len(kernels) == 22
-    assert torch.equal(model.generate(**inputs, **GREEDY), expected)  # with a DynamicCache
+    assert model.config._attn_implementation == "eager" and len(kernels) == 22
+    cache = kv_hf.PagedCache(model.config, page_size=16)
+    with torch.no_grad():
+        model(tokens(2, 40), past_key_values=cache)
+        model(tokens(2, 1), past_key_values=cache)  # without generate()
+    assert len(kernels) == 24
     kv_hf.uninstall()
-    assert model.config._attn_implementation == "eager"
-    kv_hf.install()
+    try:
+        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+    finally:
+        kv_hf.install()
 
 
-def test_the_name_set_by_hand_on_another_class_is_an_error():
-    said = "is set by generate.. for families without sdpa .*gemma2.*none of them: leave it out"
-    for family in ("llama", "falcon"):
-        model = make_model(family)
-        model.config._attn_implementation = "kv_hf"
-        with pytest.raises(kv_hf.UnsupportedModelError, match=said):
-            model(tokens(1, 5))
+def test_eager_attention_of_other_families_computes_with_dense_tensors(kernels):
+    model, inputs = make_model("llama"), {"input_ids": tokens(2, 40)}
+    model.set_attn_implementation("eager")
+    expected = model.generate(**inputs, **GREEDY)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **PAGED), expected) and not kernels
 
 
-def test_table_of_eager_families_names_classes_of_transformers_without_sdpa():
-    for family, name in EAGER.items():
+def test_table_of_eager_families_names_those_without_sdpa():
+    for family in EAGER:
         try:
-            module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[name])
+            module = import_module(f"transformers.models.{family}.modeling_{family}")
         except ModuleNotFoundError:  # an older transformers
             continue
-        kind = getattr(module, name)
-        assert not kind._supports_sdpa and kind._can_set_attn_implementation()
-        assert hasattr(module, "eager_attention_forward")
+        assert reads_eagerly(module.eager_attention_forward)
+        kinds = [one for one in vars(module).values() if isinstance(one, type)]
+        (base,) = [
+            one
+            for one in kinds
+            if PreTrainedModel in one.__bases__ and one.__module__ == module.__name__
+        ]
+        assert not base._supports_sdpa and base._can_set_attn_implementation()
 
 
 # -- flash attention ------------------------------------------------------------------------------------------------

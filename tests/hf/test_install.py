@@ -16,7 +16,7 @@ def test_uninstall_restores_transformers():
     model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
     kv_hf.uninstall()
     try:
-        assert "kv_hf" not in AttentionInterface._global_mapping
+        assert not hasattr(AttentionInterface.get_interface, "__wrapped__")
         assert not hasattr(GenerationMixin._prepare_cache_for_generation, "__wrapped__")
         with pytest.raises(ValueError, match="paged_int4"):
             GenerationConfig(cache_implementation="paged_int4").validate()

@@ -24,7 +24,6 @@ from tiny_models import left_padded, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.hf.models import use_paged_attention
 
 LENGTHS = [40, 23]
 HERE = [family for family in FAMILIES if is_there(family)]
@@ -109,8 +108,6 @@ def test_logits_are_those_of_the_stock_model(family):
     exact.set_experts_implementation("eager")  # grouped products know no float64
     stock = forwards(model, DynamicCache(config=model.config))
     truth = forwards(exact, DynamicCache(config=model.config))
-    for one in (model, exact):
-        read_pages(one)
     cache = paged(model)
     with expansions(model) as lengths:
         found = forwards(model, cache)
@@ -147,7 +144,7 @@ def test_greedy_tokens_are_those_of_the_stock_model(family):
     else:
         assert all(kind.startswith("paged") and "latents" not in kind for kind in kinds)
     assert cache.memory().pages_held > 0
-    assert text_config(model)._attn_implementation in ("sdpa", "kv_hf")
+    assert text_config(model)._attn_implementation == stock_attention(family)
 
 
 @pytest.mark.parametrize("family", [family for family in SPARSE if is_there(family)])
@@ -161,7 +158,6 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
         make_model(family, **{**changes, "index_topk": 512}), DynamicCache(config=model.config)
     )
     assert largest_difference(stock, everything) > 1e-3, "the choice changes nothing"
-    read_pages(model)
     cache = paged(model)
     found = forwards(model, cache)
     assert_all_close(found, stock)
@@ -184,10 +180,4 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
         with torch.no_grad():
             out = model(ids, attention_mask=mask, past_key_values=one, use_cache=True)
         logits.append(out.logits)
-        read_pages(model)
     rounding.assert_close(logits[1], logits[0])
-
-
-def read_pages(model: Any) -> None:
-    """Let a model attend to pages without generate(): families without sdpa get "kv_hf"."""
-    use_paged_attention(model)

@@ -18,8 +18,8 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import kv_hf
-from kv_hf.config_numbers import check_numbers
 from kv_hf.errors import PlanError
+from kv_hf.model_fields import check_numbers
 from kv_hf.planner import meta_model, source
 from kv_hf.planner.inventory import Inventory
 from kv_hf.planner.source import load_inventory

@@ -13,8 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 import kv_hf
 from kv_hf import notices
+from kv_hf.files import made_once, user_dir
 from kv_hf.text_table import table_lines, wrap
-from kv_hf.user_dir import made_once, user_dir
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 

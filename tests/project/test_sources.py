@@ -10,8 +10,8 @@ from paths import ROOT
 
 PACKAGE = ROOT / "kv_hf"
 LAYERS = [
-    "errors extras files hub notices printable records text_table user_dir version",
-    "cache_names checks config config_numbers field_names formats read_budget texts units",
+    "errors files hub notices printable text_table version",
+    "cache_names checks config formats model_fields read_budget texts units",
     "geometry page_summary row_pages spec",
     "quant",
     "backends pages",
@@ -20,7 +20,7 @@ LAYERS = [
     "hf",
     "doctor evaluation gqa planner",
     "serving",
-    "__init__ __main__ cli",
+    "__init__ __main__",
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
 APART = [

@@ -6,6 +6,7 @@ import pytest
 import torch
 from stressed_models import stressed, value_channel
 from tiny_models import make_model, shared_model
+from tiny_server import check_batch
 from tiny_sliding import make_sliding
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -150,8 +151,13 @@ def manager():
 
 def pages_in_use(manager):
     cache = manager.batch_processor.cache
-    cache.check_integrity()
+    check_batch(cache)
     return len(cache.requests), set().union(*cache.groups[None].batch.pages, ())
+
+
+def allocated(manager):
+    counts = kv_hf.BatchCounts.of(manager)
+    return counts.bytes_pages + counts.bytes_exact
 
 
 def test_cancelled_requests_free_their_rows_and_pages(manager):
@@ -169,10 +175,7 @@ def test_cancelled_requests_free_their_rows_and_pages(manager):
 def collected_last(manager):
     found = {}
     while "last" not in found:
-        output = manager.get_result(timeout=30)
-        assert output is not None
-        if output.is_finished():
-            found[output.request_id] = output
+        found |= collected(manager, 1)
     return found
 
 
@@ -185,11 +188,10 @@ def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
         cache = manager.batch_processor.cache
         names = {store.pages.spec.values.scheme.name for store in cache.stores.values()}
         assert "int4" not in names
-        assert cache.memory().total == cache.room.nbytes <= 32 << 20
+        assert allocated(manager) == cache.room.nbytes <= 32 << 20
         manager.add_request(prompts()[3], request_id="r", max_new_tokens=70)
         assert collected(manager, 1)["r"].error is None
-        memory = cache.memory()
-        assert memory.total - memory.other == cache.room.nbytes  # besides the store's first tokens
+        assert allocated(manager) == cache.room.nbytes
     finally:
         manager.stop()
 
@@ -210,18 +212,14 @@ def test_a_prompt_that_never_fits_fails_alone():
 def test_an_answer_ends_where_the_cache_has_no_room_for_more():
     manager = started(make_model("llama"), config("paged_int8"), blocks=2)
     try:
+        manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
         with pytest.warns(kv_hf.KVCacheWarning, match="its answer ends there"):
-            found = answer_of(manager, [5] * 100, 1000)
+            found = collected(manager, 1)["r"]
         most = manager.batch_processor.cache.most_tokens
         assert found.error is None
         assert len(found.generated_tokens) == most - 100
     finally:
         manager.stop()
-
-
-def answer_of(manager, text, new):
-    manager.add_request(text, request_id="r", max_new_tokens=new)
-    return collected(manager, 1)["r"]
 
 
 def test_a_second_turn_finds_the_pages_of_the_first(manager):
@@ -309,7 +307,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
         make_model("llama"), config("paged_int8"), blocks=12, max_requests_per_batch=5
     )
     cache = manager.batch_processor.cache
-    nbytes = cache.memory().total
+    nbytes = allocated(manager)
     try:
         kept = []
         for number in range(count):
@@ -329,8 +327,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
                 found[output.request_id] = output
         assert set(kept) <= set(found)
         assert not [one.error for one in found.values() if one.error]
-        memory = cache.memory()
-        assert memory.total - memory.offloaded - memory.other == nbytes
+        assert allocated(manager) == nbytes
         while cache.requests:
             time.sleep(0.01)
         assert pages_in_use(manager) == (0, set())

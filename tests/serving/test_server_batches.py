@@ -5,12 +5,11 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tiny_server import running, save_model, wait_until
+from tiny_server import check_batch, running, save_model, wait_until
 from transformers import GenerationConfig
 
-from kv_hf.errors import UnsupportedModelError
 from kv_hf.serving.batch_cache import BatchCache
-from kv_hf.serving.batch_manager import check_here
+from kv_hf.serving.batch_manager import fits_transformers
 from kv_hf.texts import load_text
 
 openai = pytest.importorskip("openai", reason="the extra `serving` is not installed")
@@ -19,12 +18,7 @@ pytest.importorskip("uvicorn", reason="the extra `serving` is not installed")
 
 TEXT = load_text("lincoln_1863")
 SYSTEM = {"role": "system", "content": TEXT[:600]}
-HERE = True
-try:
-    check_here()
-except UnsupportedModelError:
-    HERE = False
-pytestmark = pytest.mark.skipif(not HERE, reason="this transformers has no batches on pages")
+pytestmark = pytest.mark.skipif(not fits_transformers(), reason="transformers before 5.18")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def check_idle(server):
     scheduler = scheduler_of(server)
     assert wait_until(lambda: not scheduler.active_requests and not scheduler.waiting_requests)
     assert isinstance(scheduler.cache, BatchCache)
-    scheduler.cache.check_integrity()
+    check_batch(scheduler.cache)
 
 
 def ask(server, index, stream, **more):
@@ -116,7 +110,7 @@ def test_an_answer_ends_with_the_context_of_the_model(server):
     """10**30 tokens kept the batch busy when their client had left."""
     _, manager = server.serve._generation_state.get_manager.__self__._batches
     config = GenerationConfig(max_new_tokens=10**30)
-    manager._admit(server.model(), {"input_ids": [5] * 10}, config, "one")
+    manager.prepare(server.model(), {"input_ids": [5] * 10}, config, "one")
     assert config.max_new_tokens == 8192 - 10
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kv_hf.evaluation.models import LoadedModel, check_model_name
 from kv_hf.evaluation.rows import WEIGHTS
-from kv_hf.user_dir import made_once, user_dir
+from kv_hf.files import made_once, user_dir
 from measure.models.stories15m import convert_llama2c
 
 ACCEPT_GEMMA = "KV_HF_ACCEPT_GEMMA_TERMS"

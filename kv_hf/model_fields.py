@@ -1,7 +1,8 @@
-"""The bounds of the numbers in a model config, checked by name before anything is built of them.
+"""The fields of a model's config.json: the names under which configs keep the same thing, and the bounds of their numbers.
 
 A config comes from anywhere. Numbers below zero would be planned as if they were real, and a thousand million layers
-would be built one by one. The limits lie far above every known model.
+would be built one by one, so that they are checked by name before anything is built of them. The limits lie far above every known
+model.
 """
 
 import re
@@ -10,17 +11,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import KVCacheError, PlanError
-from .field_names import (
-    EXPERTS,
-    EXPERTS_PER_TOKEN,
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    LAYERS,
-    POSITIONS,
-)
 from .printable import short
+
+# names of kv_hf's own fields, which say what it has done to a checkpoint
+CONVERSION = "kv_hf_conversion"
+UPTRAINING = "kv_hf_uptraining"
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+KV_HEADS = (
+    "num_key_value_heads",
+    "n_head_kv",
+    "num_kv_heads",
+    "n_kv_heads",
+    "kv_n_heads",
+    "multi_query_group_num",
+)
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv", "d_head")
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
+EXPERTS = (
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+)
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "top_k",
+)
 
 MOST_LAYERS = 1024
 MOST_HEADS = 1 << 16
@@ -28,6 +60,28 @@ MOST_CHANNELS = 1 << 20
 MOST_TOKENS = 1 << 30  # positions, words of a vocabulary
 MOST_WINDOW = 1 << 24  # its pages are followed one by one
 MOST_NUMBER = (1 << 63) - 1  # of all numbers: what torch can count
+
+
+def first(given: Any, names: tuple[str, ...]) -> int | None:
+    """Return the first of these names that is a whole number above 0 in a config or its dict."""
+    for name in names:
+        value = read(given, name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def read(given: Any, name: str) -> Any:
+    """Return a value of a config or its dict, None where it has none or says it per layer only."""
+    if isinstance(given, Mapping):
+        return given.get(name)
+    try:
+        return getattr(given, name, None)
+    except Exception:  # heterogeneous configs raise where layers differ
+        return None
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

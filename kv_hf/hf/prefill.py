@@ -1,24 +1,25 @@
-"""Prompts that share a prefix skip its prefill: what happens before and after generate()'s first forward."""
+"""generate()'s first forward, and what happens around it: prompts that share a prefix skip it, and virtual tokens go into pages."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import Cache
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.encoder_decoder import paged_halves
-from ..cache.identity import ModelId, adapters_of, drops_numbers
+from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
+from ..errors import UnsupportedModelError
 from ..geometry import full_pages, page_start
-from ..notices import warn_once
-from .asked import check_made
-from .history import Text, comes_from_ids
+from ..notices import logger, warn_once
+from .generation import check_made
+from .history import Text, comes_from_ids, note_at_end
 from .models import why_other_tokens
-from .virtual_tokens import virtual_tokens_in_pages
-from .whole_call import note_at_end
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
@@ -118,6 +119,7 @@ def _share(
     cache.note_space(space)
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     skipped = attach_prefix(model, cache, prompt, space, chunk)
+    logger.info("kv_hf: %d of %d columns were in the prefix store", skipped, input_ids.shape[1])
     try:
         outputs = run(input_ids[:, skipped:])
     except BaseException:
@@ -230,3 +232,55 @@ def more_than_tokens(model: Any) -> str | None:
 def last_logit(model: Any) -> dict[str, int]:
     """Return the argument that keeps a forward from computing logits of all tokens, where the model has it."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+
+# -- virtual tokens of prefix tuning: peft brings their keys and values as a cache of its own --------------------------------------
+
+
+@contextmanager
+def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
+    """Within this block, let `cache` take the virtual tokens that peft would put in its place.
+
+    peft prepares the inputs of generate() in place of the model, and hands on a cache of virtual tokens where it finds
+    an empty one.
+
+    Args:
+        cache: a PagedCache, or an EncoderDecoderCache with one.
+    Raises: UnsupportedModelError for a preallocated cache, whose masks peft cannot lengthen.
+    """
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is None or virtual_owner(model) is None:
+        yield
+        return
+    if getattr(cache, "max_length", None) is not None:
+        raise UnsupportedModelError(
+            "peft puts no virtual tokens in front of prompts of a preallocated cache (it fails on the mask, with transformers' "
+            "own preallocated caches too); leave max_length out of cache_config"
+        )
+
+    def with_pages(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        brought = inputs.get("past_key_values")
+        if isinstance(brought, Cache) and brought is not cache:
+            _move(getattr(brought, "self_attention_cache", brought), cache)
+            inputs["past_key_values"] = cache
+        return inputs
+
+    model.prepare_inputs_for_generation = with_pages
+    try:
+        yield
+    finally:
+        model.prepare_inputs_for_generation = prepare
+
+
+def _move(brought: Any, cache: Any) -> None:
+    """Append the keys and values of `brought` to `cache` if it is empty. All are real: padding comes after them."""
+    own, _ = paged_halves(cache)
+    assert own is not None
+    if own.get_seq_length():
+        return
+    for group in own.groups:
+        group.forget_padding()
+    for index, layer in enumerate(brought.layers):
+        if layer.is_initialized:
+            own.update(layer.keys, layer.values, index)

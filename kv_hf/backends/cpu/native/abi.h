@@ -1,4 +1,5 @@
-/* Written by scripts/write_abi.py from the definitions of abi.py beside this folder: change them there.
+/* All that C and Python agree on. abi.py beside this folder repeats names, orders and numbers: tests/backends/test_cpu_abi.py
+ * compares them, and says the number that KV_HF_ABI has to have once something changes here.
  * A block is packed once per layer. Fields that change from call to call lie together, at the end. */
 #ifndef KV_HF_ABI_H
 #define KV_HF_ABI_H
@@ -6,7 +7,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 724121748
+#define KV_HF_ABI 2049266801
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
 

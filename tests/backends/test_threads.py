@@ -87,7 +87,7 @@ for pool in ("openmp", "own"):
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 @pytest.mark.parametrize("rounds", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_python_threads_call_a_kernel_that_has_threads_itself(rounds):
-    """Both with torch's OpenMP threads, a team per caller, and with the library's own, one caller at a time."""
+    """Both with torch's OpenMP threads, a team per caller, and with threads made for each call."""
     path = os.pathsep.join(
         [
             str(TESTS.parent),

@@ -109,7 +109,7 @@ def library() -> ctypes.CDLL:
 
 def threads() -> str:
     """Return in words whose threads the kernels run on."""
-    return "threads of its own" if _torch_openmp() is None else "torch's OpenMP threads"
+    return "threads made for each call" if _torch_openmp() is None else "torch's OpenMP threads"
 
 
 def missing() -> str | None:

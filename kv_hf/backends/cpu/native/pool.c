@@ -1,9 +1,9 @@
-/* Threads for the kernels: torch's own, or a small pool.
+/* Threads for the kernels: torch's own, or some that are made for a call.
  *
  * torch's OpenMP threads spin for a while between two parallel regions, so that a second set of threads would
  * have to compete with them for the cores. Where torch's OpenMP is at hand, kv_hf_use_openmp() hands over its
- * GOMP_parallel and the same threads serve both. Elsewhere threads of our own sleep between calls; one call at a
- * time, a second caller waits. */
+ * GOMP_parallel and the same threads serve both. Elsewhere (in a forked process, whose OpenMP threads are gone) each call
+ * makes threads and joins them, which takes some tens of microseconds. */
 #include "kv_hf.h"
 
 #include <pthread.h>
@@ -16,19 +16,12 @@
 typedef void (*Region)(void (*)(void *), void *, unsigned, unsigned);
 static Region openmp_region;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
-static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;
-static int started, active, wanted, open_job;
-static uint64_t generation;
-
 typedef struct {
     Task task;
     void *context;
     int64_t tasks;
     atomic_long next;
 } Job;
-static Job job;
 
 static void run(void *data) {
     Job *mine = data;
@@ -39,42 +32,26 @@ static void run(void *data) {
     }
 }
 
-static void *worker(void *unused) {
-    (void)unused;
-    uint64_t seen = 0;
-    pthread_mutex_lock(&lock);
-    for (;;) {
-        while (!open_job || seen == generation || !wanted) pthread_cond_wait(&work, &lock);
-        seen = generation;
-        wanted--;
-        active++;
-        pthread_mutex_unlock(&lock);
-        run(&job);
-        pthread_mutex_lock(&lock);
-        if (--active == 0) pthread_cond_broadcast(&idle); /* the caller, or others that wait for their turn */
-    }
+static void *worker(void *data) {
+    run(data);
     return NULL;
 }
 
-/* No thread survives a fork, OpenMP's neither, and the locks may have been held by one of them. */
-static void after_fork(void) {
-    openmp_region = NULL;
-    pthread_mutex_init(&lock, NULL);
-    pthread_cond_init(&work, NULL);
-    pthread_cond_init(&idle, NULL);
-    started = active = wanted = open_job = 0;
+static void run_on_own_threads(Job *job, int64_t threads) {
+    pthread_t made[MAX_WORKERS];
+    int count = 0;
+    if (threads > job->tasks) threads = job->tasks;
+    while (count < threads - 1 && count < MAX_WORKERS) {
+        if (pthread_create(&made[count], NULL, worker, job)) break; /* fewer threads, the same result */
+        count++;
+    }
+    run(job);
+    while (count) pthread_join(made[--count], NULL);
 }
+
+static void after_fork(void) { openmp_region = NULL; }
 
 __attribute__((constructor)) static void register_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
-
-static void start_workers(int count) {
-    while (started < count && started < MAX_WORKERS) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, worker, NULL)) return; /* fewer threads, the same result */
-        pthread_detach(thread);
-        started++;
-    }
-}
 
 typedef struct {
     float *held[NUM_PURPOSES];
@@ -123,29 +100,9 @@ void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads) {
         for (int64_t i = 0; i < tasks; i++) task(context, i);
         return;
     }
-    if (openmp_region) { /* always as many threads as torch takes: another number would end some of them */
-        Job local = {.task = task, .context = context, .tasks = tasks};
-        openmp_region(run, &local, (unsigned)threads, 0);
-        return;
-    }
-    if (threads > tasks) threads = tasks;
-    pthread_mutex_lock(&lock);
-    while (open_job) pthread_cond_wait(&idle, &lock);
-    start_workers((int)threads - 1);
-    job.task = task;
-    job.context = context;
-    job.tasks = tasks;
-    atomic_store(&job.next, 0);
-    wanted = (int)threads - 1;
-    generation++;
-    open_job = 1;
-    pthread_cond_broadcast(&work);
-    pthread_mutex_unlock(&lock);
-    run(&job);
-    pthread_mutex_lock(&lock);
-    wanted = 0; /* a worker that wakes only now finds nothing to do */
-    while (active) pthread_cond_wait(&idle, &lock);
-    open_job = 0;
-    pthread_cond_broadcast(&idle);
-    pthread_mutex_unlock(&lock);
+    Job job = {.task = task, .context = context, .tasks = tasks};
+    if (openmp_region)
+        openmp_region(run, &job, (unsigned)threads, 0); /* as many as torch takes: another number would end some of them */
+    else
+        run_on_own_threads(&job, threads);
 }

@@ -66,28 +66,15 @@ def fits_transformers() -> bool:
     return find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
 
 
-def check_here() -> None:
-    """Raise UnsupportedModelError where transformers' continuous batching is not the one that pages know."""
-    if not fits_transformers():
-        raise UnsupportedModelError(
-            f"continuous batching on pages needs transformers 5.18 or newer, and this is {transformers.__version__}"
-        )
-
-
 def options_of(generation_config: Any) -> CacheConfig | None:
-    """Return the options of the paged cache that `generation_config` names, or None where it names none.
-
-    Raises: CacheOptionError for options that continuous batching cannot follow.
-    """
+    """Return the options of the paged cache that `generation_config` names, or None where it names none."""
     name = getattr(generation_config, "cache_implementation", None)
     if name is None or not is_cache_name(name):
         return None
-    options = CacheConfig.from_options(name, generation_config.cache_config)
-    check_options(options)
-    return options
+    return CacheConfig.from_options(name, generation_config.cache_config)
 
 
-def check_options(options: CacheConfig) -> None:
+def _check_options(options: CacheConfig) -> None:
     """Raise CacheOptionError for options that continuous batching cannot follow."""
     for option in names_of("call"):
         if getattr(options, option) not in (None, 0):
@@ -116,7 +103,17 @@ def _check_batching(config: Any) -> None:
             )
 
 
-def check_model(model: Any) -> None:
+def check_batches(model: Any, options: CacheConfig) -> None:
+    """Raise UnsupportedModelError or CacheOptionError where this transformers, a model or options know no batches on pages."""
+    if not fits_transformers():
+        raise UnsupportedModelError(
+            f"continuous batching on pages needs transformers 5.18 or newer, and this is {transformers.__version__}"
+        )
+    _check_options(options)
+    _check_model(model)
+
+
+def _check_model(model: Any) -> None:
     """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
     name = type(model).__name__
     reason = why_not_pages(model)
@@ -159,9 +156,8 @@ class BatchManager(Manager):
     ) -> None:
         options = self.kv_hf_options = options_of(generation_config)
         if options is not None:  # checked before the model is touched
-            check_here()
+            check_batches(model, options)
             _check_batching(continuous_batching_config)
-            check_model(model)
         super().__init__(model, generation_config, continuous_batching_config, **kwargs)
         if options is not None:
             _managers.add(self)

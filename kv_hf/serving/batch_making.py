@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching import requests as batching_requests
-from transformers.generation.continuous_batching import utils as batching_utils
+from transformers.generation.continuous_batching.cache import get_device_and_memory_breakdown
 
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.paged_cache import PagedCache
@@ -18,7 +17,6 @@ from .batch_cache import BatchCache
 from .batch_rows import BatchRoom, check_layer, kinds_of
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
-_MEASURE = "get_device_and_memory_breakdown"
 
 
 def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
@@ -86,9 +84,7 @@ def _probed(
 
 def _free_bytes(part: float) -> int:
     """Return `part` of the memory that is free on the device, as transformers measures it."""
-    modules = vars(batching_requests), vars(batching_utils)  # 5.21 moved it
-    measure = modules[1].get(_MEASURE) or modules[0][_MEASURE]
-    _, total, reserved, allocated = measure()
+    _, total, reserved, allocated = get_device_and_memory_breakdown()
     return int((total - max(allocated, reserved)) * part)
 
 

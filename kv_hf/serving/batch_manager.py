@@ -18,6 +18,7 @@ from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
+from ..hf.install import Patch
 from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
@@ -25,31 +26,8 @@ from .batch_making import new_cache
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
-_originals: dict[tuple[Any, str], Any] = {}
 _managers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # on quantized pages
 _numbers = itertools.count()  # of requests with a salt and without an id
-
-
-def install() -> None:
-    """Let continuous batching take the names of paged caches; a second call changes nothing."""
-    if _originals:
-        return
-    made = functools.partial(_made, vars(continuous_api)["PagedAttentionCache"])
-    for owner, name, ours in (
-        (continuous_api, "ContinuousBatchingManager", BatchManager),
-        (continuous_api, "PagedAttentionCache", made),
-        (Mixin, "init_continuous_batching", _checked_manager(Mixin.init_continuous_batching)),
-        (Mixin, "generate_batch", _named_batch(Mixin.generate_batch)),
-    ):
-        _originals[owner, name] = vars(owner)[name]
-        setattr(owner, name, ours)
-
-
-def uninstall() -> None:
-    """Give continuous batching its own classes and methods back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
 
 
 def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
@@ -384,3 +362,11 @@ class BatchOffload:
             self.cache.free_blocks(request_id)
 
     free_all_waiting_cpu_caches = reset
+
+
+PATCHES: Sequence[Patch] = (
+    (continuous_api, "ContinuousBatchingManager", lambda _: BatchManager),
+    (continuous_api, "PagedAttentionCache", lambda own: functools.partial(_made, own)),
+    (Mixin, "init_continuous_batching", _checked_manager),
+    (Mixin, "generate_batch", _named_batch),
+)

@@ -38,14 +38,13 @@ class Part(NamedTuple):
 
     def cut(self, states: torch.Tensor) -> torch.Tensor:
         """Return the part of queries, keys or values [1, heads, tokens, head_dim] as [rows, heads, q_len, head_dim]."""
-        heads, head_dim = states.shape[1], states.shape[3]
         if isinstance(self.tokens, slice):
             found = states[0, :, self.tokens]
         else:
             found = states[0].index_select(1, self.tokens)
         if self.rows == 1:
             return found[None]
-        return found.reshape(heads, self.rows, self.q_len, head_dim).transpose(0, 1).contiguous()
+        return found.unflatten(1, (self.rows, self.q_len)).transpose(0, 1).contiguous()
 
 
 class Forward(NamedTuple):

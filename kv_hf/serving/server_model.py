@@ -88,9 +88,8 @@ class ServerOptions:
 
     def options_of(self, store: PrefixStore | None) -> dict[str, Any]:
         """Return the `cache_config` of a request, with the store of its model, or None."""
-        return (
-            {**self.cache_config} if store is None else {**self.cache_config, "prefix_store": store}
-        )
+        of_model = {} if store is None else {"prefix_store": store}
+        return {**self.cache_config, **of_model}
 
 
 def json_object(argument: str, text: str, rule: str) -> dict[str, Any]:

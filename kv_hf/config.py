@@ -72,25 +72,18 @@ def _option(default: Any, check: Check, *kinds: str) -> Any:
     return field(default=default, metadata={"option": Option(check, kinds)})
 
 
-def _format_of(side: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        check_format(name, value, side)
+def _by(check: Callable[..., None], *rule: Any) -> Check:
+    """Return the check of a value that is held as it is given, by a function of name, value and `rule`."""
+
+    def checked(name: str, value: Any) -> Any:
+        check(name, value, *rule)
         return value
 
-    return check
+    return checked
 
 
 def _choice(*choices: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        check_choice(name, value, choices)
-        return value
-
-    return check
-
-
-def _kernel(name: str, value: Any) -> Any:
-    check_choice(name, value, KERNELS, OTHER_KERNEL_WORDS)
-    return value
+    return _by(check_choice, choices)
 
 
 def _whole(
@@ -200,8 +193,8 @@ class CacheConfig:
         read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
     """
 
-    keys: str = _option("exact", _format_of("keys"), "request")
-    values: str = _option("exact", _format_of("values"), "request")
+    keys: str = _option("exact", _by(check_format, "keys"), "request")
+    values: str = _option("exact", _by(check_format, "values"), "request")
     page_size: int = _option(64, _page_size)
     key_group_size: int | None = _option(None, _GROUP, "request")
     value_group_size: int | None = _option(None, _GROUP, "request")
@@ -213,15 +206,15 @@ class CacheConfig:
     max_length: int | None = _option(None, _TOKENS, "local", "call")
     cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
     layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")
-    kernel: str = _option("auto", _kernel)
+    kernel: str = _option("auto", _by(check_choice, KERNELS, OTHER_KERNEL_WORDS))
     prefix_store: Any = _option(None, _or_none(_store), "local", "grows")  # noqa: RUF009
     cross_attention: str = _option("exact", _choice("exact", "same"), "request")
     offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
     offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
-    latent: str | None = _option(None, _or_none(_format_of("latent")), "request")
+    latent: str | None = _option(None, _or_none(_by(check_format, "latent")), "request")
     latent_group_size: int | None = _option(None, _GROUP, "request")
-    k_rope: str | None = _option(None, _or_none(_format_of("k_rope")), "request")
+    k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
     read_tokens: int | None = _option(None, _TOKENS, "request")

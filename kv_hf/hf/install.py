@@ -12,7 +12,7 @@ that transformers has registered.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import AttentionInterface, PreTrainedModel
@@ -57,31 +57,23 @@ OF_A_MODEL = (
     "read_from",
 )
 
-_originals: dict[str, Callable[..., Any]] = {}
+# owner, name, and what makes the function that takes the place of the one that stands there
+Patch = tuple[Any, str, Callable[[Any], Any]]
+_originals: list[tuple[Any, str, Any]] = []  # owner, name, what stood there
 _added: set[str] = set()  # names that were put beside transformers' own, gone ones included
-_OWNERS = {
-    "generate": GenerationMixin,
-    "_prepare_cache_for_generation": GenerationMixin,
-    "_prefill": GenerationMixin,
-    "_valid_auto_compile_criteria": GenerationMixin,
-    "get_compiled_call": PreTrainedModel,
-    "get_interface": AttentionInterface,
-}
 
 
-def install() -> None:
-    """Register the cache names and wrap the registered attention; a second call changes nothing."""
+def install(more: Sequence[Patch] = ()) -> None:
+    """Register the cache names, wrap the registered attention, and put patches in place, `more` besides; a second call changes nothing."""
     dispatch.register()
     watch_latents()
     _add_names()
     named.watch(_add_names)
     if not _originals:
-        wraps: tuple[Any, ...] = (
-            around_generate, _wrap, share_prefill, want_graphs, call_graphs, dispatch.over_eager
-        )  # fmt: skip
-        for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
-            _originals[name] = getattr(owner, name)
-            setattr(owner, name, wrap(_originals[name]))
+        for owner, name, wrap in (*PATCHES, *more):
+            original = getattr(owner, name)
+            _originals.append((owner, name, original))
+            setattr(owner, name, wrap(original))
 
 
 def uninstall() -> None:
@@ -89,8 +81,8 @@ def uninstall() -> None:
     restore_expansion()
     named.unwatch(_add_names)
     _set_names(_others())
-    for name, original in _originals.items():
-        setattr(_OWNERS[name], name, original)
+    for owner, name, original in _originals:
+        setattr(owner, name, original)
     _originals.clear()
     dispatch.unregister()
     forget()
@@ -244,3 +236,13 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
     dispatch.register()  # flash attention that came since
     if own is not None and is_assisted(asked.mode):
         _before_drafts(model, own, cache, model_kwargs)
+
+
+PATCHES: Sequence[Patch] = (
+    (GenerationMixin, "generate", around_generate),
+    (GenerationMixin, "_prepare_cache_for_generation", _wrap),
+    (GenerationMixin, "_prefill", share_prefill),
+    (GenerationMixin, "_valid_auto_compile_criteria", want_graphs),
+    (PreTrainedModel, "get_compiled_call", call_graphs),
+    (AttentionInterface, "get_interface", dispatch.over_eager),
+)

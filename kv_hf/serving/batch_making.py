@@ -1,23 +1,22 @@
 """Make the cache of a manager of continuous batching: formats from a few first tokens, room from its budget, and a trial."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching import requests as batching_requests
-from transformers.generation.continuous_batching import utils as batching_utils
+from transformers.generation.continuous_batching.cache import get_device_and_memory_breakdown
 
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
-from ..config import CacheConfig, given_options
+from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..hf.prefill import last_logit
 from .batch_cache import BatchCache
 from .batch_rows import BatchRoom, check_layer, kinds_of
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
-_MEASURE = "get_device_and_memory_breakdown"
 
 
 def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
@@ -35,17 +34,15 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     batch_tokens = batching.max_batch_tokens or BATCH_TOKENS
     layers: Any = template.layers
     warn_of_two_bits([layer.formats for layer in layers])
-    size: dict[str, int] = {}
-    if options.max_bytes is not None:
-        size["budget"] = options.max_bytes
-    elif None in kinds and options.max_pages is not None:
-        size["pages"] = options.max_pages
-    elif None in kinds and batching.num_blocks is not None:
-        size["pages"] = -(-batching.num_blocks * batching.page_size // options.page_size)
-    else:
-        size["budget"] = _free_bytes(batching.max_memory_percent)
+    budget, pages = options.max_bytes, options.max_pages
+    if pages is None and batching.num_blocks is not None:
+        pages = -(-batching.num_blocks * batching.page_size // options.page_size)
+    if budget is not None or None not in kinds:
+        pages = None
+    if budget is None and pages is None:
+        budget = _free_bytes(batching.max_memory_percent)
     most_rows = min(batching.max_requests_per_batch, batch_tokens)
-    room = BatchRoom.of(kinds, most_rows, batch_tokens, **size)
+    room = BatchRoom.of(kinds, most_rows, batch_tokens, budget or 0, pages)
     if store is not None and options.prefix_store is None:
         store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
     cache = BatchCache(model, template, room, store)
@@ -61,12 +58,10 @@ def _probed(
     model: Any, options: CacheConfig, batching: Any
 ) -> tuple[PagedCache, PrefixStore | None]:
     """Return a paged cache that tokens for two pages have gone through, and the prefix store, if there shall be one."""
-    plain = given_options(options)
-    store = plain.pop("prefix_store", None)
-    plain = {k: v for k, v in plain.items() if k not in ("max_pages", "max_bytes")}
-    plain["cuda_graph"] = "never"
+    store = options.prefix_store
+    plain = replace(options, prefix_store=None, max_pages=None, max_bytes=None, cuda_graph="never")
     config = model.config.get_text_config(decoder=True)
-    cache = PagedCache.from_options(config, CacheConfig(**plain))
+    cache = PagedCache.from_options(config, plain)
     for index, layer in enumerate(cache.layers):
         check_layer(index, layer)
     sliding = any(group.window is not None for group in cache.groups)
@@ -78,7 +73,7 @@ def _probed(
             )
     else:
         store = PrefixStore() if store is None else store
-        cache = PagedCache.from_options(config, CacheConfig(**plain, prefix_store=store))
+        cache = PagedCache.from_options(config, replace(plain, prefix_store=store))
     count = options.sink_tokens + options.recent_tokens + 2 * options.page_size + 1
     count = min(count, getattr(config, "max_position_embeddings", None) or count)
     tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
@@ -89,9 +84,7 @@ def _probed(
 
 def _free_bytes(part: float) -> int:
     """Return `part` of the memory that is free on the device, as transformers measures it."""
-    modules = vars(batching_requests), vars(batching_utils)  # 5.21 moved it
-    measure = modules[1].get(_MEASURE) or modules[0][_MEASURE]
-    _, total, reserved, allocated = measure()
+    _, total, reserved, allocated = get_device_and_memory_breakdown()
     return int((total - max(allocated, reserved)) * part)
 
 

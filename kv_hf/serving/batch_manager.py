@@ -18,6 +18,7 @@ from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
+from ..hf.install import Patch
 from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
@@ -25,31 +26,8 @@ from .batch_making import new_cache
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
-_originals: dict[tuple[Any, str], Any] = {}
 _managers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # on quantized pages
 _numbers = itertools.count()  # of requests with a salt and without an id
-
-
-def install() -> None:
-    """Let continuous batching take the names of paged caches; a second call changes nothing."""
-    if _originals:
-        return
-    made = functools.partial(_made, vars(continuous_api)["PagedAttentionCache"])
-    for owner, name, ours in (
-        (continuous_api, "ContinuousBatchingManager", BatchManager),
-        (continuous_api, "PagedAttentionCache", made),
-        (Mixin, "init_continuous_batching", _checked_manager(Mixin.init_continuous_batching)),
-        (Mixin, "generate_batch", _named_batch(Mixin.generate_batch)),
-    ):
-        _originals[owner, name] = vars(owner)[name]
-        setattr(owner, name, ours)
-
-
-def uninstall() -> None:
-    """Give continuous batching its own classes and methods back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
 
 
 def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
@@ -66,28 +44,15 @@ def fits_transformers() -> bool:
     return find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
 
 
-def check_here() -> None:
-    """Raise UnsupportedModelError where transformers' continuous batching is not the one that pages know."""
-    if not fits_transformers():
-        raise UnsupportedModelError(
-            f"continuous batching on pages needs transformers 5.18 or newer, and this is {transformers.__version__}"
-        )
-
-
 def options_of(generation_config: Any) -> CacheConfig | None:
-    """Return the options of the paged cache that `generation_config` names, or None where it names none.
-
-    Raises: CacheOptionError for options that continuous batching cannot follow.
-    """
+    """Return the options of the paged cache that `generation_config` names, or None where it names none."""
     name = getattr(generation_config, "cache_implementation", None)
     if name is None or not is_cache_name(name):
         return None
-    options = CacheConfig.from_options(name, generation_config.cache_config)
-    check_options(options)
-    return options
+    return CacheConfig.from_options(name, generation_config.cache_config)
 
 
-def check_options(options: CacheConfig) -> None:
+def _check_options(options: CacheConfig) -> None:
     """Raise CacheOptionError for options that continuous batching cannot follow."""
     for option in names_of("call"):
         if getattr(options, option) not in (None, 0):
@@ -116,7 +81,17 @@ def _check_batching(config: Any) -> None:
             )
 
 
-def check_model(model: Any) -> None:
+def check_batches(model: Any, options: CacheConfig) -> None:
+    """Raise UnsupportedModelError or CacheOptionError where this transformers, a model or options know no batches on pages."""
+    if not fits_transformers():
+        raise UnsupportedModelError(
+            f"continuous batching on pages needs transformers 5.18 or newer, and this is {transformers.__version__}"
+        )
+    _check_options(options)
+    _check_model(model)
+
+
+def _check_model(model: Any) -> None:
     """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
     name = type(model).__name__
     reason = why_not_pages(model)
@@ -159,9 +134,8 @@ class BatchManager(Manager):
     ) -> None:
         options = self.kv_hf_options = options_of(generation_config)
         if options is not None:  # checked before the model is touched
-            check_here()
+            check_batches(model, options)
             _check_batching(continuous_batching_config)
-            check_model(model)
         super().__init__(model, generation_config, continuous_batching_config, **kwargs)
         if options is not None:
             _managers.add(self)
@@ -388,3 +362,11 @@ class BatchOffload:
             self.cache.free_blocks(request_id)
 
     free_all_waiting_cpu_caches = reset
+
+
+PATCHES: Sequence[Patch] = (
+    (continuous_api, "ContinuousBatchingManager", lambda _: BatchManager),
+    (continuous_api, "PagedAttentionCache", lambda own: functools.partial(_made, own)),
+    (Mixin, "init_continuous_batching", _checked_manager),
+    (Mixin, "generate_batch", _named_batch),
+)

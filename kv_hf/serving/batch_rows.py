@@ -38,14 +38,13 @@ class Part(NamedTuple):
 
     def cut(self, states: torch.Tensor) -> torch.Tensor:
         """Return the part of queries, keys or values [1, heads, tokens, head_dim] as [rows, heads, q_len, head_dim]."""
-        heads, head_dim = states.shape[1], states.shape[3]
         if isinstance(self.tokens, slice):
             found = states[0, :, self.tokens]
         else:
             found = states[0].index_select(1, self.tokens)
         if self.rows == 1:
             return found[None]
-        return found.reshape(heads, self.rows, self.q_len, head_dim).transpose(0, 1).contiguous()
+        return found.unflatten(1, (self.rows, self.q_len)).transpose(0, 1).contiguous()
 
 
 class Forward(NamedTuple):
@@ -126,11 +125,16 @@ class LayersOfKind(NamedTuple):
         """Bytes of the exact tokens of one row in all layers."""
         return sum(spec.window_bytes(1, self.sizes.slots) for spec in self.specs)
 
-    def sliding_pages(self, rows: int, batch_tokens: int) -> int:
-        """Return the pages that `rows` rows hold at most, with those that a forward of `batch_tokens` tokens still reads."""
-        assert self.sizes.window is not None
+    def fixed_pages(self, rows: int, batch_tokens: int) -> int:
+        """Return the pages that `rows` rows hold at most behind a window, with those that a forward of `batch_tokens` tokens still reads."""
+        if self.sizes.window is None:
+            return 0
         size = self.sizes.page_size
         return rows * (self.sizes.window // size + 4) + batch_tokens // size + 1
+
+    def fixed_bytes(self, rows: int, batch_tokens: int) -> int:
+        """Return the bytes of the exact tokens of all rows, and of the pages behind a window."""
+        return rows * self.window_bytes + self.fixed_pages(rows, batch_tokens) * self.page_bytes
 
 
 Kinds = Mapping[int | None, LayersOfKind]
@@ -191,12 +195,16 @@ class BatchRoom:
             batch_tokens: most tokens of a forward.
         Raises: CacheOptionError where not even one request has room.
         """
+
+        def fixed_bytes(rows: int) -> int:
+            return sum(kind.fixed_bytes(rows, batch_tokens) for kind in kinds.values())
+
         full = kinds.get(None)
         page_bytes = 0 if full is None else full.page_bytes
-        none, one = (_fixed_bytes(kinds, count, batch_tokens) for count in (0, 1))
+        none, one = fixed_bytes(0), fixed_bytes(1)
         part = budget if full is None else int(budget * FIXED_PART)
         rows = min(most_rows, max(0, part - none) // (one - none) if pages is None else pages)
-        fixed = _fixed_bytes(kinds, rows, batch_tokens)
+        fixed = fixed_bytes(rows)
         if full is not None and pages is None:
             pages = (budget - fixed) // page_bytes
         if rows < 1 or (pages is not None and pages < 1):
@@ -206,21 +214,7 @@ class BatchRoom:
                 f"model takes at least {format_bytes(least)}: give it more (cache_config={{'max_bytes': ..}}, or "
                 "max_memory_percent of the ContinuousBatchingConfig)"
             )
-        found: dict[int | None, int] = {
-            window: kind.sliding_pages(rows, batch_tokens)
-            for window, kind in kinds.items()
-            if window is not None
-        }
+        found = {window: kind.fixed_pages(rows, batch_tokens) for window, kind in kinds.items()}
         if pages is not None:
             found[None] = pages
         return cls(rows, found, fixed + (pages or 0) * page_bytes, batch_tokens)
-
-
-def _fixed_bytes(kinds: Kinds, rows: int, batch_tokens: int) -> int:
-    """Return the bytes of windows and sliding layers."""
-    sliding = sum(
-        kind.sliding_pages(rows, batch_tokens) * kind.page_bytes
-        for window, kind in kinds.items()
-        if window is not None
-    )
-    return sliding + rows * sum(kind.window_bytes for kind in kinds.values())

@@ -129,7 +129,7 @@ class BatchStore(LayerStore):
                 found = found.triu(seen - part.q_len - window + 1)
             if padding is not None:
                 columns = torch.arange(seen, device=self.device)
-                found = found & (columns >= padding.to(self.device)[:, None, None, None])
+                found = found & (columns >= padding[:, None, None, None])
             return found.expand(part.rows, -1, -1, -1)
 
         shape = (part.rows, 1, part.q_len, seen)

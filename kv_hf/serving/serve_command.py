@@ -8,6 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from transformers.utils import logging
+
+from ..checks import check_choice
 from ..errors import KVCacheError
 from ..hub import why_not_model
 from ..printable import tell_error
@@ -90,7 +93,8 @@ def _check(model: str, args: dict[str, Any]) -> None:
     if port is not None and not 0 < port < 2**16:
         raise ValueError(f"--port must be 1 to {2**16 - 1}, got {port}")
     if "log_level" in args:
-        args["log_level"] = _log_level(args["log_level"])
+        args["log_level"] = args["log_level"].lower()
+        check_choice("--log-level", args["log_level"], logging.log_levels)
     if "chat_template_kwargs" in args:
         json_object("--chat-template-kwargs", args["chat_template_kwargs"], KWARGS)
     decisions = args.get("decision_config")
@@ -100,15 +104,6 @@ def _check(model: str, args: dict[str, Any]) -> None:
     reason = None if file.endswith(".gguf") else why_not_model(repository.partition("@")[0])
     if reason is not None:
         raise ValueError(f"MODEL {model!r}: {reason}")
-
-
-def _log_level(name: str) -> str:
-    """Return a level as transformers names it. Raises ValueError for another."""
-    from transformers.utils.logging import log_levels
-
-    if name.lower() not in log_levels:
-        raise ValueError(f"--log-level must be one of {', '.join(log_levels)}, got {name!r}")
-    return name.lower()
 
 
 def _add_transformers_options(found: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..texts import longest_context
 from .batch_cache import BatchCache, BatchCounts, Salted
-from .batch_manager import check_here, check_model, check_options
+from .batch_manager import check_batches
 from .server_model import ServedModel, ServerOptions, check_room, end_with_context
 
 HEADER = "x-cache-salt"
@@ -141,9 +141,8 @@ class PagedManagers:
     def check(self, model: Any, model_id: str) -> None:
         """Raise KVCacheError where pages cannot be the model's cache."""
         if self.options.batching:
-            check_here()
-            check_options(CacheConfig.from_options(self.options.name, self.options.cache_config))
-            check_model(model)
+            name, options = self.options.name, self.options.cache_config
+            check_batches(model, CacheConfig.from_options(name, options))
         else:
             self.served(model, model_id)
 

@@ -87,9 +87,9 @@ class ServerOptions:
         return PrefixStore(self.store_bytes, keep_answers=True) if self.store_bytes else None
 
     def options_of(self, store: PrefixStore | None) -> dict[str, Any]:
-        """Return the `cache_config` of a request that runs alone, with the store of its model, or None."""
-        found = {name: value for name, value in self.cache_config.items() if name != OF_BATCHES}
-        return found if store is None else {**found, "prefix_store": store}
+        """Return the `cache_config` of a request, with the store of its model, or None."""
+        of_model = {} if store is None else {"prefix_store": store}
+        return {**self.cache_config, **of_model}
 
 
 def json_object(argument: str, text: str, rule: str) -> dict[str, Any]:
@@ -156,22 +156,19 @@ class ServedModel:
         if asked == self._default_config:
             asked = None
         limit = end_with_context(generation_config, prompt_tokens, self._context)
-        of_server = self.options.options_of(None)
-        other = name != self.options.name
+        options, other = dict(self.options.cache_config), name != self.options.name
         if other and not is_cache_name(name):
-            if "max_pages" in of_server:
+            if "max_pages" in options:
                 raise CacheOptionError(
                     f"cache_implementation of a request must be a paged cache here, which max_pages of the server bounds, got {name!r}"
                 )
             return
         if other:
-            options = {k: v for k, v in of_server.items() if k not in names_of("request")}
+            options = {k: v for k, v in options.items() if k not in names_of("request")}
+        if other or asked is not None:
             options |= check_asked(asked or {})
-        elif asked is None:
-            store = None if self.store is None else self.store.for_tenant(salt)
-            options = self.options.options_of(store)
-        else:
-            options = {**of_server, **check_asked(asked)}
+        elif self.store is not None:
+            options["prefix_store"] = self.store.for_tenant(salt)
         config = CacheConfig.from_options(name, options)
         for exact in {"sink_tokens", "recent_tokens"} & set(asked or ()):
             options[exact] = min(options[exact], prompt_tokens + limit)  # a text has no more

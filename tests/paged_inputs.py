@@ -5,7 +5,7 @@ from collections import OrderedDict
 from dataclasses import fields, replace
 
 import torch
-from error_bound import Rounding, Tokens, attend_exactly, without_offsets
+from rounding import Rounding, Tokens, attend_exactly, without_offsets
 
 from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.cpu import write as c_write

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import rounding
 import torch
-from error_bound import Rounding, Tokens, attend_exactly
 from paged_inputs import assert_within
+from rounding import Rounding, Tokens, attend_exactly
 from tiny_models import make_config
 
 import kv_hf

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import test_cpu_latent
 import torch
-from guarded import guarded
+from allocations import guarded
 from paged_inputs import make_kv, make_query
 from paths import TESTS
 
@@ -205,7 +205,7 @@ def test_seal_refuses_a_page_that_does_not_exist_before_it_writes(isa, name):
 
 def test_guarded_memory_ends_the_process_that_reads_on():
     """Without that the tests above could not fail."""
-    code = "import torch, guarded, ctypes; t = guarded.guarded(torch.ones(5)); ctypes.string_at(t.data_ptr(), 21)"
+    code = "import torch, allocations, ctypes; t = allocations.guarded(torch.ones(5)); ctypes.string_at(t.data_ptr(), 21)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(TESTS)},

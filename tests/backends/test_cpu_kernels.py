@@ -14,8 +14,8 @@ import pytest
 import rounding
 import tiny_models
 import torch
-from error_bound import Rounding
 from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
+from rounding import Rounding
 
 import kv_hf
 from kv_hf.backends import dispatch, registry

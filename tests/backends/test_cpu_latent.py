@@ -6,8 +6,8 @@ from functools import partial
 import paged_inputs
 import pytest
 import torch
-from error_bound import Rounding
 from paged_inputs import DTYPES
+from rounding import Rounding
 
 from kv_hf.backends import cpu, dispatch, registry
 from kv_hf.backends.base import AttentionCall, PagedKV

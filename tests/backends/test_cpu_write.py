@@ -7,7 +7,7 @@ import threading
 import pytest
 import test_cpu_latent
 import torch
-from guarded import guarded
+from allocations import guarded
 from paged_inputs import DTYPES
 
 from kv_hf.backends.cpu import decode, library, write

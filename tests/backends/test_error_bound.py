@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from error_bound import Rounding, roundings
 from paged_inputs import (
     assert_within,
     exact_attention,
@@ -14,6 +13,7 @@ from paged_inputs import (
     make_query,
     terms_of,
 )
+from rounding import Rounding, roundings
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import attention as reference

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from error_bound import Rounding
 from paged_inputs import (
     DTYPES,
     PAGE,
@@ -15,6 +14,7 @@ from paged_inputs import (
     row_alone,
     tokens_of,
 )
+from rounding import Rounding
 
 from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from error_bound import WALK
 from interpreter import call, choose, choose_with_ptx, needs_interpreter
 from paged_inputs import make_kv, make_query
+from rounding import WALK
 from test_choose_by_index import by_index, words_of
 
 from kv_hf.backends.base import AttentionCall

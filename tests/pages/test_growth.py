@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from caching_allocator import CachingAllocator, Watched
+from allocations import CachingAllocator, Watched
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
 from token_states import FULL, HYBRID, PAGE, dense, feed, same, text
 

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 import rounding
 import torch
-from fault_points import throw
+from faults import throw
 from offloaded_pages import place_outside
+from tiny_hybrids import make_sliding
 from tiny_models import shared_model
-from tiny_sliding import make_sliding
 from token_states import PAGE
 from transformers import DynamicCache
 

@@ -4,9 +4,8 @@ import time
 
 import pytest
 import torch
-from stressed_models import stressed, value_channel
-from tiny_models import make_model, shared_model
-from tiny_sliding import make_sliding
+from tiny_hybrids import make_sliding
+from tiny_models import make_model, shared_model, stressed, value_channel
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

@@ -26,14 +26,12 @@ TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not ch
 NOWHERE = "/proc/nowhere"  # a folder that nobody can make
 # compared with fp64, with the codec's bytes, or with another kernel
 COMPILED = [
+    "backends/test_attention",
     "backends/test_attention_variants",
     "backends/test_choose_pages",
-    "backends/test_cpu_kernels",
-    "backends/test_cpu_latent",
     "backends/test_cpu_write",
     "backends/test_error_bound",
     "backends/test_latent_fallbacks",
-    "backends/test_reference_attention",
     "cache/test_latent",
     "cache/test_reading",
     "cache/test_reading_offload",

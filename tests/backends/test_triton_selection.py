@@ -9,7 +9,7 @@ import torch
 from interpreter import call, choose, choose_with_ptx, needs_interpreter
 from paged_inputs import make_kv, make_query
 from rounding import WALK
-from test_choose_by_index import by_index, words_of
+from test_choose_pages import by_index, words_of
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import selection as reference

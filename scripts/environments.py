@@ -57,9 +57,9 @@ OUTWARD = [
     "pages/test_cpu_memory",
     "planner/test_source",
     "project/test_cli",
-    "project/test_hub",
+    "project/test_development",
+    "project/test_files",
     "project/test_messages",
-    "project/test_packaging",
     "serving/test_serve_command",
 ]
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "KV_HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")

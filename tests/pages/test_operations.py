@@ -9,10 +9,9 @@ import pytest
 import rounding
 import torch
 from faults import throw
-from offloaded_pages import place_outside
 from tiny_hybrids import make_sliding
 from tiny_models import shared_model
-from token_states import PAGE
+from token_states import PAGE, place_outside
 from transformers import DynamicCache
 
 import kv_hf

@@ -124,8 +124,12 @@ def constants(node):
 
 def says(quote, parts, least=LEAST):
     """Say whether a quote holds the fixed parts of a string in their order, of `least` characters together."""
-    in_order = ".*".join(map(re.escape, parts))
-    return len("".join(parts)) >= least and re.search(in_order, quote) is not None
+    at = 0
+    for part in parts:
+        at = quote.find(part, at) + len(part)
+        if at < len(part):
+            return False
+    return len("".join(parts)) >= least
 
 
 def test_quoted_messages_occur_in_the_source():

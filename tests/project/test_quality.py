@@ -8,6 +8,7 @@ import sys
 import tarfile
 from dataclasses import replace
 
+import accuracy_vs_memory
 import pytest
 import quanto_in_python  # noqa: F401
 import torch
@@ -332,23 +333,21 @@ def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
     assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
 
 
-def test_a_stopped_command_goes_on_and_names_what_cannot_run(model, tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "accuracy_vs_memory.py"), "accuracy", "--out"]
-    asked = {**TEXT, "model": model}
-    only = [f"{name}={value}" for name, value in asked.items()]
+def test_a_stopped_command_goes_on_and_names_what_cannot_run(model, tmp_path, capsys):
+    only = [f"{name}={value}" for name, value in {**TEXT, "model": model}.items()]
 
     def run_with(*caches):
-        given = [*command, tmp_path, "--only", *only, *(f"cache={name}" for name in caches)]
-        return subprocess.run(given, capture_output=True, text=True, timeout=300)
+        given = ["accuracy", "--out", str(tmp_path), "--only", *only]
+        return accuracy_vs_memory.main([*given, *(f"cache={name}" for name in caches)])
 
-    done = run_with("turboquant_int4")
-    assert done.returncode == 0, done.stderr
-    done = run_with("turboquant_int4", "offloaded")
-    assert done.returncode == 1 and "cannot run here" in done.stdout + done.stderr
+    assert run_with("turboquant_int4", "offloaded") == 1
+    assert "cannot run here" in "".join(capsys.readouterr())
+    assert run_with("turboquant_int4") == 0  # which is finished
     rows = read_rows(tmp_path / "accuracy_vs_memory.jsonl")
     assert [row["cache"] for row in rows] == ["turboquant_int4", "offloaded"]
-    done = run_with("paged_int5")
-    assert done.returncode == 2 and "paged_int5" in done.stderr
+    with pytest.raises(SystemExit, match="2"):
+        run_with("paged_int5")
+    assert "paged_int5" in capsys.readouterr().err
 
 
 @pytest.mark.slow

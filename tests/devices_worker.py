@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,39 +243,6 @@ def compare(family: str = "llama", name: str = "paged_exact", **options: Any) ->
     return cache
 
 
-def greedy_exact() -> None:
-    compare()
-
-
-def greedy_int4() -> None:
-    compare(name="paged_int4")
-
-
-def int8_pages_and_recent_tokens() -> None:
-    compare(name="paged_int8", cache_config={**KERNEL, "page_size": 32, "recent_tokens": 3})
-
-
-def beams() -> None:
-    compare(num_beams=3)
-
-
-def several_return_sequences() -> None:
-    compare(do_sample=True, num_return_sequences=2)
-
-
-def chunked_prefill() -> None:
-    compare(name="paged_int8", prefill_chunk_size=17)
-
-
-def hybrid_beams() -> None:
-    """Layer 1 keeps transformers' sliding layer, on the second device."""
-    compare("gemma3", num_beams=2)
-
-
-def dense_attention() -> None:
-    compare(cache_config=KERNEL, name="paged_int4", attention="eager")
-
-
 def crop_select_and_copy() -> None:
     """Row numbers come from the first device, or from the CPU; a crop into a page decodes it where it lies."""
     ids = tokens(2, 50)
@@ -314,14 +282,26 @@ def keys_on_another_device_are_refused() -> None:
             cache.update(keys.to(SECOND), keys.to(SECOND), 0)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        greedy_exact, greedy_int4, int8_pages_and_recent_tokens, beams, several_return_sequences,
-        chunked_prefill, hybrid_beams, dense_attention, crop_select_and_copy,
-        tables_are_counted_on_each_device, keys_on_another_device_are_refused,
-    )
-}  # fmt: skip
+# how a generation on two devices is compared with one on a single device; layer 1 of "gemma3" keeps transformers' sliding layer
+COMPARED: dict[str, dict[str, Any]] = {
+    "greedy_exact": {},
+    "greedy_int4": {"name": "paged_int4"},
+    "int8_pages_and_recent_tokens": {
+        "name": "paged_int8",
+        "cache_config": {**KERNEL, "page_size": 32, "recent_tokens": 3},
+    },
+    "beams": {"num_beams": 3},
+    "several_return_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "chunked_prefill": {"name": "paged_int8", "prefill_chunk_size": 17},
+    "hybrid_beams": {"family": "gemma3", "num_beams": 2},
+    "dense_attention": {"name": "paged_int4", "attention": "eager"},
+}
+CASES: dict[str, Callable[[], Any]] = {
+    **{name: partial(compare, **options) for name, options in COMPARED.items()},
+    "crop_select_and_copy": crop_select_and_copy,
+    "tables_are_counted_on_each_device": tables_are_counted_on_each_device,
+    "keys_on_another_device_are_refused": keys_on_another_device_are_refused,
+}
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ from kv_hf.formats import (
     get_format,
     key_scheme,
     named,
-    registry,
 )
 from kv_hf.formats.linear import RangeFormat, per_channel, per_token
 from kv_hf.quant import codec
@@ -293,43 +292,6 @@ def test_doctor_tries_a_registered_format(nf4, capsys):
     assert all(trial["status"] == "ok" for trial in own)
 
 
-class Counted(dict):
-    """Formats by name, and how often anybody asked for one."""
-
-    asked = 0
-
-    def __getitem__(self, name):
-        self.asked += 1
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        self.asked += 1
-        return super().get(name, default)
-
-    def items(self):
-        self.asked += 1
-        return super().items()
-
-
-@pytest.mark.parametrize("kernel", ["auto", "reference"])
-def test_decode_steps_ask_the_registry_for_nothing(nf4, model, monkeypatch, kernel):
-    """Schemes hold their format: a step costs no look-up, also where pages are sealed and decoded in torch."""
-    counted = Counted(base.FORMATS)
-    monkeypatch.setattr(base, "FORMATS", counted)
-    monkeypatch.setattr(registry, "FORMATS", counted)
-    keys = "int4" if kernel == "auto" else "nf4"
-    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16, kernel=kernel)
-    assert counted.asked
-    prompt = tiny_models.tokens(1, PROMPT)
-    with torch.no_grad():
-        for columns in (prompt[:, :40], prompt[:, 40:41]):
-            model(columns, past_key_values=cache)
-        counted.asked = 0
-        for column in prompt[:, 41:].split(1, 1):
-            model(column, past_key_values=cache)
-    assert counted.asked == 0
-
-
 # -- registration ------------------------------------------------------------------------------------------------------
 
 
@@ -553,30 +515,6 @@ def test_a_format_of_shipped_codes_is_read_by_the_compiled_kernels(model):
         assert torch.equal(got.sequences, right.sequences)
     finally:
         kv_hf.unregister_format("int4_g16")
-
-
-def test_native_numbers_are_those_of_the_c_header():
-    header = (Path(library.FOLDER) / "native" / "abi.h").read_text()
-    line = next(line for line in header.splitlines() if line.startswith("enum Format"))
-    listed = line.partition("{")[2].partition("}")[0].split(",")
-    names = [name.partition("=")[0].strip() for name in listed]
-    expected = {
-        "exact": "F32",
-        "int8": "INT8",
-        "int4": "UINT4",
-        "int2": "UINT2",
-        "fp8": "FLOAT8",
-        "fp8_ds_mla": "FLOAT8",
-        "int4_mixed": "UINT4",
-        "int2_mixed": "UINT2",
-        "int4_rotated": "UINT4",
-        "int3_rotated": "UINT3",
-        "int2_rotated": "UINT2",
-    }
-    schemes = {name: get_format(name).scheme(get_format(name).sides[0]) for name in format_names()}
-    assert {name: names[one.native_number] for name, one in schemes.items()} == expected
-    assert names[schemes["int4_mixed"].native_wide] == "UINT8"
-    assert names[schemes["int2_mixed"].native_wide] == "UINT4"
 
 
 # -- formats that pass the trial and then give something else: nothing of that reaches a page ---------------------------

@@ -30,12 +30,12 @@ class Sanitizer(NamedTuple):
     selected: str = ""
 
 
-KERNELS = "backends/test_cpu_kernels.py backends/test_cpu_latent.py backends/test_cpu_write.py"
+KERNELS = "backends/test_attention.py backends/test_cpu_library.py backends/test_cpu_write.py"
 SANITIZERS = {
     "address": Sanitizer(
         "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
         "libasan.so libubsan.so",
-        f"{KERNELS} backends/test_choose_pages.py backends/test_cpu_bounds.py backends/test_cpu_outliers.py formats/test_mixed_and_rotated.py",
+        f"{KERNELS} backends/test_choose_pages.py backends/test_cpu_bounds.py formats/test_mixed_and_rotated.py",
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size
         {

@@ -26,14 +26,12 @@ TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not ch
 NOWHERE = "/proc/nowhere"  # a folder that nobody can make
 # compared with fp64, with the codec's bytes, or with another kernel
 COMPILED = [
+    "backends/test_attention",
     "backends/test_attention_variants",
     "backends/test_choose_pages",
-    "backends/test_cpu_kernels",
-    "backends/test_cpu_latent",
     "backends/test_cpu_write",
     "backends/test_error_bound",
     "backends/test_latent_fallbacks",
-    "backends/test_reference_attention",
     "cache/test_latent",
     "cache/test_reading",
     "cache/test_reading_offload",
@@ -59,9 +57,9 @@ OUTWARD = [
     "pages/test_cpu_memory",
     "planner/test_source",
     "project/test_cli",
-    "project/test_hub",
+    "project/test_development",
+    "project/test_files",
     "project/test_messages",
-    "project/test_packaging",
     "serving/test_serve_command",
 ]
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "KV_HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")

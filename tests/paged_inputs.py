@@ -3,23 +3,28 @@
 import hashlib
 from collections import OrderedDict
 from dataclasses import fields, replace
+from itertools import product, zip_longest
 
 import torch
-from error_bound import Rounding, Tokens, attend_exactly, without_offsets
+from rounding import Rounding, Tokens, attend_exactly, without_offsets
 
 from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages as reference_pages
-from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.formats import format_names, k_rope_scheme, key_scheme, latent_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
+from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
-from kv_hf.spec import PageSpec
 
 PAGE, SINKS, SLOTS = 16, 4, 40
 # pages and exact tokens of each row: pages and tail, a full window, less than the sinks, one page, nothing
 ROWS = [(5, 11), (2, 20), (0, 3), (1, 4), (0, 0)]
+LATENT_ROWS = [(3, 11), (9, 20), (0, 3), (1, 4), (0, 0)]
+# every format of keys and every format of values, each at least once
+PAIRS = tuple(zip_longest(format_names("keys"), reversed(format_names("values")), fillvalue="int4"))
+LATENTS = tuple(product(format_names("latent"), format_names("k_rope")))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,27 +32,17 @@ def make_kv(
     keys="int8",
     values=None,
     *,
-    rows=ROWS,
     heads=2,
     key_dim=64,
     value_dim=None,
     dtype=torch.float32,
-    seed=0,
-    shuffle=0,
-    poison=False,
-    more_padding=0,
-    sinks=SINKS,
     page=PAGE,
-    slots=SLOTS,
     layout=ROWS_LAYOUT,
     key_group=None,
     value_group=None,
+    **held,
 ):
-    """Random pages and windows.
-
-    `shuffle` permutes the page ids; `poison` fills pages that no row holds and slots that hold no token
-    with nan; the numbers of held tokens depend on `seed` alone.
-    """
+    """Random pages and windows of keys and values; `held` as `filled` takes it."""
     value_dim = value_dim or key_dim
     # dimensions that a default group does not divide need a group of their own
     group = value_group or (16 if value_dim % 32 else None)
@@ -61,7 +56,47 @@ def make_kv(
         dtype=dtype,
         layout=layout,
     )
+    return filled(spec, **held)
+
+
+def latent_spec(
+    latent="int8", k_rope="exact", *, rank=64, rope=16, page=PAGE, dtype=torch.float32, group=None, layout=LANES
+):  # fmt: skip
+    """Return pages of latents; groups of `group` channels (or of half a page's tokens, as the format groups them)."""
+    return PageSpec.build_latent(
+        latent_scheme(latent, group, None if group is None else page // 2),
+        k_rope_scheme(k_rope, rope),
+        rank=rank,
+        rope_dim=rope,
+        page_size=page,
+        dtype=dtype,
+        layout=layout,
+    )
+
+
+def make_latents(spec, outlier=1, **held):
+    """Random pages and windows of latents whose channels have sizes of their own; one is `outlier` times as large."""
+    numbers = torch.Generator().manual_seed(3)
+
+    def unlike(x, side):
+        x = x * (0.2 + torch.rand(side.head_dim, generator=numbers))
+        x[..., 5:6] *= outlier
+        return x
+
+    given = {"rows": LATENT_ROWS, "slots": 24, "shuffle": 1, "poison": True, **held}
+    return filled(spec, change=unlike, **given)
+
+
+def filled(
+    spec, *, rows=ROWS, seed=0, shuffle=0, poison=False, more_padding=0, sinks=SINKS, slots=SLOTS, change=None
+):  # fmt: skip
+    """Return random pages and windows.
+
+    `shuffle` permutes the page ids; `poison` fills pages that no row holds and slots that hold no token
+    with nan; the numbers of held tokens depend on `seed` alone, and on `change`, which gets those of pages and their side.
+    """
     numbers = torch.Generator().manual_seed(seed)
+    page, dtype = spec.keys.page_size, spec.keys.dtype
     held = sum(pages for pages, _ in rows)
     unused = 3
     order = torch.randperm(held + unused, generator=torch.Generator().manual_seed(shuffle))
@@ -69,12 +104,12 @@ def make_kv(
         order = torch.arange(held + unused)
     stored = []
     for side in spec.sides:
-        x = torch.randn(held, heads, page, side.head_dim, generator=numbers).to(dtype)
-        encoded, _ = encode(x, side)
+        x = torch.randn(held, side.num_kv_heads, page, side.head_dim, generator=numbers)
+        encoded, _ = encode((x if change is None else change(x, side)).to(dtype), side)
         fields = {}
         for name, (shape, field_dtype) in side.fields.items():
             pages = torch.zeros(held + unused, *shape, dtype=field_dtype)
-            if poison:
+            if poison and name != "order":  # which nobody may read where it names no channel
                 pages = (
                     torch.full_like(pages, float("nan"))
                     if field_dtype.is_floating_point
@@ -84,14 +119,12 @@ def make_kv(
             fields[name] = pages
         stored.append(fields)
     exact_lens = torch.tensor([exact for _, exact in rows], dtype=torch.int32)
+    empty = (torch.arange(slots) >= exact_lens[:, None])[:, None]
     windows = []
     for side in spec.sides:
-        window = torch.randn(len(rows), heads, slots, side.head_dim, generator=numbers).to(dtype)
-        if poison:
-            window[(torch.arange(slots) >= exact_lens[:, None])[:, None].expand(-1, heads, -1)] = (
-                float("nan")
-            )
-        windows.append(window)
+        shape = (len(rows), side.num_kv_heads, slots, side.head_dim)
+        window = torch.randn(shape, generator=numbers).to(dtype)
+        windows.append(window.masked_fill(empty[..., None], float("nan")) if poison else window)
     width = max(pages for pages, _ in rows)
     # past a row's last page the table may hold any allocated id: one that nobody holds
     table = order[-1].repeat(len(rows), width).to(torch.int32)
@@ -133,7 +166,7 @@ def row_alone(kv, row):
 
 def make_query(kv, q_len=1, group=2, dtype=torch.float64, seed=1):
     heads = kv.spec.keys.num_kv_heads * group
-    shape = (kv.rows, heads, q_len, kv.spec.keys.head_dim)
+    shape = (kv.rows, heads, q_len, kv.spec.query_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -200,7 +233,7 @@ def exact_attention(query, kv, scale, rounding, **options):
     key = _digest(query, kv, scale, rounding, options)
     if key not in _known:
         _known[key] = _exact_attention(query, kv, scale, rounding, **options)
-        if len(_known) > 128:
+        if len(_known) > 512:
             _known.popitem(last=False)
     return _known[key]
 

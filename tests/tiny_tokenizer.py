@@ -1,5 +1,6 @@
-"""Tokenizers trained on the bundled texts in a moment, of byte pairs and of words: no download."""
+"""Tokenizers without a download: of made-up words, and of byte pairs and words, trained on the bundled texts in a moment."""
 
+import random
 from functools import cache
 from typing import Any
 
@@ -70,3 +71,33 @@ def make_word_tokenizer(size: int = 1000) -> Any:
     )
     tokenizer.chat_template = TURNS
     return tokenizer
+
+
+WORDS = [f"w{number}" for number in range(4, 97)]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}w5 {{ message['content'] }} w6 {% endfor %}"
+    "{% if add_generation_prompt %}w7 {% endif %}"
+)
+
+
+@cache
+def tiny_tokenizer() -> Any:
+    """Return a tokenizer of 97 words that are separated by spaces."""
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{w: i for i, w in enumerate(WORDS, 4)}}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def sentence(length: int, seed: int) -> str:
+    """Return `length` random words."""
+    chosen = random.Random(seed)
+    return " ".join(chosen.choice(WORDS) for _ in range(length))

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import rounding
 import torch
-from error_bound import Rounding, Tokens, attend_exactly
 from paged_inputs import assert_within
+from rounding import Rounding, Tokens, attend_exactly
 from tiny_models import make_config
 
 import kv_hf
@@ -14,7 +14,8 @@ from kv_hf.backends.cpu import library
 from kv_hf.cache.paged_cache import CrossCache
 from kv_hf.hf.attention import kv_hf_attention
 
-HEADS, KV_HEADS, DIM, ROWS, LENGTH = 4, 2, 16, 2, 53
+HEADS, KV_HEADS, DIM, ROWS, LENGTH, SCALE = 4, 2, 16, 2, 53, 0.3
+FP32 = Rounding.of("c", torch.float32)
 KERNELS = [
     pytest.param("c", marks=pytest.mark.skipif(bool(library.missing()), reason="no C kernel")),
     "reference",
@@ -40,31 +41,8 @@ def filled(q_len, kernel="reference", keys="exact", length=LENGTH):
     return handles, [handle.dense() for handle in handles], cache
 
 
-def expected_attention(query, keys, values, mask, causal, *, scaling, bias, softcap, sinks, dtype):
-    """The definition: softmax(cap(scaling q k) + bias + mask | sinks) v; a query that sees nothing gives 0."""
-    query, keys, values = (x.to(dtype) for x in (query, keys, values))
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
-    scores = query @ keys.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias.to(dtype)
-    q_len, kv_len = scores.shape[2:]
-    if mask is None and causal:
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else None
-        scores = (
-            scores + mask.to(dtype) if hidden is None else scores.masked_fill(hidden, -torch.inf)
-        )
-    if sinks is not None:
-        column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values).transpose(1, 2)
-    return (scores.softmax(-1) @ values).transpose(1, 2)
-
-
-def error_bound(query, keys, values, mask, causal, *, scaling, bias, softcap, sinks):
-    """What rounding in fp32 may change in a number of the result; the same shape."""
+def exact_attention(query, keys, values, mask, causal, *, bias=None, softcap=None, sinks=None):
+    """Return the definition's result in fp64 and what rounding in fp32 may change in it; a query that sees nothing gives 0."""
     q_len, kv_len = query.shape[2], keys.shape[2]
     added = torch.zeros(ROWS, HEADS, q_len, kv_len, dtype=torch.float64)
     added = added if bias is None else added + bias
@@ -73,14 +51,12 @@ def error_bound(query, keys, values, mask, causal, *, scaling, bias, softcap, si
     if mask is not None:
         hides = mask.dtype == torch.bool
         added = added.masked_fill(~mask, -torch.inf) if hides else added + mask
-    options = {"softcap": softcap, "sink_logits": sinks}
-    bounds = []
+    rows = []
     for row in range(ROWS):
         sides = (Tokens(side[row], side[row]) for side in (keys, values))
-        rounding = Rounding.of("c", torch.float32)
-        _, bound = attend_exactly(query[row], *sides, scaling, rounding, bias=added[row], **options)
-        bounds.append(bound)
-    return torch.stack(bounds).transpose(1, 2)
+        options = {"bias": added[row], "softcap": softcap, "sink_logits": sinks}
+        rows.append(attend_exactly(query[row], *sides, SCALE, FP32, **options))
+    return tuple(torch.stack(part).transpose(1, 2) for part in zip(*rows, strict=True))
 
 
 def masks(q_len, kv_len):
@@ -115,12 +91,11 @@ def test_paged_attention_honours_what_models_pass(q_len, mask_kind, kernel, recw
     for causal, bias, softcap, sink in itertools.product((True, False), biases, (None, 1.5), sinks):
         found, weights = kv_hf_attention(
             module(causal), query, keys, values, mask,
-            scaling=0.3, position_bias=bias, softcap=softcap, s_aux=sink,
+            scaling=SCALE, position_bias=bias, softcap=softcap, s_aux=sink,
         )  # fmt: skip
         assert weights is None
-        options = {"scaling": 0.3, "bias": bias, "softcap": softcap, "sinks": sink}
-        want = expected_attention(query, *exact, mask, causal, dtype=torch.float64, **options)
-        assert_within(found, want, error_bound(query, *exact, mask, causal, **options))
+        options = {"bias": bias, "softcap": softcap, "sinks": sink}
+        assert_within(found, *exact_attention(query, *exact, mask, causal, **options))
     texts = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
     assert not [text for text in texts if "dense" in text]
 
@@ -132,19 +107,8 @@ def test_position_bias_in_half_precision_keeps_hidden_tokens_hidden(kernel):
     mask = masks(1, LENGTH + 1)["bool"]
     bias = (numbers(1, HEADS, 1, LENGTH + 1, seed=5) - 40).bfloat16()
     query = numbers(ROWS, HEADS, 1, DIM, seed=2)
-    found = kv_hf_attention(module(), query, keys, values, mask, scaling=1.0, position_bias=bias)[0]
-    want = expected_attention(
-        query,
-        *exact,
-        mask,
-        True,
-        scaling=1.0,
-        bias=bias,
-        softcap=None,
-        sinks=None,
-        dtype=torch.float64,
-    )
-    rounding.assert_close(found.double(), want)
+    found = kv_hf_attention(module(), query, keys, values, mask, scaling=SCALE, position_bias=bias)
+    assert_within(found[0], *exact_attention(query, *exact, mask, True, bias=bias))
 
 
 @pytest.mark.parametrize("q_len", [1, 5, 40])
@@ -164,21 +128,9 @@ def test_cross_layers_and_long_chunks_agree_with_dense_tensors(q_len, causal, bi
         if causal
         else None
     )
-    found = kv_hf_attention(
-        module(causal), query, layer.keys, layer.values, mask, scaling=0.3, position_bias=bias
-    )[0]
-    want = expected_attention(
-        query,
-        *first,
-        mask,
-        False,
-        scaling=0.3,
-        bias=bias,
-        softcap=None,
-        sinks=None,
-        dtype=torch.float64,
-    )
-    rounding.assert_close(found.double(), want)
+    given = (query, layer.keys, layer.values, mask)
+    found = kv_hf_attention(module(causal), *given, scaling=SCALE, position_bias=bias)[0]
+    assert_within(found, *exact_attention(query, *first, mask, False, bias=bias))
 
 
 def test_handles_of_a_cross_layer_are_one_pair_until_the_layer_changes():
@@ -204,7 +156,7 @@ def test_call_overrules_the_module_about_causality():
     (keys, values), exact, _ = filled(5)
     query = numbers(ROWS, HEADS, 5, DIM, seed=2)
     outs = [
-        kv_hf_attention(module(of_module), query, keys, values, None, scaling=0.3, **given)[0]
+        kv_hf_attention(module(of_module), query, keys, values, None, scaling=SCALE, **given)[0]
         for of_module, given in ((True, {"is_causal": False}), (False, {}), (True, {}))
     ]
     assert torch.equal(outs[0], outs[1])

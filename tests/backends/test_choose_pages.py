@@ -15,7 +15,18 @@ from kv_hf.backends.cpu.choose import choose_pages as choose_in_c
 from kv_hf.backends.dispatch import paged_attention
 from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheMismatchError
-from kv_hf.page_summary import Summary, spread, summary_of, summary_words, turned_by, word_channels
+from kv_hf.page_summary import (
+    Summary,
+    part_bytes,
+    part_fields,
+    spread,
+    summary_of,
+    summary_words,
+    turned_by,
+    word_channels,
+    word_starts,
+)
+from kv_hf.quant.page_parts import part_of, with_all_words, words_to_read
 from kv_hf.read_budget import NEWEST_PAGES, ReadBudget
 from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
@@ -207,25 +218,78 @@ def test_words_that_rope_turns_into_each_other(keys):
     assert bool(turn) == (keys in ("exact", "int8", "fp8"))
 
 
+# -- an index, which holds the words of the keys that a choice reads ------------------------------------------------------
+
+
+def by_index(kv, words):
+    """The same rows over an index of all pages."""
+    nothing = {name: one[:0] for name, one in kv.value_pages.items()}
+    return replace(
+        kv, key_pages=part_of(kv.key_pages, words, kv.spec.keys), value_pages=nothing, words=words
+    )
+
+
+def words_of(kv):
+    """Words of one row's pages, as an index fixes them for all rows."""
+    if summary_of(kv.spec.keys) is Summary.ALL_CHANNELS:
+        return None
+    ids = kv.block_table[0, :8].long()
+    return words_to_read({name: one[ids] for name, one in kv.key_pages.items()}, kv.spec.keys)
+
+
+@pytest.mark.parametrize("layout", [LANES, ROWS_LAYOUT])
+@pytest.mark.parametrize("dim", [48, 64, 80])
+@pytest.mark.parametrize("keys", FORMATS)
+def test_an_index_holds_the_words_that_are_read_and_no_others(keys, dim, layout):
+    kv = long_kv(keys, dim=dim, layout=layout, poison=False)
+    spec, words = kv.spec.keys, words_of(kv)
+    part = part_of(kv.key_pages, words, spec)
+    fields = part_fields(spec)
+    assert {name: (tuple(one.shape[1:]), one.dtype) for name, one in part.items()} == fields
+    assert part_bytes(spec) == sum(one[0].nbytes for one in part.values())
+    assert len(word_starts(spec)) == len(word_channels(spec))
+    if words is None:
+        return
+    assert words.shape == (spec.num_kv_heads, summary_words(spec))
+    assert part["codes"].nbytes < kv.key_pages["codes"].nbytes
+    back = with_all_words(part, words, spec)["codes"]
+    whole = kv.key_pages["codes"]
+    assert back.shape == whole.shape and back.dtype == whole.dtype
+    again = part_of({**kv.key_pages, "codes": back}, words, spec)["codes"]
+    assert torch.equal(again, part["codes"])
+
+
+@pytest.mark.parametrize("layout", [LANES, ROWS_LAYOUT])
+@pytest.mark.parametrize("keys", FORMATS)
+def test_masses_by_an_index_are_those_by_the_pages(keys, layout):
+    whole = long_kv(keys, layout=layout, rows=[(8, 20)])  # as many pages as fix the words
+    call = call_of(whole, q_len=2)
+    indexed = replace(call, kv=by_index(whole, words_of(whole)))
+    ours, theirs = (selection.page_mass(one) for one in (indexed, call))
+    for one, other in zip(ours, theirs, strict=True):
+        rounding.assert_close(one, other)
+
+
 # -- the C kernel ----------------------------------------------------------------------------------------------------
 
 
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 80, 128, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("keys", FORMATS)
-def test_c_chooses_as_the_reference(keys, dim, dtype):
-    for page in (16, 64):
+def test_c_chooses_as_the_reference(keys, dtype):
+    """By whole pages and by their index; the packed arguments of both are kept apart."""
+    for dim, page in ((64, 16), (80, 64), (128, 64)):
         kv = long_kv(keys, dim=dim, dtype=dtype, page=page, slots=page + 24)
-        if kv.spec.keys.layout != LANES:
-            pytest.skip("codes of this head_dim do not fill words")
+        assert kv.spec.keys.layout == LANES
+        indexed = by_index(kv, words_of(kv))
         for options in (
             {"q_len": 1},
             {"q_len": 3, "group": 3, "softcap": 20.0},
             {"q_len": 16, "group": 1, "sink_logits": torch.linspace(-2, 3, 2)},
         ):
             call = call_of(kv, dtype=dtype, **options)
-            assert_same_choice(call, choose_in_c(call))
+            for one in (call, replace(call, kv=indexed)):
+                assert_same_choice(one, choose_in_c(one))
 
 
 @needs_c

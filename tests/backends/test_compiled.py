@@ -489,7 +489,7 @@ def with_triton(name, kernel):
         out = model.generate(
             **left_padded([17, 3]),
             past_key_values=cache,
-            max_new_tokens=8,
+            max_new_tokens=4,
             do_sample=False,
             compile_config=compiling(),
         )

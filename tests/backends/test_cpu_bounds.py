@@ -6,12 +6,12 @@ import subprocess
 import sys
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from itertools import product
 
 import pytest
-import test_cpu_latent
 import torch
-from guarded import guarded
-from paged_inputs import make_kv, make_query
+from allocations import guarded
+from paged_inputs import LATENTS, PAIRS, latent_spec, make_kv, make_latents, make_query
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall
@@ -22,18 +22,19 @@ from kv_hf.spec import LANES
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 ISAS = range(1 if library.missing() else library.isa() + 1)
-# head_dim, page_size, value group: lanes that fill vectors, and lanes that do not
-SIZES = [(64, 16, None), (80, 16, 16)]
-MORE_SIZES = [
-    (16, 16, 16),
-    (128, 64, None),
-    (48, 32, 16),
-    (96, 128, None),
-    (256, 16, None),
-    (192, 512, None),
-]
-LATENT_SIZES = [(64, 16, 16), (60, 0, 16)]
-MORE_LATENT_SIZES = [(512, 64, 64), (16, 8, 32), (240, 36, 128)]
+# head_dim, page_size and value group, and rank, RoPE dim and page_size: lanes that fill vectors, and lanes that do not
+SIZES = [(64, 32, None), (80, 16, 16)], [(64, 16, 16), (60, 0, 16)]
+MORE_SIZES = (
+    [
+        (16, 16, 16),
+        (128, 64, None),
+        (48, 32, 16),
+        (96, 128, None),
+        (256, 16, None),
+        (192, 512, None),
+    ],
+    [(512, 64, 64), (16, 8, 32), (240, 36, 128)],
+)
 
 
 @pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
@@ -91,57 +92,34 @@ def empty_fields(spec, pages, place=torch.clone):
     )
 
 
-@pytest.mark.parametrize(
-    "sizes", [SIZES, pytest.param(MORE_SIZES, marks=pytest.mark.slow)], ids=["some", "more"]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_kernel_stays_inside_of_its_arguments(isa, name, dtype, sizes):
-    for dim, page, group in sizes:
-        kv = make_kv(
-            name,
-            dtype=dtype,
-            key_dim=dim,
-            page=page,
-            layout=LANES,
-            value_group=group,
-            rows=[(2, 11), (0, 3), (1, 4), (0, 0)],
-            slots=11,
-            shuffle=1,
-        )
-        last = kv.key_pages["codes"].shape[0] - 1
-        kv.block_table[0, 0] = last  # the page that has nothing behind it
-        check_decode(kv, [make_query(kv, q_len, group, dtype) for q_len, group in ((1, 1), (3, 5))])
-        tokens = torch.randn(2, 1, 2, 2 * page, dim, generator=torch.Generator().manual_seed(2))
-        check_seal(kv.spec, tokens.to(dtype), 2)
+def every_kv(dtype, sizes, latent_sizes):
+    """Pages in every format, of which the first that is read has nothing behind it."""
+    held = {"rows": [(2, 11), (0, 3), (1, 4), (0, 0)], "slots": 11, "shuffle": 1}
+    for (dim, page, group), (keys, values) in product(sizes, PAIRS):
+        if values != "int3_rotated" or page > 16:  # whose third bits fill no words of 16 tokens
+            own = {"key_dim": dim, "page": page, "value_group": group, "layout": LANES}
+            yield make_kv(keys, values, dtype=dtype, **own, **held)
+    for (rank, rope, page), (latent, k_rope) in product(latent_sizes, LATENTS):
+        rank = 128 if latent == "fp8_ds_mla" else rank
+        spec = latent_spec(latent, k_rope, rank=rank, rope=rope, page=page, dtype=dtype)
+        yield make_latents(spec, poison=False, **held)
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [LATENT_SIZES, pytest.param(MORE_LATENT_SIZES, marks=pytest.mark.slow)],
+    [SIZES, pytest.param(MORE_SIZES, marks=pytest.mark.slow)],
     ids=["some", "more"],
 )
-@pytest.mark.parametrize("latent", format_names("latent"))
-def test_latent_kernel_stays_inside_of_its_arguments(isa, latent, sizes):
-    for k_rope in format_names("k_rope"):
-        for rank, rope, page in sizes:
-            rank = 128 if latent == "fp8_ds_mla" else rank
-            kv = test_cpu_latent.make_kv(
-                latent,
-                k_rope,
-                rank=rank,
-                rope=rope,
-                page=page,
-                dtype=torch.bfloat16,
-                rows=[(2, 11), (0, 3), (1, 4), (0, 0)],
-                slots=11,
-                poison=False,
-            )
-            kv.block_table[0, 0] = kv.key_pages["codes"].shape[0] - 1
-            queries = [test_cpu_latent.make_query(kv, heads, q) for heads, q in ((1, 1), (5, 3))]
-            check_decode(kv, queries)
-            tokens = (torch.randn(1, 1, 2 * page, side.head_dim) for side in kv.spec.sides)
-            check_seal(kv.spec, [one.bfloat16() for one in tokens], 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_kernel_stays_inside_of_its_arguments(isa, dtype, sizes):
+    for kv in every_kv(dtype, *sizes):
+        kv.block_table[0, 0] = kv.key_pages["codes"].shape[0] - 1
+        check_decode(kv, [make_query(kv, q_len, group, dtype) for q_len, group in ((1, 1), (3, 5))])
+        tokens = []
+        for side in kv.spec.sides:
+            shape = (1, side.num_kv_heads, 2 * side.page_size, side.head_dim)
+            tokens.append(torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype))
+        check_seal(kv.spec, tokens, 2)
 
 
 # -- page ids ----------------------------------------------------------------------------------------------
@@ -151,9 +129,9 @@ def test_latent_kernel_stays_inside_of_its_arguments(isa, latent, sizes):
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_decode_refuses_a_page_that_does_not_exist(isa, at, page):
     plain = make_kv("int4", layout=LANES, rows=[(5, 11), (3, 2)])
-    latent = test_cpu_latent.make_kv("int8", "int8", rows=[(5, 11), (4, 2)])
-    queries = make_query(plain, dtype=torch.float32), test_cpu_latent.make_query(latent)
-    for kv, query in zip((plain, latent), queries, strict=True):
+    latent = make_latents(latent_spec("int8", "int8"), rows=[(5, 11), (3, 2)])
+    for kv in (plain, latent):
+        query = make_query(kv, dtype=torch.float32)
         assert kv.key_pages["codes"].shape[0] == 11
         expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
         table = kv.block_table.clone()
@@ -205,7 +183,7 @@ def test_seal_refuses_a_page_that_does_not_exist_before_it_writes(isa, name):
 
 def test_guarded_memory_ends_the_process_that_reads_on():
     """Without that the tests above could not fail."""
-    code = "import torch, guarded, ctypes; t = guarded.guarded(torch.ones(5)); ctypes.string_at(t.data_ptr(), 21)"
+    code = "import torch, allocations, ctypes; t = allocations.guarded(torch.ones(5)); ctypes.string_at(t.data_ptr(), 21)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(TESTS)},

@@ -3,21 +3,48 @@
 import numpy as np
 import pytest
 import torch
-from error_bound import Rounding
 from interpreter import attend as attend_in_triton
 from interpreter import call, needs_interpreter
 from paged_inputs import check, make_kv, make_query
-from place_cases import SIZES, lengths_of, name_of
+from rounding import Rounding
 
 from kv_hf.backends.cpu import decode, library
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.pages import dense_side
-from kv_hf.geometry import Place, full_pages, place_of, window_token
+from kv_hf.geometry import Geometry, Place, full_pages, place_of, window_token
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Rows, RowSizes
 from kv_hf.row_pages import RowPages
 from kv_hf.spec import LANES
+
+# rows around every border: the table of cases that all who place tokens are checked with
+SIZES = [
+    Geometry(16, 4, 0),
+    Geometry(16, 0, 0),
+    Geometry(32, 1, 40),
+    Geometry(16, 33, 5),
+    Geometry(16, 4, 0, 1),
+    Geometry(16, 4, 0, 40),
+    Geometry(32, 0, 7, 33),
+    Geometry(16, 20, 3, 17),
+]
+
+
+def lengths_of(sizes):
+    """Row lengths around the sinks, the first and later borders of pages, and the borders that leave the window."""
+    borders = [0, sizes.sink_tokens, sizes.kept, sizes.kept + sizes.page_size]
+    borders += [sizes.kept + 3 * sizes.page_size, sizes.sink_tokens + 2 * sizes.page_size]
+    if sizes.window is not None:
+        start = sizes.sink_tokens + sizes.window - 1
+        borders += [sizes.window, start + sizes.page_size, start + 4 * sizes.page_size]
+    return sorted({length for at in borders for length in (at - 1, at, at + 1) if length >= 0})
+
+
+def name_of(sizes):
+    window = "" if sizes.window is None else f"-window{sizes.window}"
+    return f"page{sizes.page_size}-sinks{sizes.sink_tokens}-recent{sizes.recent_tokens}{window}"
+
 
 sizes_of_the_table = pytest.mark.parametrize("sizes", SIZES, ids=name_of)
 FULL = [sizes for sizes in SIZES if sizes.window is None]

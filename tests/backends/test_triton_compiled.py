@@ -53,7 +53,7 @@ def decode(spec, arch="sm_90", **options):
 
 @pytest.mark.parametrize(("arch", "name", "dim", "group", "budget"), variants())
 def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
-    from ceiling import instructions_per_number, standard_spec
+    from sass import instructions_per_number, standard_spec
 
     spec = standard_spec(name, dim)
     code = decode(spec, arch, group=group)

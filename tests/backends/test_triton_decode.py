@@ -6,9 +6,9 @@ from functools import partial
 import interpreter
 import pytest
 import torch
-from error_bound import Rounding
 from interpreter import attend, attend_with_ptx, call, needs_interpreter
 from paged_inputs import ROWS, assert_within, check, exact_attention, make_kv, make_query
+from rounding import Rounding
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.formats import format_names

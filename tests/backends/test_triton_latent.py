@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import paged_inputs
 import pytest
 import torch
-from error_bound import Rounding
 from interpreter import call, needs_interpreter, scratch
 from paths import TESTS
+from rounding import Rounding
 
 from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.reference import attention as reference

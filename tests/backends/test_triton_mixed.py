@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from error_bound import Rounding
 from interpreter import attend, attend_with_ptx, call, dense, needs_interpreter
 from paged_inputs import check, make_kv, make_query
+from rounding import Rounding
 
 from kv_hf.backends.reference.pages import dense_side
 

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from error_bound import WALK
 from interpreter import call, choose, choose_with_ptx, needs_interpreter
 from paged_inputs import make_kv, make_query
-from test_choose_by_index import by_index, words_of
+from rounding import WALK
+from test_choose_pages import by_index, words_of
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import selection as reference

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import tiny_mha
 import torch
-from disk_faults import ERRORS, failing, faults, killed_at
+from faults import ERRORS, failing, faults, killed_at
 from tiny_models import shared_model, tokens
 
 import kv_hf

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import rounding
-import tiny_encoder_decoders as tiny
+import tiny_encoders as tiny
 import torch
 import transformers
 from beside_stock import assert_same, pages

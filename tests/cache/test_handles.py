@@ -162,7 +162,7 @@ def test_handle_is_stale_as_soon_as_its_layer_is_being_changed(monkeypatch):
 
 def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_reads():
     """A copy took a page that the source's last forward had given back, and its handles still read, for its own."""
-    from tiny_sliding import make_sliding as make
+    from tiny_hybrids import make_sliding as make
 
     config = make("mistral", 24).config
     cache = kv_hf.PagedCache(

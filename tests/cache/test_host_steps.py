@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(
 
 def counted(steps=70, *, batch=1, context=300, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from host_run import HostRun, gpu
+    from fake_driver import HostRun, gpu
     from measure.shapes import AttentionShape
 
     with gpu() as fake, within_generate():

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import rounding
 import torch
-from planned_models import is_there, make_config
+from tiny_hybrids import is_there, make_config
 from tiny_models import tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 

@@ -4,8 +4,8 @@ import pytest
 import rounding
 import tiny_latent
 import torch
+from tiny_hybrids import make_sliding as windows
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
-from tiny_sliding import make_sliding as windows
 from transformers import DynamicCache
 
 import kv_hf

@@ -3,7 +3,7 @@
 import pytest
 import rounding
 import torch
-from new_tensors import NewTensors
+from allocations import NewTensors
 from tiny_models import ONE_FORMAT, left_padded, make_config, make_model, shared_model, tokens
 from transformers import DynamicCache
 

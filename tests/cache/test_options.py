@@ -7,7 +7,7 @@ import pickle
 from types import MappingProxyType
 
 import pytest
-import tiny_encoder_decoders
+import tiny_encoders
 import tiny_models
 import torch
 from transformers import GenerationConfig, LlamaConfig
@@ -479,7 +479,7 @@ def test_generate_takes_a_cache_config(name):
     model = tiny_models.shared_model("llama")
     assert asked(model, cache_implementation=name, cache_config=GIVEN) == GIVEN
     given = CacheConfig(keys="int8", values="int8", cross_attention="same")
-    model, source = tiny_encoder_decoders.shared_model("t5"), tiny_encoder_decoders.sources([5])
+    model, source = tiny_encoders.shared_model("t5"), tiny_encoders.sources([5])
     assert kv_hf.PagedEncoderDecoderCache(model.config, given).options == given
     options = {"max_new_tokens": 2, "return_dict_in_generate": True, "cache_config": given}
     assert model.generate(**source, **options).past_key_values.options == given

@@ -8,8 +8,8 @@ import threading
 import pytest
 import rounding
 import torch
+from tiny_hybrids import make_sliding
 from tiny_models import make_model, shared_model, tokens
-from tiny_sliding import make_sliding
 
 import kv_hf
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE

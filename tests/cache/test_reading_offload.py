@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-from offloaded_pages import place_outside
 from test_reading import MOST, PART, cache_of, steps
 from tiny_models import left_padded, make_model, tokens
+from token_states import place_outside
 from wrapped_kernels import wrap_kernels
 
 import kv_hf

@@ -1,7 +1,7 @@
 """A cache says what it is: as its call, with what it holds."""
 
 import pytest
-import tiny_encoder_decoders
+import tiny_encoders
 from tiny_models import shared_model, tokens
 
 import kv_hf
@@ -54,7 +54,7 @@ def test_classes_show_their_own_names():
 
 @pytest.mark.parametrize("cross", ["exact", "same"])
 def test_encoder_decoder_cache_shows_both_halves(cross):
-    config = tiny_encoder_decoders.shared_model("t5").config
+    config = tiny_encoders.shared_model("t5").config
     cache = kv_hf.PagedEncoderDecoderCache(config, keys="int4", cross_attention=cross)
     own, other = cache.self_attention_cache, cache.cross_attention_cache
     name = type(cache).__name__

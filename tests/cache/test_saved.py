@@ -11,10 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from new_tensors import NewTensors
+from allocations import NewTensors
 from safetensors import SafetensorError
+from tiny_hybrids import make_sliding
 from tiny_models import left_padded, make_model, shared_model, tokens
-from tiny_sliding import make_sliding
 
 import kv_hf
 from kv_hf.cache import saved as saving

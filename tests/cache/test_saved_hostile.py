@@ -9,11 +9,11 @@ import random
 import pytest
 import safetensors.torch
 import torch
+from allocations import NewTensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from new_tensors import NewTensors
+from tiny_hybrids import make_sliding
 from tiny_models import left_padded, tokens
-from tiny_sliding import make_sliding
 
 import kv_hf
 from kv_hf.cache.saved import _checksum

@@ -4,8 +4,8 @@ import pytest
 import rounding
 import torch
 from beside_stock import compare
+from tiny_hybrids import MODELS, make_sliding
 from tiny_models import left_padded, tokens
-from tiny_sliding import MODELS, make_sliding
 
 import kv_hf
 from kv_hf.cache.paged_cache import PagedCache

@@ -10,7 +10,7 @@ import pytest
 import rounding
 import torch
 from nf4_format import NF4
-from stressed_models import all_values, key_bias, key_pairs, stressed, value_channel
+from tiny_models import all_values, key_bias, key_pairs, stressed, value_channel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kv_hf

@@ -1,7 +1,7 @@
 import pytest
 import quanto_in_python  # noqa: F401
-from tiny_harness import sentence, tiny_tokenizer
 from tiny_models import make_model
+from tiny_tokenizer import sentence, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

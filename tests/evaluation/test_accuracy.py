@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from tiny_harness import sentence
 from tiny_models import ONE_FORMAT, make_model, tokens
+from tiny_tokenizer import sentence
 from transformers import DynamicCache
 
 import kv_hf

@@ -2,12 +2,9 @@
 
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
-import kv_hf
 from kv_hf import evaluation
 from kv_hf.checks import extra
 
@@ -85,22 +82,3 @@ def test_extra_leaves_faults_of_ours_as_they_are():
         import kv_hf.nowhere  # noqa: F401
     with pytest.raises(ValueError, match="no import"), extra("eval", "a report"):
         raise ValueError("no import")
-
-
-def test_the_wheel_carries_every_file_that_is_read():
-    """Templates, texts, presets: setuptools takes what pyproject.toml names, and nothing else."""
-    package = Path(kv_hf.__file__).parent
-    text = (package.parent / "pyproject.toml").read_text("utf-8")
-    settings = tomllib.loads(text)["tool"]["setuptools"]
-    assert settings["include-package-data"] is False
-    named = {
-        path for pattern in settings["package-data"]["kv_hf"] for path in package.glob(pattern)
-    }
-    compiled = package / "backends" / "cpu"
-    read = {
-        path
-        for path in package.rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc") and compiled not in path.parents
-    }
-    assert len(read) > 10
-    assert read == {path for path in named if path.is_file()}

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
-from tiny_encoder_decoders import shared_model as encoder_decoder
-from tiny_harness import TASKS, sentence, tiny_tokenizer, write_tasks
+import yaml
+from tiny_encoders import shared_model as encoder_decoder
 from tiny_models import make_model, shared_model
+from tiny_tokenizer import sentence, tiny_tokenizer
 from transformers import DynamicCache
 
 import kv_hf
@@ -181,9 +182,64 @@ def test_options_reach_the_cache():
 # -- whole runs
 
 
+TASKS = {
+    "tiny_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "tiny_word": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": ["w4", "w5", "w6"],
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "tiny_rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "tiny_generate": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{text}}",
+        "generation_kwargs": {"until": ["w9"], "do_sample": False, "max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
 @pytest.fixture(scope="module", name="tasks")
 def tasks_folder(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("tasks"))
+    """Data and task files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {
+            "question": sentence(30 + 13 * number, number),
+            "choices": [sentence(length, 100 * number + length) for length in (3, 9, 25)],
+            "label": number % 3,
+            "text": sentence(70 + 20 * number, 50 + number),
+        }
+        for number in range(6)
+    ]
+    data = folder / "docs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, task in TASKS.items():
+        config = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+            "num_fewshot": 0,
+            "metadata": {"version": 1.0},
+            **task,
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return folder
 
 
 @pytest.fixture(autouse=True)

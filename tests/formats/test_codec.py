@@ -205,54 +205,27 @@ def test_oracle_reads_e4m3_as_torch_does():
 # -- packing -----------------------------------------------------------------------------------------------
 
 
-def test_pack_matches_the_documented_bytes_int4():
+def test_pack_matches_the_documented_bytes():
     codes = torch.tensor([1, 2, 3, 4, 5, 6, 7, 15], dtype=torch.uint8)
     # byte i = code[i] | code[i + 4] << 4
     assert pack(codes, 4, -1).tolist() == [0x51, 0x62, 0x73, 0xF4]
-
-
-def test_pack_matches_the_documented_bytes_int2():
     codes = torch.tensor([1, 2, 3, 0, 2, 2, 3, 1], dtype=torch.uint8)
     # byte i = code[i] | code[i + 2] << 2 | code[i + 4] << 4 | code[i + 6] << 6
     assert pack(codes, 2, -1).tolist() == [0b11_10_11_01, 0b01_10_00_10]
 
 
+@pytest.mark.parametrize("dim", [-1, -2, 0])
 @pytest.mark.parametrize("bits", [4, 2, 8])
-def test_unpack_then_pack_gives_every_byte_back(bits):
-    packed = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
-    codes = unpack(packed, bits, -1)
-    assert codes.shape == (2, 128 * 8 // bits)
-    assert int(codes.max()) == (1 << bits) - 1
-    assert torch.equal(pack(codes, bits, -1), packed)
-
-
-@settings(max_examples=50)
-@given(st.data())
-def test_pack_then_unpack_gives_every_code_back(data):
-    bits = data.draw(st.sampled_from([2, 4]))
-    dim = data.draw(st.sampled_from([-1, -2, 0]))
-    shape = [data.draw(st.integers(1, 3)) for _ in range(3)]
-    shape[dim] *= 8 // bits
-    seed = data.draw(st.integers(0, 1 << 30))
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
+def test_unpack_then_pack_gives_every_byte_back(bits, dim):
+    packed = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8)
+    codes = unpack(packed, bits, dim)
+    assert codes.shape[dim] == packed.shape[dim] * 8 // bits and int(codes.max()) == (1 << bits) - 1
     kept = codes.clone()
-    packed = pack(codes, bits, dim)
-    assert packed.shape[dim] * (8 // bits) == codes.shape[dim]
-    assert torch.equal(unpack(packed, bits, dim), codes)
+    assert torch.equal(pack(codes, bits, dim), packed)
     assert torch.equal(codes, kept)  # `pack` may not write its argument
 
 
 # -- layout and arithmetic of decode -------------------------------------------------------------------------
-
-
-@every_format
-def test_encode_makes_the_tensors_of_the_spec(name, side):
-    spec = side_spec(name, side)
-    fields, _ = encode(random_pages(3), spec)
-    found = {field: (tuple(t.shape), t.dtype) for field, t in fields.items()}
-    assert found == {field: ((3, *shape), dtype) for field, (shape, dtype) in spec.fields.items()}
-    assert all(t.is_contiguous() for t in fields.values())
 
 
 @every_format
@@ -274,18 +247,6 @@ def test_decode_reads_bytes_as_documented(name, side, dim):
     assert decoded.shape == (3, HEADS, PAGE, dim)
     # code * scale is exact in fp32, so that the sum is rounded once
     assert torch.equal(decoded, expected.float())
-
-
-@pytest.mark.parametrize("name", ENCODED)
-def test_encode_puts_neighbouring_tokens_of_values_side_by_side(name):
-    """Each channel gets its own number, each token its own sign: the last axis must follow the tokens."""
-    signs = torch.tensor([1.0, -1.0]).repeat(PAGE // 2)
-    x = (signs[:, None] * torch.linspace(1.0, 2.0, DIM)).expand(1, HEADS, PAGE, DIM)
-    codes = fresh(name, "values", x)[0]["codes"]
-    assert codes.shape[-1] == PAGE
-    assert torch.equal(codes[..., 0::2], codes[..., :1].expand_as(codes[..., 0::2]))
-    assert torch.equal(codes[..., 1::2], codes[..., 1:2].expand_as(codes[..., 1::2]))
-    assert not torch.equal(codes[..., 0], codes[..., 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -363,60 +324,18 @@ def test_encode_uses_the_whole_range_of_codes(name, side):
         assert float(torch.maximum(-low, high).min()) == largest
 
 
-@every_format
-def test_decode_rounds_to_the_asked_dtype(name, side):
-    x = random_pages(2)
-    spec = side_spec(name, side)
-    fields, _ = encode(x, spec)
-    full = decode(fields, spec, torch.float32)
-    for dtype in DTYPES.values():
-        assert torch.equal(decode(fields, spec, dtype), full.to(dtype))
-
-
-def test_int4_keys_keep_a_channel_with_a_large_common_offset():
+@pytest.mark.parametrize(("name", "most"), [("int4", 6 / 15 / 2 + 1 / 8), ("int8", 0.03)])
+def test_keys_keep_a_channel_with_a_large_common_offset(name, most):
     """Qwen2.5-Coder-1.5B: k_proj bias up to 354; scales per token turn its int4 keys into noise (KL 8.9)."""
     x = random_pages(3)
     generator = torch.Generator().manual_seed(1)
-    planted = 354 + 6 * (torch.rand(3, HEADS, PAGE, generator=generator) - 0.5)
-    x[..., 5] = planted
-    error = (oracle_decode(fresh("int4", "keys", x)[0], "int4", "keys") - x.double()).abs()
-    # a step is 6 / 15, and the offset is at most 1 / 8 away at this size
-    assert float(error[..., 5].max()) <= 6 / 15 / 2 + 1 / 8
-    assert float(error[..., 5].pow(2).mean().sqrt()) < 0.1 * float(planted.std())
-    plain = (
-        oracle_decode(fresh("int4", "keys", random_pages(3))[0], "int4", "keys")
-        - random_pages(3).double()
-    ).abs()
-    others = [channel for channel in range(DIM) if channel != 5]
-    assert torch.equal(error[..., others], plain[..., others])
-
-
-def test_int8_keys_keep_a_channel_with_a_large_common_offset():
-    """The scale is shared by the head, so that only taking out each channel's middle saves the others."""
-    x = random_pages(3)
-    x[..., 5] += 354
-    error = (oracle_decode(fresh("int8", "keys", x)[0], "int8", "keys") - x.double()).abs()
-    assert float(error.max()) < 0.03
-
-
-@pytest.mark.parametrize(("side", "clip"), [("keys", 0.8), ("values", 0.9)])
-def test_int2_saturates_beyond_its_clip(side, clip):
-    """A ramp 0, 1, .. 31 in each group: the codes span its middle part, what lies beyond takes the ends."""
-    ramp = torch.arange(32.0)
-    if side == "keys":
-        x = ramp[:, None].expand(1, HEADS, PAGE, DIM)
-    else:
-        x = ramp.repeat(DIM // 32).expand(1, HEADS, PAGE, DIM)
-    fields, damaged = fresh("int2", side, x)
-    decoded = oracle_decode(fields, "int2", side)
-    low, high = 31 * (1 - clip) / 2, 31 * (1 + clip) / 2
-    step = (high - low) / 3
-    levels = torch.tensor([low + code * step for code in range(4)], dtype=torch.float64)
-    expected = levels[(x.double()[..., None] - levels).abs().argmin(-1)]
-    assert torch.allclose(decoded, expected, rtol=0, atol=0.02)
-    assert float(decoded.max()) == pytest.approx(high, abs=0.02)
-    assert float(decoded.min()) == pytest.approx(low, abs=0.02)
-    assert not bool(damaged)
+    x[..., 5] = 354 + 6 * (torch.rand(3, HEADS, PAGE, generator=generator) - 0.5)
+    error = (oracle_decode(fresh(name, "keys", x)[0], name, "keys") - x.double()).abs()
+    # of int4 a step is 6 / 15, and the offset is at most 1 / 8 away at this size
+    assert float(error[..., 5].max()) <= most
+    plain = random_pages(3)
+    plain = (oracle_decode(fresh(name, "keys", plain)[0], name, "keys") - plain.double()).abs()
+    assert float(error.max()) <= max(most, float(plain.max()))
 
 
 # -- bytes depend on a page's numbers alone ------------------------------------------------------------------
@@ -441,27 +360,11 @@ def test_encode_gives_each_page_the_same_bytes_alone_or_among_others(name, side,
             assert torch.equal(found.view(torch.uint8), encoded.view(torch.uint8))
 
 
-@every_format
-def test_encode_does_not_change_its_input(name, side):
-    x = random_pages(2)
-    x[0, 0, 0, 0] = float("nan")
-    kept = x.clone()
-    fresh(name, side, x)
-    assert torch.equal(x.nan_to_num(nan=7e9), kept.nan_to_num(nan=7e9))
-
-
 # -- constant, tiny, huge and broken numbers -----------------------------------------------------------------
 
 
 @every_format
-def test_encode_keeps_zeros_exactly(name, side):
-    fields, damaged = fresh(name, side, torch.zeros(2, HEADS, PAGE, DIM))
-    assert torch.equal(oracle_decode(fields, name, side), torch.zeros(2, HEADS, PAGE, DIM).double())
-    assert not bool(damaged)
-
-
-@every_format
-@pytest.mark.parametrize("constant", [1.0, -354.1, 2.0**-24, 3e-6, 60000.0])
+@pytest.mark.parametrize("constant", [0.0, 1.0, -354.1, 2.0**-24, 3e-6, 60000.0])
 def test_encode_keeps_constant_groups(name, side, constant):
     """All numbers equal: scale 0 where the offset says it all, and 0 / 0 must not happen."""
     x = torch.full((1, HEADS, PAGE, DIM), constant)
@@ -470,12 +373,12 @@ def test_encode_keeps_constant_groups(name, side, constant):
     assert not bool(damaged)
     assert torch.equal(decoded, decoded[0, 0, 0, 0].expand_as(decoded))
     assert float(((decoded - x.double()).abs() - error_bound(x, name, side)).max()) <= 0
-    if name in PER_CHANNEL:
+    if name in PER_CHANNEL or not constant:
         assert float(decoded[0, 0, 0, 0]) == float(torch.tensor(constant).half())
 
 
 @every_format
-@pytest.mark.parametrize("log2", [-150, -140, -120, -30, -25, -24, -20])
+@pytest.mark.parametrize("log2", [-150, -120, -30, -24, -20])
 def test_encode_keeps_tiny_numbers_finite_and_small(name, side, log2):
     """Scales below fp16's smallest number round to 0, fp32 denormals may be flushed: both are no damage."""
     x = torch.ldexp(random_pages(2), torch.tensor(log2))
@@ -498,7 +401,6 @@ SPECIAL = {
     "1e-40": (1e-40, None),
     "-0.0": (-0.0, None),
 }
-special_numbers = pytest.mark.parametrize(("number", "instead"), SPECIAL.values(), ids=SPECIAL)
 
 
 def _with_number(number, dtype=torch.float32, page=1):
@@ -508,10 +410,14 @@ def _with_number(number, dtype=torch.float32, page=1):
 
 
 @every_format
-@special_numbers
-def test_encode_stores_the_nearest_finite_number_and_says_so(name, side, number, instead):
+@pytest.mark.parametrize(("number", "instead"), SPECIAL.values(), ids=SPECIAL)
+def test_encode_stores_the_nearest_finite_number_and_keeps_it_from_others(
+    name, side, number, instead
+):
     x = _with_number(number)
+    kept = x.clone()
     fields, damaged = fresh(name, side, x)
+    assert torch.equal(x.view(torch.uint8), kept.view(torch.uint8))
     assert bool(damaged) == (instead is not None)
     assert (damaged.dtype, damaged.shape) == (torch.bool, ())
     decoded = oracle_decode(fields, name, side)
@@ -519,35 +425,16 @@ def test_encode_stores_the_nearest_finite_number_and_says_so(name, side, number,
     repaired = _with_number(number if instead is None else instead)
     excess = (decoded - repaired.double()).abs() - error_bound(repaired, name, side)
     assert float(excess.max()) <= 0
-
-
-@every_format
-@special_numbers
-def test_encode_keeps_a_bad_number_from_other_pages_and_heads(name, side, number, instead):
     clean, _ = fresh(name, side, random_pages(3))
-    fields, _ = fresh(name, side, _with_number(number))
     for field, encoded in fields.items():
         found, expected = encoded.view(torch.uint8), clean[field].view(torch.uint8)
         assert torch.equal(found[[0, 2]], expected[[0, 2]])
         assert torch.equal(found[1, 1], expected[1, 1])
-
-
-@pytest.mark.parametrize("name", PER_CHANNEL)
-@special_numbers
-def test_encode_keeps_a_bad_key_from_the_other_channels_of_its_page(name, number, instead):
-    clean = oracle_decode(fresh(name, "keys", random_pages(3))[0], name, "keys")
-    decoded = oracle_decode(fresh(name, "keys", _with_number(number))[0], name, "keys")
-    others = [channel for channel in range(DIM) if channel != 5]
-    assert torch.equal(decoded[..., others], clean[..., others])
-
-
-@pytest.mark.parametrize("name", ENCODED)
-@special_numbers
-def test_encode_keeps_a_bad_value_from_the_other_tokens_of_its_page(name, number, instead):
-    clean = oracle_decode(fresh(name, "values", random_pages(3))[0], name, "values")
-    decoded = oracle_decode(fresh(name, "values", _with_number(number))[0], name, "values")
-    others = [token for token in range(PAGE) if token != 3]
-    assert torch.equal(decoded[:, :, others], clean[:, :, others])
+    apart = decoded != oracle_decode(clean, name, side)
+    if side == "values":  # other tokens
+        assert not bool(torch.cat([apart[:, :, :3], apart[:, :, 4:]], 2).any())
+    elif name in PER_CHANNEL:  # other channels
+        assert not bool(torch.cat([apart[..., :5], apart[..., 6:]], -1).any())
 
 
 @every_format
@@ -586,16 +473,8 @@ def test_encode_keeps_pages_finite_that_are_all_inf_or_nan(name, side):
 
 
 def _storage(name, pages):
-    spec = PageSpec.build(
-        key_scheme(name),
-        value_scheme(name),
-        num_kv_heads=HEADS,
-        key_dim=DIM,
-        value_dim=DIM,
-        page_size=PAGE,
-        dtype=torch.float32,
-    )
-    storage = PageStorage(spec, torch.device("cpu"))
+    keys, values = (side_spec(name, side) for side in SIDES)
+    storage = PageStorage(PageSpec(keys, values), torch.device("cpu"))
     storage.grow(pages)
     return storage
 

@@ -16,12 +16,13 @@ import tiny_models
 import torch
 from nf4_format import NF4
 from paths import ROOT
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation import configuration_utils
 
 import kv_hf
 from kv_hf import doctor
 from kv_hf.backends.cpu import library
+from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.backends.registry import choose, layout_for
 from kv_hf.cache_names import all_cache_names, parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
@@ -32,9 +33,9 @@ from kv_hf.formats import (
     get_format,
     key_scheme,
     named,
-    registry,
 )
 from kv_hf.formats.linear import RangeFormat, per_channel, per_token
+from kv_hf.quant import codec
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import PageSpec
 from kv_hf_cli import main
@@ -71,10 +72,10 @@ def said(caught):
     return [str(one.message) for one in caught if issubclass(one.category, kv_hf.KVCacheWarning)]
 
 
-def nf4_spec(layout="rows", dim=32):
+def spec_of(keys, values=None, *, layout="rows", dim=32, page=16):
     return PageSpec.build(
-        key_scheme("nf4"), get_format("nf4").scheme("values"), num_kv_heads=2, key_dim=dim, value_dim=dim,
-        page_size=16, dtype=torch.float32, layout=layout,
+        key_scheme(keys), get_format(values or keys).scheme("values"), num_kv_heads=2, key_dim=dim, value_dim=dim,
+        page_size=page, dtype=torch.float32, layout=layout,
     )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def test_uninstall_takes_registered_names_back_and_install_brings_them(nf4):
 @pytest.mark.parametrize("layout", ["rows", "lanes"])
 def test_pages_hold_what_a_registered_format_encodes(nf4, layout):
     """Every stored number is its group's largest times a level; packing and both layouts lose nothing."""
-    for side in nf4_spec(layout).sides:
+    for side in spec_of("nf4", layout=layout).sides:
         tokens = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(1))
         fields, damaged = encode(tokens, side)
         assert {name: (t.shape[1:], t.dtype) for name, t in fields.items()} == side.fields
@@ -146,13 +147,8 @@ def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
 
 def rounded_by_hand(model, sequences):
     """Return the greedy choices of a loop over DynamicCache, whose full pages are replaced by what nf4 makes of them."""
-    from transformers import DynamicCache
-
     cache, choices, done = DynamicCache(config=model.config), [], 0
-    spec = PageSpec.build(
-        key_scheme("nf4"), get_format("nf4").scheme("values"), num_kv_heads=2, key_dim=16, value_dim=16,
-        page_size=16, dtype=torch.float32,
-    )  # fmt: skip
+    spec = spec_of("nf4", dim=16)
     fed = sequences[:, :PROMPT]
     for step in range(NEW):
         with torch.no_grad():
@@ -194,12 +190,7 @@ def test_memory_of_a_registered_format_is_what_is_predicted(nf4, model, options)
         for side in layer.storage.sides
         for tensor in side.fields.values()
     )
-    names = (
-        [name for row in cache.report() for name in (row.keys, row.values)]
-        if hasattr(cache, "report")
-        else []
-    )
-    assert not names or "nf4" in names
+    assert "nf4" in [name for row in cache.report() for name in (row.keys, row.values)]
 
 
 def test_static_cache_steps_through_operators_in_a_registered_format(nf4, model):
@@ -224,18 +215,14 @@ def test_a_compiled_kernel_asked_for_by_name_refuses_a_registered_format(nf4, mo
 def test_choose_takes_no_compiled_kernel_on_a_gpu_either(nf4):
     """On a GPU the reference is what is left; nothing is compiled to find that out."""
     with pytest.warns(kv_hf.KVCacheWarning, match="'nf4' of keys and values"):
-        assert choose("auto", torch.device("cuda"), nf4_spec()).name == "reference"
+        assert choose("auto", torch.device("cuda"), spec_of("nf4")).name == "reference"
 
 
 def test_latents_refuse_a_format_of_keys_and_values(nf4):
-    tiny = tiny_latent.make_model("deepseek_v3") if hasattr(tiny_latent, "make_model") else None
     with pytest.raises(CacheOptionError, match="latent must be one of"):
         kv_hf.CacheConfig(latent="nf4")
-    if tiny is not None:
-        with pytest.raises(
-            CacheOptionError, match="format 'nf4' is for keys, values, not for latent"
-        ):
-            kv_hf.PagedCache(tiny.config, keys="nf4")
+    with pytest.raises(CacheOptionError, match="format 'nf4' is for keys, values, not for latent"):
+        kv_hf.PagedCache(tiny_latent.make_config("deepseek_v3"), keys="nf4")
 
 
 # -- files, plans, evaluation, doctor, recipes ------------------------------------------------------------------------
@@ -304,43 +291,6 @@ def test_doctor_tries_a_registered_format(nf4, capsys):
     own = [trial for trial in trials if trial["format"] == "paged_nf4"]
     assert {trial["kernel"] for trial in own} == {"reference"}
     assert all(trial["status"] == "ok" for trial in own)
-
-
-class Counted(dict):
-    """Formats by name, and how often anybody asked for one."""
-
-    asked = 0
-
-    def __getitem__(self, name):
-        self.asked += 1
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        self.asked += 1
-        return super().get(name, default)
-
-    def items(self):
-        self.asked += 1
-        return super().items()
-
-
-@pytest.mark.parametrize("kernel", ["auto", "reference"])
-def test_decode_steps_ask_the_registry_for_nothing(nf4, model, monkeypatch, kernel):
-    """Schemes hold their format: a step costs no look-up, also where pages are sealed and decoded in torch."""
-    counted = Counted(base.FORMATS)
-    monkeypatch.setattr(base, "FORMATS", counted)
-    monkeypatch.setattr(registry, "FORMATS", counted)
-    keys = "int4" if kernel == "auto" else "nf4"
-    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16, kernel=kernel)
-    assert counted.asked
-    prompt = tiny_models.tokens(1, PROMPT)
-    with torch.no_grad():
-        for columns in (prompt[:, :40], prompt[:, 40:41]):
-            model(columns, past_key_values=cache)
-        counted.asked = 0
-        for column in prompt[:, 41:].split(1, 1):
-            model(column, past_key_values=cache)
-    assert counted.asked == 0
 
 
 # -- registration ------------------------------------------------------------------------------------------------------
@@ -558,10 +508,7 @@ def test_a_format_of_shipped_codes_is_read_by_the_compiled_kernels(model):
     """Another grouping of int4 is another row, and needs no other kernel."""
     kv_hf.register_format(WIDER)
     try:
-        spec = PageSpec.build(
-            key_scheme("int4_g16"), get_format("int4_g16").scheme("values"), num_kv_heads=2, key_dim=16, value_dim=16,
-            page_size=64, dtype=torch.float32, layout=layout_for(CPU),
-        )  # fmt: skip
+        spec = spec_of("int4_g16", layout=layout_for(CPU), dim=16, page=64)
         assert choose("auto", CPU, spec).name == "c"
         got, right = (
             generated(model, "paged_int4_g16", kernel=name) for name in ("c", "reference")
@@ -571,28 +518,87 @@ def test_a_format_of_shipped_codes_is_read_by_the_compiled_kernels(model):
         kv_hf.unregister_format("int4_g16")
 
 
-def test_native_numbers_are_those_of_the_c_header():
-    header = (Path(library.FOLDER) / "native" / "abi.h").read_text()
-    line = next(line for line in header.splitlines() if line.startswith("enum Format"))
-    listed = line.partition("{")[2].partition("}")[0].split(",")
-    names = [name.partition("=")[0].strip() for name in listed]
-    expected = {
-        "exact": "F32",
-        "int8": "INT8",
-        "int4": "UINT4",
-        "int2": "UINT2",
-        "fp8": "FLOAT8",
-        "fp8_ds_mla": "FLOAT8",
-        "int4_mixed": "UINT4",
-        "int2_mixed": "UINT2",
-        "int4_rotated": "UINT4",
-        "int3_rotated": "UINT3",
-        "int2_rotated": "UINT2",
+# -- formats that pass the trial and then give something else: nothing of that reaches a page ---------------------------
+
+
+class Fickle(NF4):
+    """nf4, until `change` is set."""
+
+    name = "fickle"
+    change = None
+    decoded = None
+
+    def encode(self, numbers, scheme):
+        encoded = super().encode(numbers, scheme)
+        return encoded if Fickle.change is None else Fickle.change(*encoded)
+
+    def decode(self, codes, scale, offset, scheme):
+        numbers = super().decode(codes, scale, offset, scheme)
+        return numbers if Fickle.decoded is None else Fickle.decoded(numbers)
+
+
+@pytest.fixture
+def side(monkeypatch):
+    kv_hf.register_format(Fickle)
+    yield spec_of("fickle").values
+    kv_hf.unregister_format("fickle")
+
+
+TOKENS = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c, s, o: (c[:, :1], s, o), r"codes must be torch.uint8 \[3, 2, 16, 32\], got"),
+        (lambda c, s, o: (c[:1], s[:1], o), r"codes must be torch.uint8 \[3, 2, 16, 32\]"),
+        (lambda c, s, o: (c.long(), s, o), "codes must be torch.uint8 .* got torch.int64"),
+        (lambda c, s, o: (c + 16, s, o), r"codes must be below 2\^4, got 31"),
+        (lambda c, s, o: (c, s[:, :, :1], o), r"scale must be torch.float16 \[3, 2, 16, 1\]"),
+        (lambda c, s, o: (c, None, o), "scale must be a tensor, got NoneType"),
+        (lambda c, s, o: (c, s.double(), o), "scale must be .*, got torch.float64"),
+        (lambda c, s, o: (c, s * float("nan"), o), "scale must be finite"),
+        (lambda c, s, o: (c, s / 0, o), "scale must be finite"),
+        (lambda c, s, o: (c, s, s), "offset must be None: the scheme has no offset_group"),
+        (lambda c, s, o: (c, s), r"must return \(codes, scale, offset\), got 2 values"),
+        (lambda c, s, o: None, r"must return \(codes, scale, offset\), got NoneType"),
+    ],
+)
+def test_seal_refuses_what_has_another_form_and_leaves_pages_alone(side, monkeypatch, change, says):
+    """The result for one page, head or group was stored in all of them, by broadcasting."""
+    fields = {
+        name: torch.ones(4, *shape, dtype=dtype) for name, (shape, dtype) in side.fields.items()
     }
-    schemes = {name: get_format(name).scheme(get_format(name).sides[0]) for name in format_names()}
-    assert {name: names[one.native_number] for name, one in schemes.items()} == expected
-    assert names[schemes["int4_mixed"].native_wide] == "UINT8"
-    assert names[schemes["int2_mixed"].native_wide] == "UINT4"
+    before = {name: field.clone() for name, field in fields.items()}
+    jobs = torch.tensor([[row, 0, row] for row in range(3)], dtype=torch.int32)
+    monkeypatch.setattr(Fickle, "change", staticmethod(change))
+    with pytest.raises(CacheOptionError, match=f"format 'fickle': encode.*{says}"):
+        seal_pages(TOKENS, jobs, fields, side)
+    assert all(torch.equal(fields[name], before[name]) for name in fields)
+
+
+@pytest.mark.parametrize(
+    ("decoded", "got"),
+    [
+        (lambda x: x[..., :1], r"got torch.float32 \[3, 2, 16, 1\]"),
+        (lambda x: x.double(), "float64"),
+    ],
+)
+def test_decode_refuses_what_has_another_form(side, monkeypatch, decoded, got):
+    fields, _ = encode(TOKENS, side)
+    monkeypatch.setattr(Fickle, "decoded", staticmethod(decoded))
+    with pytest.raises(
+        CacheOptionError, match=f"format 'fickle': decode's numbers must be .*{got}"
+    ):
+        decode(fields, side, torch.float32)
+
+
+def test_shipped_formats_are_not_checked_at_each_page(monkeypatch):
+    """Their arithmetic is tested; a step must not pay for the check."""
+    monkeypatch.setattr(codec, "check_encoded", None)
+    monkeypatch.setattr(codec, "check_decoded", None)
+    for one in spec_of("int4", "int8").sides:
+        decode(encode(TOKENS, one)[0], one, torch.float32)
 
 
 # -- names of caches ---------------------------------------------------------------------------------------------------

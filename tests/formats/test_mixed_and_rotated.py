@@ -1,21 +1,16 @@
-"""Keys of two widths and rotated values: their arithmetic, their places in a page, and the same bytes from C."""
+"""Keys of two widths and rotated values: their arithmetic and their places in a page."""
 
 from dataclasses import replace
 
 import pytest
-import rounding
 import torch
-from paged_inputs import check_seals_as_torch
 from tiny_models import make_model
 
-from kv_hf.backends.cpu import decode as c_decode
-from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import format_names, key_scheme, value_scheme
+from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.quant.codec import block, decode, encode, reorder, restore, rotate, unrotate, wide_first
 from kv_hf.spec import LANES, ROWS, PageSpec
 
-needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 MIXED, ROTATED = ("int2_mixed", "int4_mixed"), ("int2_rotated", "int3_rotated", "int4_rotated")
 
 
@@ -127,51 +122,6 @@ def test_bad_sizes_and_sides_are_refused():
         replace(key_scheme("int2_mixed"), wide_bits=3)
 
 
-@needs_library
-@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
-@pytest.mark.parametrize(
-    ("keys", "values"),
-    [
-        ("int4", "int2_rotated"),
-        ("int4", "int3_rotated"),
-        ("int4", "int4_rotated"),
-        ("int2_mixed", "int2"),
-        ("int4_mixed", "int8"),
-    ],
-)
-def test_c_seals_them_as_torch_does(keys, values, dim):
-    spec = spec_of(keys, values, dim, layout=LANES)
-    tokens = tuple(numbers(2, 2, 130, dim, seed=seed) for seed in (1, 2))
-    jobs = torch.tensor([[0, 2, 1], [1, 66, 0]], dtype=torch.int32)
-    assert not check_seals_as_torch(tokens, jobs, spec)
-
-
-@needs_library
-@pytest.mark.parametrize("isa", range(1 if library.missing() else library.isa() + 1))
-@pytest.mark.parametrize(
-    ("keys", "values"),
-    [
-        ("int4", "int2_rotated"),
-        ("int4", "int3_rotated"),
-        ("int4", "int4_rotated"),
-        ("int2_mixed", "int2"),
-        ("int4_mixed", "int8"),
-    ],
-)
-def test_generate_reads_them_in_c_as_in_torch(keys, values, isa, monkeypatch):
-    monkeypatch.setattr(c_decode, "isa", lambda: isa)
-    model = make_model("llama")
-    ids = torch.randint(3, 60, (2, 150), generator=torch.Generator().manual_seed(0))
-    logits = {}
-    for kernel in ("reference", "c"):
-        out = model.generate(
-            ids, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True,
-            pad_token_id=0, cache_implementation="paged_int4", cache_config={"keys": keys, "values": values, "kernel": kernel},
-        )  # fmt: skip
-        logits[kernel] = torch.stack(out.logits)
-    rounding.assert_close(logits["c"], logits["reference"])
-
-
 @pytest.mark.parametrize("keys", MIXED)
 def test_generate_reads_mixed_keys(keys):
     """The implementations in torch read them; the tokens of many pages come close to the exact cache's scores."""
@@ -187,10 +137,3 @@ def test_generate_reads_mixed_keys(keys):
         assert name == "exact" or keys in str(out.past_key_values.report())
     error = (scores[keys] - scores["exact"]).square().mean().sqrt()
     assert 0 < error < 0.25 * scores["exact"].std()
-
-
-def test_format_names_lists_them_for_their_sides():
-    assert set(MIXED) <= set(format_names("keys")) and not set(MIXED) & set(format_names("values"))
-    assert set(ROTATED) <= set(format_names("values")) and not set(ROTATED) & set(
-        format_names("keys")
-    )

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+import tiny_encoders
 import tiny_mha
-import tiny_vision
 import torch
 import transformers
 from huggingface_hub import ModelCard
@@ -106,9 +106,9 @@ def test_convert_to_gqa_writes_means_of_neighbouring_heads(family, kv_heads, tmp
     check_converted(source, tmp_path / "new", report, kv_heads)
 
 
-@pytest.mark.parametrize("name", families(tiny_vision.MODELS, ["llava", "qwen2_vl"]))
+@pytest.mark.parametrize("name", families(tiny_encoders.MODELS, ["llava", "qwen2_vl"]))
 def test_convert_to_gqa_converts_the_text_part_of_a_vision_language_model(name, tmp_path):
-    model, given = tiny_vision.make(name)
+    model, given = tiny_encoders.make(name)
     source = tiny_mha.save(model, tmp_path / "source")
     report = kv_hf.convert_to_gqa(source, tmp_path / "one", 1)
     assert report.num_kv_heads == 2 and not any("vision" in changed for changed in report.changed)
@@ -126,7 +126,7 @@ def test_convert_to_gqa_converts_the_text_part_of_a_vision_language_model(name, 
 
 
 def test_convert_to_gqa_knows_old_files_that_keep_the_text_config_at_the_top(tmp_path):
-    model, _ = tiny_vision.make("qwen2_vl")
+    model, _ = tiny_encoders.make("qwen2_vl")
     source = tiny_mha.save(model, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     text = config.pop("text_config")

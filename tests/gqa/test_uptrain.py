@@ -8,11 +8,12 @@ import time
 
 import pytest
 import tiny_mha
-import tiny_uptrain
 import torch
 import torch.nn.functional as F
 import uptrain
 from paths import ROOT
+from tiny_models import make_model
+from tiny_tokenizer import sentence, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import kv_hf
@@ -24,8 +25,18 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
+    """`teacher`, a random model with 4 kv heads, `student`, its conversion to 1, and texts to train and to evaluate on."""
     folder = tmp_path_factory.mktemp("pair")
-    tiny_uptrain.make_pair(folder)
+    teacher = make_model("llama", num_key_value_heads=4, max_position_embeddings=64)
+    teacher.save_pretrained(folder / "teacher")
+    tiny_tokenizer().save_pretrained(folder / "teacher")
+    kv_hf.convert_to_gqa(folder / "teacher", folder / "student", 1)
+    texts = {
+        "data": (sentence(700, 0), sentence(300, 1)),
+        "held": (sentence(40, 2), sentence(20, 3)),
+    }
+    for name, documents in texts.items():
+        (folder / f"{name}.txt").write_text("\n<|endoftext|>\n".join(documents))
     return folder
 
 
@@ -82,7 +93,7 @@ def test_a_run_brings_a_student_closer_and_says_what_it_did(pair, whole, capsys,
     teacher = AutoModelForCausalLM.from_pretrained(pair / "teacher")
     model, kl, count = tiny_mha.load(tmp_path / "new"), 0.0, 0
     for document in (pair / "held.txt").read_text().split("<|endoftext|>"):
-        ids = torch.tensor([tiny_uptrain.make_tokenizer()(document).input_ids[:16]])
+        ids = torch.tensor([tiny_tokenizer()(document).input_ids[:16]])
         with torch.no_grad():
             p, q = (m(ids).logits[:, :-1].double().log_softmax(-1) for m in (teacher, model))
         kl, count = kl + float((p.exp() * (p - q)).sum()), count + ids.shape[1] - 1

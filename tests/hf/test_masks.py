@@ -5,8 +5,8 @@ import rounding
 import tiny_latent
 import torch
 import transformers
+from tiny_hybrids import make_sliding
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
-from tiny_sliding import make_sliding
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 

@@ -3,11 +3,11 @@
 import logging
 
 import pytest
-import tape
 import tiny_latent
 import torch
+import wrapped_kernels as tape
+from tiny_hybrids import make_sliding as windows
 from tiny_models import left_padded, make_model, shared_model, tokens
-from tiny_sliding import make_sliding as windows
 
 import kv_hf
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from beside_stock import assert_same, pages
-from tiny_vision import MODELS, make
+from tiny_encoders import MODELS, make
 
 import kv_hf
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from offloaded_pages import FakeLayer, LateCopies, place_outside
+from tiny_hybrids import make_sliding
 from tiny_models import left_padded, make_model, tokens
-from tiny_sliding import make_sliding
+from token_states import FakeLayer, LateCopies, place_outside
 
 import kv_hf
 from kv_hf.pages.staging import Copies, SlotPlan, Staging

@@ -8,11 +8,10 @@ from collections import Counter
 import pytest
 import rounding
 import torch
-from fault_points import throw
-from offloaded_pages import place_outside
+from faults import throw
+from tiny_hybrids import make_sliding
 from tiny_models import shared_model
-from tiny_sliding import make_sliding
-from token_states import PAGE
+from token_states import PAGE, place_outside
 from transformers import DynamicCache
 
 import kv_hf

@@ -3,8 +3,8 @@
 import copy
 import inspect
 
-import planned_models
 import pytest
+import tiny_hybrids
 import tiny_latent
 import tiny_models
 import torch
@@ -24,11 +24,11 @@ from kv_hf.planner.meta_model import model_kind
 from kv_hf.planner.source import load_inventory
 
 PARTS = ("payload", "scales", "tail", "tables", "staging", "other", "offloaded")
-MAKERS = {"plain": tiny_models, "latent": tiny_latent, "other": planned_models}
+MAKERS = {"plain": tiny_models, "latent": tiny_latent, "other": tiny_hybrids}
 FAMILIES = [
     *(("plain", name) for name in tiny_models.FAMILIES),
     *(("latent", name) for name in tiny_latent.FAMILIES),
-    *(("other", name) for name in planned_models.ALL),
+    *(("other", name) for name in tiny_hybrids.ALL),
 ]
 # the others are slow
 QUICK = ("llama", "gpt2", "qwen3_next", "jamba", "lfm2", "gemma4_text", "llama4_text", "minimax_m3")

@@ -4,9 +4,9 @@ import ast
 import inspect
 import re
 
-import doc_snippets
 import pytest
 from paths import ROOT
+from test_snippets import FENCE
 
 from kv_hf import errors
 from kv_hf.formats import named
@@ -20,7 +20,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
 def prose(page):
-    return doc_snippets.FENCE.sub("", page.read_text("utf-8"))
+    return FENCE.sub("", page.read_text("utf-8"))
 
 
 def anchors(page):
@@ -106,9 +106,7 @@ def test_options_lists_the_formats_of_every_cache_name_that_is_shipped():
 
 TROUBLE = (DOCS / "troubleshooting.md").read_text("utf-8")
 OWN = TROUBLE.partition("## From Python, torch and transformers")[0]
-QUOTES = [
-    " ".join(found[2].split()) for found in doc_snippets.FENCE.finditer(OWN) if found[1] == "text"
-]
+QUOTES = [" ".join(found[2].split()) for found in FENCE.finditer(OWN) if found[1] == "text"]
 SOURCES = [ROOT / "kv_hf_cli.py", *sorted((ROOT / "kv_hf").rglob("*.py"))]
 NODES = [node for source in SOURCES for node in ast.walk(ast.parse(source.read_text("utf-8")))]
 # how much of a quote has to be the source's own words, and how many characters; names, numbers and lists are the rest
@@ -126,8 +124,12 @@ def constants(node):
 
 def says(quote, parts, least=LEAST):
     """Say whether a quote holds the fixed parts of a string in their order, of `least` characters together."""
-    in_order = ".*".join(map(re.escape, parts))
-    return len("".join(parts)) >= least and re.search(in_order, quote) is not None
+    at = 0
+    for part in parts:
+        at = quote.find(part, at) + len(part)
+        if at < len(part):
+            return False
+    return len("".join(parts)) >= least
 
 
 def test_quoted_messages_occur_in_the_source():

@@ -4,10 +4,9 @@ import time
 
 import pytest
 import torch
-from stressed_models import stressed, value_channel
-from tiny_models import make_model, shared_model
+from tiny_hybrids import make_sliding
+from tiny_models import make_model, shared_model, stressed, value_channel
 from tiny_server import check_batch
-from tiny_sliding import make_sliding
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

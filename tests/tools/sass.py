@@ -1,6 +1,6 @@
-"""Read compiled code: instructions of the loop over pages, registers, spills, shared memory.
+"""Read compiled code: instructions of the loop over pages and per stored number, registers, spills, shared memory.
 
-Uses the disassembler that Triton's wheel brings along; knows nothing of formats.
+Uses the disassembler that Triton's wheel brings along.
 """
 
 import re
@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+
+from kv_hf.backends.triton.meta_params import column_block, tile_tokens
+from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.spec import PageSpec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "WARPGROUP")
@@ -79,3 +84,29 @@ def _run(tool: str, option: str, path: Path) -> str:
     return subprocess.run(
         [str(TOOLS / tool), option, str(path)], check=True, capture_output=True, text=True
     ).stdout
+
+
+def standard_spec(name: str, dim: int) -> PageSpec:
+    """Return pages of 64 tokens, bfloat16, keys and values in one format or in "keys+values"."""
+    keys, _, values = name.partition("+")
+    return PageSpec.build(
+        key_scheme(keys),
+        value_scheme(values or keys, 16 if name == "int2" and dim % 32 else None),
+        num_kv_heads=8,
+        key_dim=dim,
+        value_dim=dim,
+        page_size=64,
+        dtype=torch.bfloat16,
+    )
+
+
+def instructions_per_number(code: Any, spec: PageSpec, group: int) -> float:
+    """Return warp instructions of the loop over pages per stored number, for one query per query head.
+
+    Args:
+        code: of a decode kernel for `spec` and `group` query heads of a kv head; query heads beyond a
+            program's columns are other programs, which count as well.
+    """
+    numbers = tile_tokens(spec) * sum(side.head_dim for side in spec.sides)
+    programs = -(-group // column_block(spec, group, 1, isa=90))
+    return programs * len(code.loop) * code.num_warps / numbers

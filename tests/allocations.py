@@ -1,5 +1,7 @@
-"""Counts the bytes of the tensors that a piece of code makes."""
+"""Memory, watched: the bytes of new tensors, and tensors with a forbidden page behind."""
 
+import ctypes
+import mmap
 from typing import Any
 
 import torch
@@ -34,3 +36,23 @@ def _is_real(value: Any) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PROT_NONE = 0
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of `tensor` whose last byte lies in front of a forbidden page of memory."""
+    tensor = tensor.contiguous()
+    size = tensor.numel() * tensor.element_size()
+    room = (size + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if LIBC.mprotect(ctypes.c_void_p(at + room), mmap.PAGESIZE, PROT_NONE):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    if not size:
+        return tensor
+    bytes_ = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=room - size)
+    copy = bytes_.view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)

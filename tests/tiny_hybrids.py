@@ -1,7 +1,8 @@
-"""Tiny configs of families whose caches are not plain: sliding windows, states, shared keys, towers."""
+"""Tiny models and configs of families whose caches are not plain: sliding windows, states, shared keys, towers."""
 
 from typing import Any
 
+import torch
 import transformers
 from tiny_models import COMMON
 
@@ -107,7 +108,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("MistralConfig", {**COMMON, "sliding_window": 20}),
+    "mistral": ("MistralConfig", {**FOUR, "sliding_window": 20}),
     "qwen2": (
         "Qwen2Config",
         {**FOUR, "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 2},
@@ -117,6 +118,8 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {**FOUR, "head_dim": 16, "sliding_window": 20, "layer_types": ALTERNATING},
     ),
+    "cohere2": ("Cohere2Config", {**FOUR, "sliding_window": 20}),
+    "starcoder2": ("Starcoder2Config", {**FOUR, "sliding_window": 20}),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -179,6 +182,15 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ALL = {**HYBRIDS, **WINDOWS, **SHARED}
+MODELS = (
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "cohere2",
+    "starcoder2",
+)  # make_sliding
 
 
 def make_config(name: str, **changes: Any) -> Any:
@@ -189,3 +201,12 @@ def make_config(name: str, **changes: Any) -> Any:
 def is_there(name: str) -> bool:
     """Say whether the installed transformers knows a family at all."""
     return hasattr(transformers, ALL[name][0])
+
+
+def make_sliding(name: str, window: int) -> Any:
+    """Return a fresh model of four layers, some or all of them with this window."""
+    torch.manual_seed(0)
+    config = make_config(name, sliding_window=window)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model

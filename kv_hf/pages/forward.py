@@ -76,6 +76,8 @@ class Forward:
             or seen + q_len != step.seen_after
             or count != step.rows
         ):
+            if step is None or seen != step.seen_before:
+                self.changing = True  # another forward over layers that differ would append to the first ones again
             raise InterruptedForwardError(
                 f"layer {layer.layer_idx} cannot append {q_len} columns here: it has seen {seen} of {group.seen} columns of "
                 "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "

@@ -90,6 +90,24 @@ def test_forward_that_stops_half_way_marks_the_cache(model):
     cache.check_integrity()
 
 
+def test_first_forward_that_stops_between_layers_is_tried_again_once(model):
+    """How many layers take part is known from the second forward on, so that its first layer has appended."""
+    cache = kv_hf.PagedCache(model.config)
+    states = torch.randn(2, 1, 2, 20, 16)
+    cache.update(*states, 0)  # layer 1 never follows
+    cache.update(*states, 0)
+    with pytest.raises(kv_hf.InterruptedForwardError, match=r"layer 1 cannot append.*reset\(\)"):
+        cache.update(*states, 1)
+    for layer in (0, 1, 0):
+        with pytest.raises(kv_hf.InterruptedForwardError, match=r"reset\(\)"):
+            cache.update(*states, layer)
+    assert cache.get_seq_length() == 40
+    cache.reset()
+    for layer in (0, 1):
+        cache.update(*states, layer)
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("keys", ["fp8", "int8", "int4", "int2"])
 def test_numbers_that_are_not_finite_are_reported_and_stay_in_their_page(model, keys, bad):

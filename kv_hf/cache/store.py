@@ -342,9 +342,11 @@ class LayerStore:
 
     def _widen(self, step: Step, jobs: SealJobs, tokens: Pair) -> None:
         """Where the formats are too narrow for the very first pages, give all pages wider ones and seal these once more."""
+        if not may_wait(self.device):
+            return
         first = step.begins and not self.pages.sealed
         self.pages.sealed = True
-        if first and self.formats is not None and may_wait(self.device):
+        if first and self.formats is not None:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
             if self.pages.spec is not self.spec:
                 self._follow()

@@ -10,6 +10,7 @@ from ..backends.registry import layout_for, why_not
 from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once
+from ..pages import moved
 from ..pages.step import SealJobs
 from ..pages.storage import PageStorage, Pair, Wider
 from ..quant.strain import Sample, Strain, usual_damage
@@ -143,10 +144,9 @@ def widen(
 
 
 def may_wait(device: torch.device) -> bool:
-    """Say whether numbers on `device` may be read now: not while a forward is traced or captured."""
-    if torch.compiler.is_dynamo_compiling() or device.type == "meta":
-        return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    """Say whether pages are sealed on `device` now, and may be read: not while a forward is traced or recorded."""
+    traced = torch.compiler.is_dynamo_compiling() or device.type == "meta"
+    return not traced and not moved.is_recorded(device)
 
 
 def sample_of(tokens: Pair, places: Sequence[Sequence[int]], page_size: int) -> Sample:

@@ -76,7 +76,7 @@ class StepGraph:
         self._outputs: Any = None
         self._fixed: dict[Any, FixedStep] = {}
         self._windows: list[tuple[Any, torch.Tensor]] = []
-        self._pages: list[tuple[Any, Any]] = []
+        self._specs: list[tuple[Any, Any]] = []
 
     def __call__(self, **inputs: Any) -> Any:
         """Return what the model returns for `inputs`; its tensors are the caller's."""
@@ -127,7 +127,7 @@ class StepGraph:
 
     def _stays(self) -> bool:
         """Say whether pages lie where the graph reads them: a layer may have got wider ones."""
-        return all(layer.storage is pages for layer, pages in self._pages)
+        return all(layer.spec is spec for layer, spec in self._specs)
 
     def _record(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
         """Run the step that was begun, record it, replay it at the same place, and compare."""
@@ -145,7 +145,7 @@ class StepGraph:
             for group in cache.groups
         }
         self._windows = [(one, one.tokens) for layer in layers for one in layer.residuals or ()]
-        self._pages = [(layer, layer.storage) for layer in layers]
+        self._specs = [(layer, layer.spec) for layer in layers]
         try:
             self._rewind(steps)
             for group, fixed in self._fixed.items():

@@ -7,7 +7,7 @@ import tiny_latent
 import torch
 import wrapped_kernels as tape
 from tiny_hybrids import make_sliding as windows
-from tiny_models import left_padded, make_model, shared_model, tokens
+from tiny_models import left_padded, make_model, shared_model, stressed, tokens, value_channel
 
 import kv_hf
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
@@ -246,6 +246,14 @@ def test_generate_captures_sliding_windows_sinks_and_latents(family, options, gp
     grown, made = both(model, left_padded([37, 20]), **options)
     assert torch.equal(grown, made)
     assert gpu["captures"] == 1 and gpu["replays"] > 40
+
+
+def test_a_step_is_captured_again_once_the_first_pages_are_wider(gpu):
+    """Python runs the step that seals them, behind others that were replayed: the graph writes to memory of narrow pages."""
+    model = stressed(make_model("llama"), value_channel(100))
+    grown, captured = both(model, left_padded([18, 9]), "paged_int4", recent_tokens=20)
+    assert torch.equal(grown, captured)
+    assert gpu["captures"] == 2
 
 
 def test_always_raises_on_a_cpu(monkeypatch):

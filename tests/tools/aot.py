@@ -22,7 +22,6 @@ from kv_hf.backends.triton.latent_meta_params import (
     latent_constants,
 )
 from kv_hf.backends.triton.latent_meta_params import warps_and_stages as latent_warps_and_stages
-from kv_hf.backends.triton.launch import triton_constants
 from kv_hf.backends.triton.meta_params import (
     HIP,
     column_block,
@@ -34,7 +33,7 @@ from kv_hf.backends.triton.seal import pair_constants, seal_pair_kernel
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.selection import choose_kernel
-from kv_hf.backends.triton.selection_meta_params import NUM_WARPS, selection_constants
+from kv_hf.backends.triton.selection_launch import NUM_WARPS, selection_constants
 from kv_hf.backends.triton.softmax import combine_kernel
 from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
@@ -101,9 +100,7 @@ def compile_decode(
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
     aligned += STRIDES
-    return compile_kernel(
-        decode_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
-    )
+    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps or warps)
 
 
 def compile_selection(
@@ -165,7 +162,7 @@ def compile_selection(
         "top_p",
     )
     aligned = [name for name in types if name not in unaligned]
-    return compile_kernel(choose_kernel, types, triton_constants(plain), arch, aligned, NUM_WARPS)
+    return compile_kernel(choose_kernel, types, plain, arch, aligned, NUM_WARPS)
 
 
 def compile_latent(
@@ -210,9 +207,7 @@ def compile_latent(
     aligned = [name for name in (*types, *strides) if name not in ("mask", "sink_logits")]
     types |= dict.fromkeys(TABLES, "*i32")
     types |= dict.fromkeys((*strides, *STEPWISE), "i32") | {"softmax_scale": "fp32"}
-    return compile_kernel(
-        latent_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
-    )
+    return compile_kernel(latent_kernel, types, plain, arch, aligned, num_warps or warps)
 
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:

@@ -288,28 +288,10 @@ def _stages(SIZE):
 
 
 @triton.constexpr_function
-def _places(CHUNKS):
-    """Return how many places of a run each chunk of rotated values holds."""
-    return CHUNKS[0][2]
-
-
-@triton.constexpr_function
-def _number(p, WIDTH, RUNS, SIZE):
-    """Return the number of part p, which holds SIZE channels, among all parts in the order of their channels."""
-    return ((p % RUNS) * WIDTH + p // RUNS * SIZE) // SIZE
-
-
-@triton.constexpr_function
-def _partner(p, STAGE, WIDTH, RUNS, SIZE):
+def _partner(p, STAGE, CUT):
     """Return the part that part p is summed with in a stage across parts."""
-    first = (_number(p, WIDTH, RUNS, SIZE) ^ (1 << STAGE)) * SIZE
-    return first % WIDTH // SIZE * RUNS + first // WIDTH
-
-
-@triton.constexpr_function
-def _is_second(p, STAGE, WIDTH, RUNS, SIZE):
-    """Return whether part p is the one that is taken from its partner in a stage across parts."""
-    return bool(_number(p, WIDTH, RUNS, SIZE) >> STAGE & 1)
+    places = [part.place for part in CUT.parts]
+    return places.index(places[p] ^ (CUT.parts[0].held << STAGE))
 
 
 @triton.jit
@@ -351,11 +333,9 @@ def unrotate_channels(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def unrotate_parts(
-    parts, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts (see tiles.py)."""
-    SIZE: tl.constexpr = _places(CHUNKS)
+def unrotate_parts(parts, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts, alike (see tiles.py)."""
+    SIZE: tl.constexpr = CUT.parts[0].held
     new = ()
     for p in tl.static_range(len(parts)):
         new = new + (_unrotate_rows(parts[p], SIZE),)
@@ -363,8 +343,8 @@ def unrotate_parts(
         old = new
         new = ()
         for p in tl.static_range(len(old)):
-            other = old[_partner(p, stage, WIDTH, RUNS, SIZE)]
-            if _is_second(p, stage, WIDTH, RUNS, SIZE):
+            other = old[_partner(p, stage, CUT)]
+            if CUT.parts[p].place & (SIZE << stage):
                 new = new + (other - old[p],)
             else:
                 new = new + (old[p] + other,)

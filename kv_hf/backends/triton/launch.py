@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from ...errors import CacheOptionError
 from ...spec import PageSpec
@@ -18,7 +17,6 @@ from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_const
 from .meta_params import Launch, column_block, constants
 from .softmax import combine_kernel
 
-TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
 # places of query, codes, scales and offsets of both sides, windows: what kernels are compiled for the alignment of
@@ -240,7 +238,7 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
             spec, group=group, num_warps=launch.num_warps, num_stages=launch.num_stages,
             softcap=call.softcap is not None, **variant,
         )  # fmt: skip
-        columns, tile = plain["M_COLUMNS"], plain["TILE"] * meta_params.MIN_TILES
+        columns, tile = plain["M_COLUMNS"], plain["KEYS"].tile * meta_params.MIN_TILES
         most = meta_params.most_splits(rows * blocks)
         jit, pointers = decode_kernel, POINTERS
     most = launch.num_splits or most
@@ -249,7 +247,7 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
         spec=spec,
         kernel=Kernel(
             jit,
-            triton_constants(plain),
+            plain,
             pointers,
             num_warps=launch.num_warps,
             enable_fp_fusion=True,
@@ -264,8 +262,3 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
         combine=combine,
         merged=(rows * heads * q_len, -(-dim // COMBINED)),
     )
-
-
-def triton_constants(plain: dict[str, Any]) -> dict[str, Any]:
-    """Replace dtype names by Triton's dtypes."""
-    return {k: TYPES[v] if k.endswith("_DTYPE") else v for k, v in plain.items()}

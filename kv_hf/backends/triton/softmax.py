@@ -80,6 +80,12 @@ def _tanh(x):
 
 
 @triton.jit
+def cap(scores, factor, softcap):
+    """Return raw scores in log2, bounded by a softcap; factor: raw to log2, of a shape that broadcasts."""
+    return _tanh(scores * (factor * (LN2 / softcap))) * (softcap * LOG2E)
+
+
+@triton.jit
 def near_one(size, softmax_scale, BELOW: tl.constexpr):
     """Return the powers of two [columns] that bring numbers of `size` near 1, or below 1 where BELOW.
 
@@ -103,9 +109,7 @@ def bend(scores, factor, at, held, visible, HIDING: tl.constexpr, HELD: tl.const
     Returns: scores, in log2 where a softcap or an additive mask asked for it (`bent`), else still raw.
     """
     if HIDING.capped:
-        scores = _tanh(scores * (factor * (LN2 / visible.softcap))[None, :]) * (
-            visible.softcap * LOG2E
-        )
+        scores = cap(scores, factor[None, :], visible.softcap)
     elif HIDING.mask == "float":
         scores = scores * factor[None, :]
     if HIDING.mask != "none":
@@ -148,7 +152,7 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
     top = tl.maximum(best, top)
     shift = top
     if HIDES:
-        shift = tl.where(top == float("-inf"), 0.0, top)
+        shift = _finite(top)
     keep = tl.exp2(best - shift)
     if BENT:
         weights = tl.exp2(scores - shift[None, :])
@@ -163,13 +167,33 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
 
 
 @triton.jit
+def _finite(top):
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def add(best, total, others, sums):
+    """Return maxima in log2 and sums of weights of two such, of the same shapes."""
+    top = tl.maximum(best, others)
+    shift = _finite(top)
+    return top, total * tl.exp2(best - shift) + sums * tl.exp2(others - shift)
+
+
+@triton.jit
+def sum_of(bests, totals):
+    """Return maxima in log2 and sums of weights [columns] of several such [several, columns]."""
+    top = tl.max(bests, 0)
+    return top, tl.sum(totals * tl.exp2(bests - _finite(top)[None, :]), 0)
+
+
+@triton.jit
 def add_sink(best, total, logits, SINKS: tl.constexpr):
     """Add sink logits [columns] (pointers) to the running softmax; returns what to multiply the sums by."""
     top = best
     if SINKS:
         sink = tl.load(logits).to(tl.float32) * LOG2E
         top = tl.maximum(best, sink)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = _finite(top)
     keep = tl.exp2(best - shift)
     total = total * keep
     if SINKS:
@@ -238,7 +262,7 @@ def merge_splits(
             partial, bests, first, num_splits, column, channel, inside, DIM, COLUMNS, SPLITS
         )
         top = tl.maximum(best, tl.max(bests_of, 0))
-        shift = tl.where(top == float("-inf"), 0.0, top)
+        shift = _finite(top)
         keep = tl.exp2(best - shift)
         weights = tl.exp2(bests_of - shift[None, :])
         total = total * keep + tl.sum(totals * weights, 0)

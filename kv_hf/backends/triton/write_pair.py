@@ -49,7 +49,7 @@ class WritePlan:
         tensors: tuple[torch.Tensor, ...],
         numbers: tuple[int, ...],
     ) -> None:
-        """Launch x * heads * z programs on GPU `index`."""
+        """Launch x * heads * z programs on GPU `index`; tensors [any shape] come in front of numbers."""
         y, stream = self.spec.keys.num_kv_heads, direct.current_stream(index)
         self.kernel.launch(x, y, z, stream, lambda at: (*map(at, tensors), *numbers))
 

@@ -84,23 +84,30 @@ def compile_decode(
         spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps or warps,
         num_stages=num_stages or stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
+    types, aligned = _attention_types(decode_kernel, spec, query_dtype, mask_dtype)
+    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps or warps)
+
+
+def _attention_types(
+    kernel: Any, spec: PageSpec, query_dtype: torch.dtype, mask_dtype: torch.dtype | None
+) -> tuple[dict[str, str], list[str]]:
+    """Return the types of the run-time arguments of a kernel that attends, and names of those that are aligned."""
     keys, values = spec.sides
     pointers = {
-        "query": query_dtype, "key_codes": keys.code_dtype, "value_codes": values.code_dtype,
+        "query": query_dtype, "key_codes": keys.fields["codes"][1], "value_codes": values.fields["codes"][1],
         "window_keys": keys.dtype, "window_values": values.dtype, "mask": mask_dtype or query_dtype,
         "sink_logits": query_dtype, "out": query_dtype, "partial": torch.float32, "bests": torch.float32,
+        "key_scale": keys.scale_dtype, "key_offset": keys.scale_dtype, "value_scale": values.scale_dtype,
+        "value_offset": values.scale_dtype,
     }  # fmt: skip
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
-    types |= dict.fromkeys(("key_scale", "key_offset", "value_scale", "value_offset"), "*fp16")
-    aligned = list(types)
-    aligned.remove("mask")
-    aligned.remove("sink_logits")
     types |= dict.fromkeys((*TABLES, "counters"), "*i32") | {"key_order": "*u8"}
     types |= dict.fromkeys((*STRIDES, *STEPWISE), "i32")
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
-    aligned += STRIDES
-    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps or warps)
+    aligned = [name for name in pointers if name not in ("mask", "sink_logits")] + list(STRIDES)
+    own = dict(zip(decode_kernel.arg_names, kernel.arg_names, strict=False))  # both take the same
+    return {own[name]: kind for name, kind in types.items()}, [own[name] for name in aligned]
 
 
 def compile_selection(
@@ -186,27 +193,7 @@ def compile_latent(
         spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa,
         num_stages=num_stages or stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
-    latent, rope = spec.sides
-    words = latent.fields["codes"][1]
-    pointers = {
-        "query": query_dtype, "codes": words, "rope": rope.code_dtype, "window": latent.dtype,
-        "scale": latent.scale_dtype, "offset": latent.scale_dtype, "rope_scale": rope.scale_dtype,
-        "rope_offset": rope.scale_dtype, "window_rope": rope.dtype, "mask": mask_dtype or query_dtype,
-        "sink_logits": query_dtype, "out": query_dtype, "partial": torch.float32, "bests": torch.float32,
-    }  # fmt: skip
-    strides = (
-        "query_row",
-        "query_head",
-        "query_token",
-        "window_row",
-        "window_slot",
-        "wr_row",
-        "wr_slot",
-    )
-    types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
-    aligned = [name for name in (*types, *strides) if name not in ("mask", "sink_logits")]
-    types |= dict.fromkeys(TABLES, "*i32")
-    types |= dict.fromkeys((*strides, *STEPWISE), "i32") | {"softmax_scale": "fp32"}
+    types, aligned = _attention_types(latent_kernel, spec, query_dtype, mask_dtype)
     return compile_kernel(latent_kernel, types, plain, arch, aligned, num_warps or warps)
 
 

@@ -14,8 +14,8 @@ import triton.language as tl
 from ...spec import SideSpec
 from ..base import PagedKV
 from .dequant import SCALE_MAX, float8_to_float, unrotate_channels
+from .direct import Kernel, keep
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
-from .support import on_device
 from .tiles import move_to_block
 
 
@@ -284,14 +284,21 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     out = window.new_empty((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
     if not out.numel():
         return out
-    plain = dense_constants(spec)
-    with kv.hold(), on_device(out):
-        codes = pages["codes"]
-        if codes.dtype.itemsize == 1:
-            codes = codes.view(torch.uint8)
-        dense_kernel[(-(-kv.seen // plain["TILE"]), spec.num_kv_heads, kv.rows)](
-            out, kv.seen, codes, pages.get("scale", out), pages.get("offset", out), pages.get("order", out),
-            kv.block_table, kv.block_table.stride(0), kv.num_pages, window, *window.stride()[:3],
-            kv.exact_lens, kv.padding, kv.sink_tokens, **plain, num_warps=4, enable_fp_fusion=False,
+    index = out.get_device()
+    key = "dense", side, id(kv.spec), window.stride(), index
+    kernel = kv.launches.get(key)
+    if kernel is None:
+        made = Kernel(
+            kv.spec, dense_kernel, dense_constants(spec), num_warps=4, enable_fp_fusion=False
+        )
+        kernel = keep(kv.launches, key, made)
+    with kv.hold():
+        kernel.launch(
+            -(-kv.seen // kernel.constants["TILE"]), spec.num_kv_heads, kv.rows, index,
+            lambda at: (
+                at(out), kv.seen, at(pages["codes"]), at(pages.get("scale", out)), at(pages.get("offset", out)),
+                at(pages.get("order", out)), at(kv.block_table), kv.block_table.stride(0), at(kv.num_pages), at(window),
+                *window.stride()[:3], at(kv.exact_lens), at(kv.padding), kv.sink_tokens,
+            ),
         )  # fmt: skip
     return out

@@ -119,11 +119,13 @@ def latent_kernel(
     block_table,  # [rows, table_row]
     table_row,
     num_pages,  # [rows]
-    window,  # [rows, slots, RANK]
+    window,  # [rows, 1, slots, RANK]
     window_row,
+    window_head,
     window_slot,
-    window_rope,  # [rows, slots, ROPE]
+    window_rope,  # [rows, 1, slots, ROPE]
     wr_row,
+    wr_head,
     wr_slot,
     exact_lens,  # [rows]
     padding,  # [rows]
@@ -135,7 +137,10 @@ def latent_kernel(
     out,  # [rows, q_len, HEADS, RANK]; written where there is one split
     partial,  # [programs of one split, splits, COLUMNS, RANK] fp32; where there are more
     bests,  # [programs of one split, splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
+    counters,
+    key_order,
     softmax_scale,
+    softcap,
     sliding_window,
     sink_tokens,
     q_len,
@@ -151,7 +156,8 @@ def latent_kernel(
     """Attend a block of the query rows of one row to one split of its tokens.
 
     Grid: (rows, blocks of query rows, splits). The last split also attends to the window; combine_kernel
-    merges the splits. CHUNK: whether q_len may be more than 1. LATENTS: latent_meta_params.Latents.
+    merges the splits. CHUNK: whether q_len may be more than 1. LATENTS: latent_meta_params.Latents. Arguments are those of
+    decode_kernel, in the same order; those of heads, counters, orders and softcaps are not read.
     """
     if not CHUNK:
         q_len = 1

@@ -5,7 +5,6 @@ What of a page is read says page_summary.py; how the kernel reads it is said her
 
 import struct
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from ...page_summary import (
 from ...spec import PageSpec, SideSpec
 from ..base import AttentionCall
 from ..reference import selection
-from . import direct, support
-from .direct import Kernel, Scratch
-from .launch import Plan, keep, refuse_cpu
+from . import support
+from .direct import Kernel, Plan, Scratch, keep
+from .launch import refuse_cpu
 from .meta_params import (
     HIP,
     Cut,
@@ -210,8 +209,6 @@ def choose_pages(call: AttentionCall) -> Choice:
             the plan.
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
-    if call.kv.hold is nullcontext:
-        return _choose(call)
     with call.kv.hold():
         return _choose(call)
 
@@ -219,9 +216,6 @@ def choose_pages(call: AttentionCall) -> Choice:
 def _choose(call: AttentionCall) -> Choice:
     query, kv = call.query, call.kv
     index = query.get_device()
-    if not direct.is_current(index):
-        with torch.cuda.device(index):
-            return _choose(call)
     if query.stride(3) != 1:
         query = query.contiguous()
     budget, sinks = kv.budget, call.sink_logits
@@ -232,19 +226,17 @@ def _choose(call: AttentionCall) -> Choice:
     )  # fmt: skip
     plan = kv.launches.get(key)
     if plan is None:
-        plan = _prepare(call)
-        keep(kv.launches, key, plan)
+        plan = keep(kv.launches, key, _prepare(call))
     if plan.refused:
         return selection.choose_pages(call)
     width = kv.block_table.shape[1]
     plan.make_room(width, query.device)
     chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(plan.rows)
-    stream = direct.current_stream(index)
-    room = plan.scratch.on(stream)  # alive until the launch
+    room = plan.scratch.parts()  # alive until the launch
     try:
         plan.kernel.launch(
-            plan.rows, plan.blocks, plan.splits(width), stream,
+            plan.rows, plan.blocks, plan.splits(width), index,
             lambda at: arguments(at, call, query, chosen, pages, room, plan.room),
         )  # fmt: skip
     except OutOfResources as error:
@@ -256,10 +248,6 @@ def _choose(call: AttentionCall) -> Choice:
         )
         return selection.choose_pages(call)
     return chosen, pages
-
-
-# query, codes, scales, offsets, window: what kernels are compiled for the alignment of
-POINTERS = (0, 4, 5, 6, 12)
 
 
 def arguments(
@@ -322,9 +310,8 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
     blocks = heads * -(-group * q_len // block)
     stretch, most = splits(constants["KEYS"], rows * blocks)
     return ChoicePlan(
-        spec=kv.spec,
         kernel=Kernel(
-            choose_kernel, constants, POINTERS, num_warps=NUM_WARPS, enable_fp_fusion=True
+            kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True
         ),
         rows=rows, blocks=blocks, stretch=stretch, most=most, columns=num_heads * q_len,
         sums=rows * blocks * (most + 1) * 2 * block, room=0, scratch=Scratch((), rows, where),

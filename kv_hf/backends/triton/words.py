@@ -233,7 +233,7 @@ def load_scales(scale, block, token, live, LATENTS: tl.constexpr, GUARD: tl.cons
             for r in tl.static_range(RUNS):
                 group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
                 at = (block * LATENTS.page + token + p * LATENTS.stride)[None, :] * GROUPS
-                where = scale + at + tl.minimum(group, GROUPS - 1)[:, None]
+                where = scale + (at + tl.minimum(group, GROUPS - 1)[:, None])
                 if GUARD:
                     there = (tl.zeros(token.shape, tl.int32) < live)[None, :]
                     scales = scales + (tl.load(where, mask=there, other=0.0),)

@@ -18,7 +18,7 @@ from .softmax import (
     arrive_last,
     bend,
     mask_pointers,
-    merge_columns,
+    merge_splits,
     near_one,
     row_lengths,
     tiles_of_split,
@@ -252,7 +252,10 @@ def decode_kernel(
         one = tl.full([COLUMNS], 1.0, tl.float32)
         store_parts(partial + slot * V_DIM, acc, one, seen, kept, V_CUT)
         if arrive_last(counters, group, num_splits, M_THREADS):
-            merge_columns(
-                partial, bests, sink_logits, out, num_splits, row.to(tl.int64) * q_len, head, first_column, used, HEADS, GROUP,
-                V_DIM, M_COLUMNS, M_SPLITS, SINKS,
+            merged = first_column + tl.arange(0, M_COLUMNS)
+            head_of = head * GROUP + merged % GROUP
+            to = (row.to(tl.int64) * q_len + merged // GROUP) * (HEADS * GROUP) + head_of
+            merge_splits(
+                partial, bests, sink_logits + head_of, out + to * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
+                merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, M_SPLITS, SINKS,
             )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, float8_to_float, unrotate_channels
+from .dequant import SCALE_MAX, number, unrotate_channels
 from .direct import Kernel, keep
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
 from .tiles import move_to_block
@@ -23,18 +23,6 @@ from .tiles import move_to_block
 def within(GROUP, SIZE, WHOLE, RUN):
     """Return whether blocks of SIZE places, cut from runs of RUN, each lie inside one group of GROUP."""
     return GROUP == WHOLE or (GROUP % SIZE == 0 and RUN % SIZE == 0)
-
-
-@triton.jit
-def _number(x, RUN: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers that the codes at place RUN of bytes or words `x` (int32) stand for, fp32."""
-    code = (x >> (RUN * BITS)) & ((1 << BITS) - 1)
-    if CODE == "signed":
-        code = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
-    if CODE == "float8":
-        return float8_to_float(code)
-    else:
-        return code.to(tl.float32)
 
 
 @triton.jit
@@ -101,15 +89,13 @@ def _write_section(
         else:
             where = codes + (lane * SIDE.size)[:, None] + (BYTE + place)[None, :]
         x = tl.load(where, mask=inside[None, :], other=0)
-        if CODE != "none":
-            x = x.to(tl.int32)
         for run in tl.static_range(RUNS):
             first = begin + (run * (SIDE.page // RUNS) if SIDE.token_words else 0)
             channel = PLACE + start + (0 if SIDE.token_words else run * WIDTH)
             if CODE == "none":
                 y = x
             else:
-                y = _number(x, run, CODE, BITS) * _of_groups(
+                y = number(x, run, CODE, BITS) * _of_groups(
                     scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, WIDTH, SIDE
                 )
                 if O_TOKENS > 0:

@@ -56,7 +56,7 @@ def attend_latent_window(
     DTYPE: tl.constexpr = dtype_of(LATENTS.window_dtype)
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
-    q = cast(load_runs(queries, real, CUT, True), DTYPE)
+    q = load_runs(queries, real, CUT, True)
     q_rope = q[0]
     if ROPE.dim > 0:
         q_rope = load_tile(queries + CUT.dim, real, 0, ROPE, True)
@@ -64,11 +64,14 @@ def attend_latent_window(
     factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
     for first in tl.range(0, exact, TILE, num_stages=1):
         slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, TILE)
-        numbers = cast(load_runs(latents + slot * latent_slot, held, CUT, True), DTYPE)
         scores = tl.zeros([CHUNKS, COLUMNS, TILE], tl.float32)
+        numbers = ()
         for r in tl.static_range(len(acc)):
+            numbers = numbers + (
+                load_tile(latents + slot * latent_slot, held, r, CUT, True).to(DTYPE),
+            )
             k = tl.trans(numbers[r], (0, 2, 1))
-            scores = tl.dot(q[r], k, scores, input_precision="ieee")
+            scores = tl.dot(q[r].to(DTYPE), k, scores, input_precision="ieee")
         if ROPE.dim > 0:
             scores = score_rope(
                 scores, q_rope, ropes + slot * rope_slot, 1.0, held, ROPE, "none", True, 0
@@ -87,20 +90,11 @@ def attend_latent_window(
 
 
 @triton.jit
-def cast(tiles, DTYPE: tl.constexpr):
-    """Return tiles in DTYPE."""
+def times(tiles, factor, DTYPE: tl.constexpr):
+    """Return tiles times a factor that broadcasts, computed in fp32, in DTYPE."""
     new = ()
     for i in tl.static_range(len(tiles)):
-        new = new + (tiles[i].to(DTYPE),)
-    return new
-
-
-@triton.jit
-def times(tiles, factor):
-    """Return tiles, as fp32, times a factor that broadcasts."""
-    new = ()
-    for i in tl.static_range(len(tiles)):
-        new = new + (tiles[i].to(tl.float32) * factor,)
+        new = new + ((tiles[i].to(tl.float32) * factor).to(DTYPE),)
     return new
 
 
@@ -201,16 +195,17 @@ def latent_kernel(
 
     queries = query + row.to(tl.int64) * query_row + head * query_head
     queries += token_of * query_token
-    q = load_runs(queries, real, CUT, True)
+    q = ()
     size = tl.zeros([COLUMNS], tl.float32)
     for r in tl.static_range(RUNS):
+        q = q + (load_tile(queries, real, r, CUT, True),)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
     q_rope = q[0]
     if ROPE.dim > 0:
         q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
     shrink, factor = near_one(size, softmax_scale, True)
-    q = cast(times(q, shrink[None, :, None]), DTYPE)
+    q = times(q, shrink[None, :, None], DTYPE)
     if ROPE.dim > 0:
         q_rope = q_rope.to(tl.float32) * shrink[None, :, None]
         q_rope = q_rope.to(dtype_of(LATENTS.rope_dtype))
@@ -239,8 +234,9 @@ def latent_kernel(
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile % TILES_PER_PAGE) * ROWS
         token = start + lane  # of place 0
-        word = start + tl.arange(0, ROWS // LATENTS.copies)
-        numbers = load_numbers(codes + block * (LATENTS.words * RANK) + word * RANK, LATENTS)
+        words = codes + block * (LATENTS.words * RANK)
+        words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
+        numbers = load_numbers(words, LATENTS)
         ropes = rope + (block * PAGE + token) * ROPE.dim
         r_scale = 1.0
         bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
@@ -325,7 +321,7 @@ def latent_kernel(
         block = next_block
 
     if LATENTS.code != "none":
-        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)))
+        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
     if split == num_splits - 1:
         best, total, acc = attend_latent_window(
             queries, real, window + row.to(tl.int64) * window_row, window_slot,

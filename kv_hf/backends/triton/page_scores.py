@@ -8,25 +8,10 @@ import triton
 import triton.language as tl
 
 from ...page_summary import RANGED_PAGES
-from .dequant import float8_to_float, run_unit, tile_unit, unpack
+from .dequant import number, run_unit, tile_unit, unpack
 
 ROWS = tl.constexpr(16)  # of a product, at least
 RANGED = tl.constexpr(RANGED_PAGES)
-
-
-@triton.jit
-def _numbers(x, KEYS: tl.constexpr):
-    """Return codes of 8 bits, or exact numbers, as fp32; any shape."""
-    if KEYS.code == "none":
-        return x.to(tl.float32)
-    else:
-        wide = x.to(tl.int32)
-        if KEYS.code == "float8":
-            return float8_to_float(wide)
-        else:
-            code = wide ^ 128
-            # the low bits of 2^23: quicker than a conversion
-            return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
@@ -38,6 +23,7 @@ def _ranges(keys, block, held, place, inside, KEYS: tl.constexpr):
     """
     GROUPS: tl.constexpr = KEYS.page // KEYS.group
     RUNS: tl.constexpr = KEYS.runs
+    CODE: tl.constexpr = KEYS.code
     there = held[:, None, None] & inside[None, :, :]
     if KEYS.kind == "scales":
         ranges = tl.zeros(there.shape, tl.float32)
@@ -54,9 +40,9 @@ def _ranges(keys, block, held, place, inside, KEYS: tl.constexpr):
             at = (block[:, None] * KEYS.page + token[None, :]) * KEYS.row
             at = at[:, :, None, None] + place[None, None, :, :]
             x = tl.load(keys.codes + at, mask=there[:, None, :, :], other=0)
-            number = _numbers(x, KEYS)
-            high = tl.maximum(high, tl.max(number, 1))
-            low = tl.minimum(low, tl.min(number, 1))
+            x = x.to(tl.float32) if CODE == "none" else number(x, 0, CODE, 8)
+            high = tl.maximum(high, tl.max(x, 1))
+            low = tl.minimum(low, tl.min(x, 1))
         ranges = high - low
         if KEYS.kind == "codes":
             scale = tl.load(keys.scale + block, mask=held, other=0.0).to(tl.float32)

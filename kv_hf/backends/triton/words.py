@@ -14,7 +14,7 @@ once per group: codes stay as they are.
 import triton
 import triton.language as tl
 
-from .dequant import float8_pairs, float8_to_float, float16_pairs, tile_unit
+from .dequant import float8_pairs, float16_pairs, numbers, tile_unit
 from .tiles import dtype_of
 
 
@@ -44,28 +44,17 @@ def unpack_words(
     """
     if CODE == "none":
         return (x.to(DTYPE),)
-    elif ISA > 0:
-        if CODE == "unsigned":
-            # one place at a time: the others' numbers would fill the registers meanwhile
-            tiles = ()
-            for place in tl.static_range(16 // BITS):
-                tiles = tiles + (_place(x, place, BITS),)
-            return tiles
-        elif CODE == "signed":
-            return _signed_pairs(x)
-        else:
-            return float8_pairs(x, ISA)
+    elif ISA <= 0:
+        return numbers(x, 16 // BITS, CODE, BITS, DTYPE)
+    elif CODE == "signed":
+        return _signed_pairs(x)
+    elif CODE == "float8":
+        return float8_pairs(x, ISA)
     else:
-        wide = x.to(tl.int32)
+        # one place at a time: the others' numbers would fill the registers meanwhile
         tiles = ()
         for place in tl.static_range(16 // BITS):
-            code = (wide >> (place * BITS)) & ((1 << BITS) - 1)
-            if CODE == "signed":
-                tiles = tiles + (((code ^ 128) - 128).to(tl.float32).to(DTYPE),)
-            elif CODE == "float8":
-                tiles = tiles + (float8_to_float(code).to(DTYPE),)
-            else:
-                tiles = tiles + (code.to(tl.float32).to(DTYPE),)
+            tiles = tiles + (_place(x, place, BITS),)
         return tiles
 
 
@@ -177,7 +166,8 @@ def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr, HELD: tl.constex
     CUT: latent_meta_params.Chunks; `held` [rows]: which exist (read where HELD).
     """
     place = tl.arange(0, CUT.wide)[None, None, :]
-    channel = (tl.arange(0, CUT.chunks)[:, None, None] * CUT.runs + RUN) * CUT.size + place
+    first = tl.arange(0, CUT.chunks)[:, None, None] * (CUT.runs * CUT.size)
+    channel = first + place + RUN * CUT.size
     where = rows[None, :, None] + channel
     if HELD:
         inside = held[None, :, None] & (place < CUT.size) & (channel < CUT.dim)
@@ -279,7 +269,8 @@ def store_runs(pointers, acc, norm, seen, held, CUT: tl.constexpr):
 def load_channels(factors, RUN: tl.constexpr, CUT: tl.constexpr, CACHE: tl.constexpr):
     """Load the scales or offsets of channels, `factors` points to channel 0's, as [chunks, wide]; cut as in `load_tile`."""
     place = tl.arange(0, CUT.wide)[None, :]
-    channel = (tl.arange(0, CUT.chunks)[:, None] * CUT.runs + RUN) * CUT.size + place
+    first = tl.arange(0, CUT.chunks)[:, None] * (CUT.runs * CUT.size)
+    channel = first + place + RUN * CUT.size
     if CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim:
         inside = (place < CUT.size) & (channel < CUT.dim)
         return tl.load(factors + channel, mask=inside, other=0, cache_modifier=CACHE)

@@ -21,13 +21,13 @@ from kv_hf.backends.triton.latent_meta_params import (
     COMBINED_SPLITS,
     latent_constants,
 )
-from kv_hf.backends.triton.latent_meta_params import warps_and_stages as latent_warps_and_stages
+from kv_hf.backends.triton.latent_meta_params import launch_parameters as latent_launch_parameters
 from kv_hf.backends.triton.meta_params import (
     HIP,
     column_block,
     constants,
     element_type,
-    warps_and_stages,
+    launch_parameters,
 )
 from kv_hf.backends.triton.seal import pair_constants, seal_pair_kernel
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
@@ -79,13 +79,14 @@ def compile_decode(
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     columns = column_block(spec, group, q_len, isa)
-    warps, stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
+    chosen = launch_parameters(spec, columns, isa, query_dtype, mask=mask)
+    num_warps = num_warps or chosen.num_warps
     plain = constants(
-        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps or warps,
-        num_stages=num_stages or stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
+        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps,
+        num_stages=num_stages or chosen.num_stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
     types, aligned = _attention_types(decode_kernel, spec, query_dtype, mask_dtype)
-    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps or warps)
+    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps)
 
 
 def _attention_types(
@@ -187,14 +188,14 @@ def compile_latent(
 ) -> Any:
     """Compile one variant of the decode kernel for latents for `arch`, as a launch would ask for it."""
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    warps, stages = latent_warps_and_stages(spec, isa)
+    chosen = latent_launch_parameters(isa)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     plain = latent_constants(
         spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa,
-        num_stages=num_stages or stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
+        num_stages=num_stages or chosen.num_stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
     types, aligned = _attention_types(latent_kernel, spec, query_dtype, mask_dtype)
-    return compile_kernel(latent_kernel, types, plain, arch, aligned, num_warps or warps)
+    return compile_kernel(latent_kernel, types, plain, arch, aligned, num_warps or chosen.num_warps)
 
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:

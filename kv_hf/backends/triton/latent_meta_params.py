@@ -212,14 +212,9 @@ def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
     )  # fmt: skip
 
 
-def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
-    """Return (num_warps, num_stages): a warp for each chunk of the rank."""
-    return 4, 1 if isa == HIP else 2
-
-
-def launch_parameters(spec: PageSpec, isa: int) -> Launch:
-    """Choose the launch parameters of a decode step; splits by `most_splits`."""
-    return Launch(*warps_and_stages(spec, isa))
+def launch_parameters(isa: int) -> Launch:
+    """Choose the launch parameters of a decode step: a warp for each chunk of the rank; splits by `most_splits`."""
+    return Launch(4, 1 if isa == HIP else 2)
 
 
 def most_splits(programs: int) -> int:

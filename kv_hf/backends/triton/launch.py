@@ -151,7 +151,7 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
     }  # fmt: skip
     combine = None
     if spec.is_latent:
-        launch = launch or latent_meta_params.launch_parameters(spec, isa)
+        launch = launch or latent_meta_params.launch_parameters(isa)
         columns, blocks = COLUMNS, -(-heads * q_len // COLUMNS)
         plain = latent_constants(spec, heads=heads, num_stages=launch.num_stages, **variant)
         tile = latent_meta_params.tile_tokens(spec, query.dtype) * latent_meta_params.MIN_TILES

@@ -483,36 +483,15 @@ def launch_parameters(
 ) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
-    Args:
-        columns: query columns of a program; isa: compute capability * 10, or 0.
-        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
-        mask: "none", "bool" or "float".
-    """
-    num_warps, num_stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
-    if shared is not None:
-        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
-            num_stages -= 1
-    return Launch(num_warps, num_stages)
-
-
-def most_splits(programs: int) -> int:
-    """Return the splits that fill the GPU where one split takes `programs` programs."""
-    return max(1, min(MAX_SPLITS, PROGRAMS // programs))
-
-
-def warps_and_stages(
-    spec: PageSpec,
-    columns: int,
-    isa: int,
-    query_dtype: torch.dtype = torch.bfloat16,
-    mask: str = "none",
-) -> tuple[int, int]:
-    """Return (num_warps, num_stages).
-
     Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
     where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
+
+    Args:
+        columns: query columns of a program; isa: compute capability * 10, or 0.
+        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
+        mask: "none", "bool" or "float".
     """
     tile = tile_tokens(spec, query_dtype)
     dim = max(side.head_dim for side in spec.sides)
@@ -530,4 +509,13 @@ def warps_and_stages(
         num_warps = 2
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
-    return num_warps, 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
+    num_stages = 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
+    if shared is not None:
+        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
+            num_stages -= 1
+    return Launch(num_warps, num_stages)
+
+
+def most_splits(programs: int) -> int:
+    """Return the splits that fill the GPU where one split takes `programs` programs."""
+    return max(1, min(MAX_SPLITS, PROGRAMS // programs))

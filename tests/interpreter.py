@@ -89,20 +89,20 @@ def scratch():
     """Fill scratch with nan before a launch; yield what the launches were given; counters must end as zeros."""
     from kv_hf.backends.triton.direct import Scratch
 
-    made, real = [], Scratch.on
+    made, real = [], Scratch.parts
 
-    def on(self, stream):
-        *parts, counters = real(self, stream)
+    def poisoned(self):
+        *parts, counters = real(self)
         for part in parts:
             part.fill_(float("nan"))
         made.append((*parts, counters))
         return made[-1]
 
-    Scratch.on = on
+    Scratch.parts = poisoned
     try:
         yield made
     finally:
-        Scratch.on = real
+        Scratch.parts = real
     assert not any(bool(counters.any()) for *_, counters in made)
 
 

@@ -109,7 +109,7 @@ def test_plans_are_kept_apart_by_what_they_depend_on(gpu):
 
 
 def test_plans_do_not_pile_up(gpu):
-    from kv_hf.backends.triton.launch import MOST
+    from kv_hf.backends.triton.direct import MOST
 
     kv = bf16_kv()
     kv.launches["another's"] = 1

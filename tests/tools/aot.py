@@ -21,20 +21,19 @@ from kv_hf.backends.triton.latent_meta_params import (
     COMBINED_SPLITS,
     latent_constants,
 )
-from kv_hf.backends.triton.latent_meta_params import warps_and_stages as latent_warps_and_stages
-from kv_hf.backends.triton.launch import triton_constants
+from kv_hf.backends.triton.latent_meta_params import launch_parameters as latent_launch_parameters
 from kv_hf.backends.triton.meta_params import (
     HIP,
     column_block,
     constants,
     element_type,
-    warps_and_stages,
+    launch_parameters,
 )
 from kv_hf.backends.triton.seal import pair_constants, seal_pair_kernel
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.selection import choose_kernel
-from kv_hf.backends.triton.selection_meta_params import NUM_WARPS, selection_constants
+from kv_hf.backends.triton.selection_launch import NUM_WARPS, selection_constants
 from kv_hf.backends.triton.softmax import combine_kernel
 from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
@@ -80,30 +79,36 @@ def compile_decode(
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     columns = column_block(spec, group, q_len, isa)
-    warps, stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
+    chosen = launch_parameters(spec, columns, isa, query_dtype, mask=mask)
+    num_warps = num_warps or chosen.num_warps
     plain = constants(
-        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps or warps,
-        num_stages=num_stages or stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
+        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps,
+        num_stages=num_stages or chosen.num_stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
+    types, aligned = _attention_types(decode_kernel, spec, query_dtype, mask_dtype)
+    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps)
+
+
+def _attention_types(
+    kernel: Any, spec: PageSpec, query_dtype: torch.dtype, mask_dtype: torch.dtype | None
+) -> tuple[dict[str, str], list[str]]:
+    """Return the types of the run-time arguments of a kernel that attends, and names of those that are aligned."""
     keys, values = spec.sides
     pointers = {
-        "query": query_dtype, "key_codes": keys.code_dtype, "value_codes": values.code_dtype,
+        "query": query_dtype, "key_codes": keys.fields["codes"][1], "value_codes": values.fields["codes"][1],
         "window_keys": keys.dtype, "window_values": values.dtype, "mask": mask_dtype or query_dtype,
         "sink_logits": query_dtype, "out": query_dtype, "partial": torch.float32, "bests": torch.float32,
+        "key_scale": keys.scale_dtype, "key_offset": keys.scale_dtype, "value_scale": values.scale_dtype,
+        "value_offset": values.scale_dtype,
     }  # fmt: skip
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
-    types |= dict.fromkeys(("key_scale", "key_offset", "value_scale", "value_offset"), "*fp16")
-    aligned = list(types)
-    aligned.remove("mask")
-    aligned.remove("sink_logits")
     types |= dict.fromkeys((*TABLES, "counters"), "*i32") | {"key_order": "*u8"}
     types |= dict.fromkeys((*STRIDES, *STEPWISE), "i32")
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
-    aligned += STRIDES
-    return compile_kernel(
-        decode_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
-    )
+    aligned = [name for name in pointers if name not in ("mask", "sink_logits")] + list(STRIDES)
+    own = dict(zip(decode_kernel.arg_names, kernel.arg_names, strict=False))  # both take the same
+    return {own[name]: kind for name, kind in types.items()}, [own[name] for name in aligned]
 
 
 def compile_selection(
@@ -165,7 +170,7 @@ def compile_selection(
         "top_p",
     )
     aligned = [name for name in types if name not in unaligned]
-    return compile_kernel(choose_kernel, types, triton_constants(plain), arch, aligned, NUM_WARPS)
+    return compile_kernel(choose_kernel, types, plain, arch, aligned, NUM_WARPS)
 
 
 def compile_latent(
@@ -183,36 +188,14 @@ def compile_latent(
 ) -> Any:
     """Compile one variant of the decode kernel for latents for `arch`, as a launch would ask for it."""
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    warps, stages = latent_warps_and_stages(spec, isa)
+    chosen = latent_launch_parameters(isa)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     plain = latent_constants(
         spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa,
-        num_stages=num_stages or stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
+        num_stages=num_stages or chosen.num_stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
-    latent, rope = spec.sides
-    words = latent.fields["codes"][1]
-    pointers = {
-        "query": query_dtype, "codes": words, "rope": rope.code_dtype, "window": latent.dtype,
-        "scale": latent.scale_dtype, "offset": latent.scale_dtype, "rope_scale": rope.scale_dtype,
-        "rope_offset": rope.scale_dtype, "window_rope": rope.dtype, "mask": mask_dtype or query_dtype,
-        "sink_logits": query_dtype, "out": query_dtype, "partial": torch.float32, "bests": torch.float32,
-    }  # fmt: skip
-    strides = (
-        "query_row",
-        "query_head",
-        "query_token",
-        "window_row",
-        "window_slot",
-        "wr_row",
-        "wr_slot",
-    )
-    types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
-    aligned = [name for name in (*types, *strides) if name not in ("mask", "sink_logits")]
-    types |= dict.fromkeys(TABLES, "*i32")
-    types |= dict.fromkeys((*strides, *STEPWISE), "i32") | {"softmax_scale": "fp32"}
-    return compile_kernel(
-        latent_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
-    )
+    types, aligned = _attention_types(latent_kernel, spec, query_dtype, mask_dtype)
+    return compile_kernel(latent_kernel, types, plain, arch, aligned, num_warps or chosen.num_warps)
 
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:

@@ -10,15 +10,7 @@ import triton.language as tl
 
 from .dequant import unrotate_parts
 from .direct import SPECIALIZED
-from .keys import (
-    gather_query,
-    load_key_factors,
-    load_mixed_factors,
-    score_codes,
-    score_exact,
-    score_mixed,
-    stack,
-)
+from .keys import load_key_factors, score_exact, score_keys
 from .softmax import (
     LOG2E,
     Visibility,
@@ -26,30 +18,21 @@ from .softmax import (
     arrive_last,
     bend,
     mask_pointers,
-    merge_columns,
+    merge_splits,
     near_one,
     row_lengths,
     tiles_of_split,
     weigh,
     window_slots,
 )
-from .tiles import chunk_size, load_query, rescale, store_parts
-from .values import (
-    add_codes,
-    add_exact,
-    load_value_factors,
-    no_offsets,
-    offset_rows,
-    settle,
-)
+from .tiles import Fields, dtype_of, load_query, rescale, store_parts, zeros
+from .values import add_exact, add_values, load_value_factors, no_offsets, settle
 
 
 @triton.jit
 def attend_window(
     queries, real, keys, key_slot, values, value_slot, exact, page_tokens, visible, softmax_scale, best, total, acc,
-    K_DIM: tl.constexpr, V_WIDTH: tl.constexpr, V_RUNS: tl.constexpr, V_CHUNKS: tl.constexpr, W_CHUNKS: tl.constexpr,
-    W_TILE: tl.constexpr, W_STAGES: tl.constexpr, W_KEY_DTYPE: tl.constexpr, W_VALUE_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, HIDING: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, HIDING: tl.constexpr, W_TILE: tl.constexpr,
 ):  # fmt: skip
     """Add the window's tokens to the running softmax (best, total, acc) and return it.
 
@@ -58,21 +41,21 @@ def attend_window(
         visible: a Visibility.
         acc: parts of the pages' values, settled (see `values.settle`).
     """
-    COLUMNS: tl.constexpr = total.shape[0]
-    BENT: tl.constexpr = HIDING.bent
-    one = tl.full([COLUMNS], 1.0, tl.float32)
-    query = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, one, W_KEY_DTYPE)
+    CUT: tl.constexpr = KEYS.window
+    V_CUT: tl.constexpr = VALUES.cut
+    DTYPE: tl.constexpr = dtype_of(VALUES.window_dtype)
+    K_DTYPE: tl.constexpr = dtype_of(KEYS.window_dtype)
+    one = tl.full([total.shape[0]], 1.0, tl.float32)
+    query = load_query(queries, real, one, (), CUT, K_DTYPE)
     factor = one * (softmax_scale * LOG2E)
-    for first in tl.range(0, exact, W_TILE, num_stages=W_STAGES):
+    for first in tl.range(0, exact, W_TILE, num_stages=2):
         slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, W_TILE)
-        scores = score_exact(keys + slot * key_slot, held, query, K_DIM, W_CHUNKS, True, PRECISION)
+        scores = score_exact(keys + slot * key_slot, held, query, CUT, True)
         scores = bend(scores, factor, at, held, visible, HIDING, True)
-        weights, keep, best = weigh(scores, factor, best, BENT, True)
+        weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
         total = total * keep + tl.sum(weights, 0)
-        acc = add_exact(
-            values + slot * value_slot, held, weights, rescale(acc, keep), V_WIDTH, V_RUNS, V_CHUNKS, True,
-            W_VALUE_DTYPE, PRECISION,
-        )  # fmt: skip
+        rows = values + slot * value_slot
+        acc = add_exact(rows, held, weights, rescale(acc, keep), V_CUT, True, DTYPE)
     return best, total, acc
 
 
@@ -120,68 +103,41 @@ def decode_kernel(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     W_TILE: tl.constexpr,
     W_COST: tl.constexpr,
-    W_STAGES: tl.constexpr,
-    K_CODE: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    K_CHUNKS: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_FOLD: tl.constexpr,
-    K_SECTIONS: tl.constexpr,
-    K_DTYPE: tl.constexpr,
-    V_CODE: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    V_CHUNKS: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_FOLD: tl.constexpr,
-    V_OFFSET: tl.constexpr,
-    V_BYTES: tl.constexpr,
-    V_ROTATED: tl.constexpr,
-    V_BOOST: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    W_CHUNKS: tl.constexpr,
-    W_KEY_DTYPE: tl.constexpr,
-    W_VALUE_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     HIDING: tl.constexpr,
     SINKS: tl.constexpr,
     M_COLUMNS: tl.constexpr,
     M_SPLITS: tl.constexpr,
     M_THREADS: tl.constexpr,
     STAGES: tl.constexpr,
-    ISA: tl.constexpr,
 ):
     """Attend the query columns of one (row, kv head, block of columns) to one split of the row's tokens.
 
     Grid: (rows, HEADS * blocks of columns, splits). The last split also attends to the window; the program that
-    arrives last merges the splits. CHUNK: whether q_len may be more than 1. M_COLUMNS: columns of a program that hold
-    query heads; M_SPLITS: splits that are merged at once; M_THREADS: see
+    arrives last merges the splits. KEYS, VALUES: meta_params.Operand. CHUNK: whether q_len may be more than 1.
+    M_COLUMNS: columns of a program that hold query heads; M_SPLITS: splits that are merged at once; M_THREADS: see
     softmax.arrive_last.
     """
     if not CHUNK:
         q_len = 1
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
+    PAGE: tl.constexpr = KEYS.page
+    TILE: tl.constexpr = KEYS.tile
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
-    PIECES: tl.constexpr = TILE // K_GROUP if K_FOLD == "tile" and K_GROUP < TILE else 1
-    LIFT: tl.constexpr = (
-        15 if V_FOLD == "token" and V_CODE == "unsigned" and offset_rows(V_DIM // V_GROUP) else 0
-    )
-    MIXED: tl.constexpr = len(K_SECTIONS) > 0
-    V_RUNS: tl.constexpr = V_DIM // V_WIDTH
-    V_PARTS: tl.constexpr = len(V_CHUNKS) * V_RUNS
-    BENT: tl.constexpr = HIDING.bent
-    HIDES: tl.constexpr = HIDING.hides
+    K_CUT: tl.constexpr = KEYS.cut
+    W_CUT: tl.constexpr = KEYS.window
+    V_CUT: tl.constexpr = VALUES.cut
+    V_DIM: tl.constexpr = VALUES.dim
+    K_DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
 
-    if V_OFFSET != 1.0:
+    if VALUES.offset != 1.0:
         value_offset = value_scale
+    key_fields = Fields(key_codes, key_scale, key_offset, key_order)
+    value_fields = Fields(value_codes, value_scale, value_offset, key_order)
 
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
@@ -210,25 +166,22 @@ def decode_kernel(
 
     queries = query + row.to(tl.int64) * query_row + query_head_of * query_head
     queries += token_of * query_token
-    channel = tl.arange(0, triton.next_power_of_2(K_DIM))
-    inside = (channel < K_DIM)[:, None] & real[None, :]
+    channel = tl.arange(0, triton.next_power_of_2(KEYS.dim))
+    inside = (channel < KEYS.dim)[:, None] & real[None, :]
     x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
     shrink, factor = near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
     q = ()
-    if not MIXED:
-        q = load_query(queries, real, K_DIM, K_WIDTH, K_CHUNKS, shrink, K_DTYPE)
-    whole_q = q
-    if K_FOLD == "tile" and not MIXED:
-        whole_q = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, shrink, K_DTYPE)
+    whole_q = ()
+    if not KEYS.ordered:
+        q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
+        whole_q = q
+        if KEYS.fold == "tile":
+            whole_q = load_query(queries, real, shrink, (), W_CUT, K_DTYPE)
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
-    acc = ()
-    for p in tl.static_range(V_PARTS):
-        acc = acc + (tl.zeros([chunk_size(V_CHUNKS, p // V_RUNS), COLUMNS], tl.float32),)
-    offsets = ()
-    if V_CODE == "unsigned" and V_FOLD == "token":
-        offsets = no_offsets(V_DIM // V_GROUP, TILE, COLUMNS)
+    acc = zeros(V_CUT, COLUMNS)
+    offsets = no_offsets(VALUES, COLUMNS)
 
     lane = tl.arange(0, TILE)
     table = block_table + row.to(tl.int64) * table_row
@@ -240,120 +193,53 @@ def decode_kernel(
     block = page.to(tl.int64) * HEADS + head
     page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
     token = (begin % TILES_PER_PAGE) * TILE
-    channels = ()
-    if MIXED:
-        key_offsets, key_scales, channels = load_mixed_factors(
-            key_scale, key_offset, key_order, block, token, live, PAGE, K_GROUP, K_DIM, K_SECTIONS, K_FOLD, True, PIECES
-        )  # fmt: skip
-    else:
-        key_offsets, key_scales = load_key_factors(
-            key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
-            K_FOLD, True, PIECES,
-        )  # fmt: skip
+    key_factors = load_key_factors(key_fields, block, token, live, KEYS, True)
     value_factors = load_value_factors(
-        value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD,
-        True,
-    )  # fmt: skip
+        value_fields, block * PAGE + token + lane, live, VALUES, True
+    )
     for tile in tl.range(begin, end, num_stages=STAGES):
         token = (tile % TILES_PER_PAGE) * TILE
-        k_offsets = key_offsets
-        k_scales = key_scales
+        k_factors = key_factors
         v_factors = value_factors
         # carried as a sum: Triton does not pipeline loops that hand a value on for two rounds
         next_block = page.to(tl.int64) * HEADS + head
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
-        if MIXED:
-            gathered = gather_query(queries, real, channels, shrink, K_SECTIONS, K_DTYPE)
-            key_offsets, key_scales, channels = load_mixed_factors(
-                key_scale, key_offset, key_order, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_SECTIONS, K_FOLD,
-                False, PIECES,
-            )  # fmt: skip
-        else:
-            key_offsets, key_scales = load_key_factors(
-                key_scale, key_offset, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
-                W_CHUNKS, K_FOLD, False, PIECES,
-            )  # fmt: skip
+        tile_q = q
+        if KEYS.ordered:
+            tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
+        key_factors = load_key_factors(key_fields, next_block, next_token, live, KEYS, False)
         value_factors = load_value_factors(
-            value_scale, value_offset, next_block * PAGE + next_token + lane, live, V_DIM, V_GROUP,
-            V_CODE, V_FOLD, False,
-        )  # fmt: skip
+            value_fields, next_block * PAGE + next_token + lane, live, VALUES, False
+        )
 
-        keys = key_codes + block * (PAGE * K_WIDTH) + (token + lane) * K_WIDTH
-        if K_FOLD == "none":
-            scores = score_exact(keys, real, q, K_DIM, K_CHUNKS, False, PRECISION)
-        else:
-            groups = block * (PAGE // K_GROUP) + (token + lane) // K_GROUP
-            pieces = ()
-            for g in tl.static_range(PIECES):
-                if PIECES > 1:
-                    piece = token + g * K_GROUP + tl.arange(0, K_GROUP)
-                    keys = key_codes + block * (PAGE * K_WIDTH) + piece * K_WIDTH
-                if MIXED:
-                    one = score_mixed(
-                        keys, k_offsets, k_scales, key_offset, key_scale, groups, gathered, K_DIM, K_SECTIONS, K_FOLD,
-                        0 if K_FOLD == "element" else ISA, PRECISION, g,
-                    )  # fmt: skip
-                else:
-                    one = score_codes(
-                        keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM,
-                        K_WIDTH, K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD,
-                        0 if K_FOLD == "element" else ISA, PRECISION, g,
-                    )  # fmt: skip
-                pieces = pieces + (one,)
-            scores = stack(pieces)
+        scores = score_keys(key_fields, k_factors, block, token, tile_q, whole_q, KEYS)
         scores = bend(
             scores, factor, sink_tokens + tile * TILE + lane, lane, visible, HIDING, False
         )
-        weights, keep, best = weigh(scores, factor, best, BENT, HIDES, LIFT)
+        weights, keep, best = weigh(scores, factor, best, HIDING.bent, HIDING.hides, VALUES.lift)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
-        if V_FOLD == "none":
-            values = value_codes + block * (PAGE * V_DIM) + (token + lane) * V_DIM
-            acc = add_exact(
-                values, real, weights, rescale(acc, keep), V_WIDTH, V_RUNS, V_CHUNKS, False, V_DTYPE, PRECISION
-            )  # fmt: skip
-        else:
-            values = value_codes + block * (PAGE * V_BYTES) + token + lane
-            acc, offsets = add_codes(
-                values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights,
-                keep, acc, offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD,
-                V_OFFSET, V_BOOST, 2.0**LIFT, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
-            )  # fmt: skip
-
+        acc, offsets = add_values(
+            value_fields, v_factors, block, token, weights, keep, acc, offsets, VALUES
+        )
         block = next_block
 
-    total = tl.sum(totals, 0) * (1.0 / 2.0**LIFT)
-    acc = settle(
-        acc,
-        offsets,
-        V_WIDTH,
-        V_RUNS,
-        V_CHUNKS,
-        V_CODE,
-        V_BITS,
-        V_GROUP,
-        V_FOLD,
-        V_OFFSET,
-        V_BOOST,
-        2.0**LIFT,
-        ISA,
-    )
-    if V_ROTATED > 0:  # the window's tokens, which follow, are not rotated
-        acc = unrotate_parts(acc, V_WIDTH, V_RUNS, V_CHUNKS, V_ROTATED)
+    total = tl.sum(totals, 0) * (1.0 / 2.0**VALUES.lift)
+    acc = settle(acc, offsets, VALUES)
+    if VALUES.rotated > 0:  # the window's tokens, which follow, are not rotated
+        acc = unrotate_parts(acc, V_CUT, VALUES.rotated)
     if split == num_splits - 1:
         best, total, acc = attend_window(
             queries, real, window_keys + row.to(tl.int64) * wk_row + head * wk_head, wk_slot,
             window_values + row.to(tl.int64) * wv_row + head * wv_head, wv_slot, exact, pages * PAGE, visible,
-            softmax_scale, best, total, acc, K_DIM, V_WIDTH, V_RUNS, V_CHUNKS, W_CHUNKS, W_TILE, W_STAGES,
-            W_KEY_DTYPE, W_VALUE_DTYPE, PRECISION, HIDING,
+            softmax_scale, best, total, acc, KEYS, VALUES, HIDING, W_TILE,
         )  # fmt: skip
 
     seen = total > 0
-    one = tl.full([COLUMNS], 1.0, tl.float32)
     if num_splits == 1:
         norm = add_sink(best, total, sink_logits + query_head_of, SINKS)
         at = (row.to(tl.int64) * q_len + token_of) * (HEADS * GROUP) + query_head_of
-        store_parts(out + at * V_DIM, acc, norm, seen, real, V_WIDTH, V_RUNS, V_CHUNKS)
+        store_parts(out + at * V_DIM, acc, norm, seen, real, V_CUT)
     else:
         group = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         bests += group * num_splits * (2 * M_COLUMNS)
@@ -363,9 +249,13 @@ def decode_kernel(
         slot = split * M_COLUMNS + place
         tl.store(bests + split * M_COLUMNS + slot, best, mask=kept)
         tl.store(bests + (split + 1) * M_COLUMNS + slot, total, mask=kept)
-        store_parts(partial + slot * V_DIM, acc, one, seen, kept, V_WIDTH, V_RUNS, V_CHUNKS)
+        one = tl.full([COLUMNS], 1.0, tl.float32)
+        store_parts(partial + slot * V_DIM, acc, one, seen, kept, V_CUT)
         if arrive_last(counters, group, num_splits, M_THREADS):
-            merge_columns(
-                partial, bests, sink_logits, out, num_splits, row.to(tl.int64) * q_len, head, first_column, used, HEADS, GROUP,
-                V_DIM, M_COLUMNS, M_SPLITS, SINKS,
+            merged = first_column + tl.arange(0, M_COLUMNS)
+            head_of = head * GROUP + merged % GROUP
+            to = (row.to(tl.int64) * q_len + merged // GROUP) * (HEADS * GROUP) + head_of
+            merge_splits(
+                partial, bests, sink_logits + head_of, out + to * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
+                merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, M_SPLITS, SINKS,
             )  # fmt: skip

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, float8_to_float, unrotate_channels
+from .dequant import SCALE_MAX, number, unrotate_channels
+from .direct import Kernel, keep
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
-from .support import on_device
 from .tiles import move_to_block
 
 
@@ -23,18 +23,6 @@ from .tiles import move_to_block
 def within(GROUP, SIZE, WHOLE, RUN):
     """Return whether blocks of SIZE places, cut from runs of RUN, each lie inside one group of GROUP."""
     return GROUP == WHOLE or (GROUP % SIZE == 0 and RUN % SIZE == 0)
-
-
-@triton.jit
-def _number(x, RUN: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
-    """Return the numbers that the codes at place RUN of bytes or words `x` (int32) stand for, fp32."""
-    code = (x >> (RUN * BITS)) & ((1 << BITS) - 1)
-    if CODE == "signed":
-        code = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
-    if CODE == "float8":
-        return float8_to_float(code)
-    else:
-        return code.to(tl.float32)
 
 
 @triton.jit
@@ -46,6 +34,7 @@ def _of_groups(
     TALL: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     """Load the scales (or offsets), one per TOKENS x CHANNELS, of TALL tokens and as many channels as `inside` has.
@@ -59,7 +48,7 @@ def _of_groups(
     if TOKENS % TALL == 0:
         at = (first_token // TOKENS) * GROUPS + column
         factors = tl.load(pointer + at, mask=inside, other=0.0)[None, :]
-    elif within(CHANNELS, WIDE, SIDE.dim, SIDE.width):
+    elif within(CHANNELS, WIDE, SIDE.dim, WIDTH):
         at = (token // TOKENS) * GROUPS + first_channel // CHANNELS
         factors = tl.load(pointer + at)[:, None]
     else:
@@ -69,19 +58,23 @@ def _of_groups(
 
 
 @triton.jit
-def _write_part(
-    target, room, codes, scale, offset, begin, SIDE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
+def _write_section(
+    target, room, codes, scale, offset, order, begin, SECTION: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Write TILE tokens of one page to `target`, the column of the page's first token; `room` columns are left there.
 
     Args:
-        codes, scale, offset: of this page and head.
+        codes, scale, offset, order: of this page and head; with an order, each channel goes to its own column.
         begin: the first token; of token words, the first word.
+        SECTION: number of a section of SIDE.
     """
-    RUNS: tl.constexpr = SIDE.runs
-    WIDTH: tl.constexpr = SIDE.width
+    BITS: tl.constexpr = SIDE.sections[SECTION][0]
+    WIDTH: tl.constexpr = SIDE.sections[SECTION][1]
+    RUNS: tl.constexpr = SIDE.sections[SECTION][2]
+    PLACE: tl.constexpr = SIDE.sections[SECTION][3]
+    BYTE: tl.constexpr = SIDE.sections[SECTION][4]
     CODE: tl.constexpr = SIDE.code
-    BITS: tl.constexpr = SIDE.bits
     S_TOKENS: tl.constexpr = SIDE.scale_tokens
     S_CHANNELS: tl.constexpr = SIDE.scale_channels
     O_TOKENS: tl.constexpr = SIDE.offset_tokens
@@ -92,38 +85,44 @@ def _write_part(
         place = start + tl.arange(0, WIDE)
         inside = place < WIDTH
         if SIDE.token_contiguous:
-            where = codes + lane[:, None] + (place * SIDE.page)[None, :]
+            where = codes + lane[:, None] + ((BYTE + place) * SIDE.page)[None, :]
         else:
-            where = codes + (lane * WIDTH)[:, None] + place[None, :]
+            where = codes + (lane * SIDE.size)[:, None] + (BYTE + place)[None, :]
         x = tl.load(where, mask=inside[None, :], other=0)
-        if CODE != "none":
-            x = x.to(tl.int32)
         for run in tl.static_range(RUNS):
             first = begin + (run * (SIDE.page // RUNS) if SIDE.token_words else 0)
-            channel = start + (0 if SIDE.token_words else run * WIDTH)
+            channel = PLACE + start + (0 if SIDE.token_words else run * WIDTH)
             if CODE == "none":
                 y = x
             else:
-                y = _number(x, run, CODE, BITS) * _of_groups(
-                    scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, SIDE
+                y = number(x, run, CODE, BITS) * _of_groups(
+                    scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, WIDTH, SIDE
                 )
                 if O_TOKENS > 0:
                     y = y + _of_groups(
-                        offset, first, channel, inside, TALL, O_TOKENS, O_CHANNELS, SIDE
+                        offset, first, channel, inside, TALL, O_TOKENS, O_CHANNELS, WIDTH, SIDE
                     )
-                if target.dtype.element_ty == tl.float16:
-                    # a scale rounded up may push the largest code just past float16's range
-                    y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
-            token = first + tl.arange(0, TALL)
-            held = (token < room)[:, None] & inside[None, :]
-            at = (token * SIDE.dim)[:, None] + (channel + tl.arange(0, WIDE))[None, :]
-            tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
+            column = channel + tl.arange(0, WIDE)
+            if SIDE.ordered:
+                column = tl.load(order + column, mask=inside, other=0).to(tl.int32)
+            _store(target, room, first + tl.arange(0, TALL), column, inside, y, SIDE)
+
+
+@triton.jit
+def _store(target, room, token, channel, inside, y, SIDE: tl.constexpr):
+    """Store numbers y [tokens, channels], where there is room."""
+    if SIDE.code != "none" and target.dtype.element_ty == tl.float16:
+        # a scale rounded up may push the largest code just past float16's range
+        y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
+    held = (token < room)[:, None] & inside[None, :]
+    at = (token * SIDE.dim)[:, None] + channel[None, :]
+    tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
 
 
 @triton.jit
 def _code_of(codes, lane, channel, inside, SIDE: tl.constexpr):
     """Load the codes [tokens, channels] of values, int32: those of tokens `lane` and of any channels."""
-    WIDTH: tl.constexpr = SIDE.width
+    WIDTH: tl.constexpr = SIDE.sections[0][1]
     BITS: tl.constexpr = SIDE.bits
     LOW: tl.constexpr = 2 * WIDTH if BITS == 3 else WIDTH  # bytes of the plane of low bits
     LOW_BITS: tl.constexpr = 2 if BITS == 3 else BITS
@@ -141,7 +140,7 @@ def _code_of(codes, lane, channel, inside, SIDE: tl.constexpr):
 def _write_rotated(
     target, room, codes, scale, offset, begin, SIDE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Write TILE tokens of rotated values, as `_write_part`: all channels of a token at once."""
+    """Write TILE tokens of rotated values, as `_write_section`: all channels of a token at once."""
     DIM: tl.constexpr = SIDE.dim
     CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
     S_CHANNELS: tl.constexpr = SIDE.scale_channels
@@ -152,46 +151,11 @@ def _write_rotated(
     y = _code_of(codes, token, channel, inside, SIDE).to(tl.float32)
     if SIDE.centered:
         y = y - 0.5 * ((1 << SIDE.bits) - 1)
-    y = y * _of_groups(scale, begin, 0, inside, TILE, 1, S_CHANNELS, SIDE)
+    y = y * _of_groups(scale, begin, 0, inside, TILE, 1, S_CHANNELS, DIM, SIDE)
     if not SIDE.centered:
-        y = y + _of_groups(offset, begin, 0, inside, TILE, 1, S_CHANNELS, SIDE)
+        y = y + _of_groups(offset, begin, 0, inside, TILE, 1, S_CHANNELS, DIM, SIDE)
     y = unrotate_channels(y, BLOCK)
-    if target.dtype.element_ty == tl.float16:
-        y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
-    held = (token < room)[:, None] & inside[None, :]
-    at = (token * DIM)[:, None] + channel[None, :]
-    tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
-
-
-@triton.jit
-def _write_section(
-    target, room, codes, scale, offset, order, begin, SIDE: tl.constexpr, SECTION: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write TILE tokens of one section of keys of two widths, as `_write_part`; each channel goes to its own column."""
-    BITS: tl.constexpr = SIDE.sections[SECTION][0]
-    WIDTH: tl.constexpr = SIDE.sections[SECTION][1]
-    RUNS: tl.constexpr = SIDE.sections[SECTION][2]
-    PLACE: tl.constexpr = SIDE.sections[SECTION][3]
-    BYTE: tl.constexpr = SIDE.sections[SECTION][4]
-    TOKENS: tl.constexpr = SIDE.scale_tokens
-    token = begin + tl.arange(0, TILE)
-    for start in tl.static_range(0, WIDTH, WIDE):
-        place = start + tl.arange(0, WIDE)
-        inside = place < WIDTH
-        where = codes + (token * SIDE.size)[:, None] + (BYTE + place)[None, :]
-        x = tl.load(where, mask=inside[None, :], other=0).to(tl.int32)
-        for run in tl.static_range(RUNS):
-            first = PLACE + run * WIDTH + start
-            y = _number(x, run, "unsigned", BITS)
-            y = y * _of_groups(scale, begin, first, inside, TILE, TOKENS, 1, SIDE)
-            y = y + _of_groups(offset, begin, first, inside, TILE, TOKENS, 1, SIDE)
-            if target.dtype.element_ty == tl.float16:
-                y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
-            channel = tl.load(order + first + tl.arange(0, WIDE), mask=inside, other=0).to(tl.int32)
-            held = (token < room)[:, None] & inside[None, :]
-            at = (token * SIDE.dim)[:, None] + channel[None, :]
-            tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
+    _store(target, room, token, channel, inside, y, SIDE)
 
 
 # tables may begin anywhere in a buffer that they share
@@ -250,14 +214,12 @@ def dense_kernel(
         begin = (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE)
         if SIDE.rotated > 0:
             _write_rotated(at, seen - first, codes, scale, offset, begin, SIDE, TILE)
-        elif len(SIDE.sections) > 0:
+        else:
             order += block * DIM
             for section in tl.static_range(len(SIDE.sections)):
                 _write_section(
-                    at, seen - first, codes, scale, offset, order, begin, SIDE, section, WIDE, TILE
+                    at, seen - first, codes, scale, offset, order, begin, section, SIDE, WIDE, TILE
                 )  # fmt: skip
-        else:
-            _write_part(at, seen - first, codes, scale, offset, begin, SIDE, WIDE, TILE)
     else:
         column = (tile - parts) * TILE + tl.arange(0, TILE)
         behind = column >= left + sinks
@@ -288,9 +250,9 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
     widest = TILE_NUMBERS // tile
     if side.rotated:  # whole tokens at once
         tile = min(tile, TILE_NUMBERS // power_of_two(side.dim))
-    width = max((section[1] for section in side.sections), default=side.width)
+    width = max(section[1] for section in side.sections)
     wide = min(power_of_two(width), widest // (1 if side.token_words else side.runs))
-    groups_fit = side.width % scale_channels == 0 and power_of_two(scale_channels) == scale_channels
+    groups_fit = width % scale_channels == 0 and power_of_two(scale_channels) == scale_channels
     if scale_tokens < tile and groups_fit and scale_channels >= MIN_SIZE:
         wide = min(wide, scale_channels)  # one scale per token of a tile
     return {"SIDE": side, "WIDE": wide, "W_WIDE": min(power_of_two(side.dim), widest), "TILE": tile}
@@ -308,14 +270,21 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     out = window.new_empty((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
     if not out.numel():
         return out
-    plain = dense_constants(spec)
-    with kv.hold(), on_device(out):
-        codes = pages["codes"]
-        if codes.dtype.itemsize == 1:
-            codes = codes.view(torch.uint8)
-        dense_kernel[(-(-kv.seen // plain["TILE"]), spec.num_kv_heads, kv.rows)](
-            out, kv.seen, codes, pages.get("scale", out), pages.get("offset", out), pages.get("order", out),
-            kv.block_table, kv.block_table.stride(0), kv.num_pages, window, *window.stride()[:3],
-            kv.exact_lens, kv.padding, kv.sink_tokens, **plain, num_warps=4, enable_fp_fusion=False,
+    index = out.get_device()
+    key = "dense", side, id(kv.spec), window.stride(), index
+    kernel = kv.launches.get(key)
+    if kernel is None:
+        made = Kernel(
+            kv.spec, dense_kernel, dense_constants(spec), num_warps=4, enable_fp_fusion=False
+        )
+        kernel = keep(kv.launches, key, made)
+    with kv.hold():
+        kernel.launch(
+            -(-kv.seen // kernel.constants["TILE"]), spec.num_kv_heads, kv.rows, index,
+            lambda at: (
+                at(out), kv.seen, at(pages["codes"]), at(pages.get("scale", out)), at(pages.get("offset", out)),
+                at(pages.get("order", out)), at(kv.block_table), kv.block_table.stride(0), at(kv.num_pages), at(window),
+                *window.stride()[:3], at(kv.exact_lens), at(kv.padding), kv.sink_tokens,
+            ),
         )  # fmt: skip
     return out

@@ -74,16 +74,35 @@ def _by_shifts(WORDS):
 
 
 @triton.jit
-def from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    """Return the numbers of bytes of codes; see dequant.unpack."""
+def number(x, PLACE: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers that the codes at place PLACE of bytes or words x stand for, fp32, by arithmetic that any target takes."""
+    code = (x.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1)
+    if CODE == "float8":
+        return float8_to_float(code)
+    elif CODE == "signed":
+        # the low bits of 2^23: quicker than a conversion
+        return ((code ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def numbers(x, PLACES: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the numbers of all places, in DTYPE."""
+    tiles = ()
+    for place in tl.static_range(PLACES):
+        tiles = tiles + (number(x, place, CODE, BITS).to(DTYPE),)
+    return tiles
+
+
+@triton.jit
+def _from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
     if ISA >= 89:
         return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    elif ISA > 0:
+    else:
         return tl.inline_asm_elementwise(
             _by_shifts(False), "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
         )
-    else:
-        return float8_to_float(x.to(tl.int32)).to(DTYPE)
 
 
 @triton.jit
@@ -143,30 +162,21 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
         x: uint8 codes, or the numbers themselves where CODE is "none"; any shape.
         CODE, BITS: as in formats.Scheme.
         DTYPE: dtype of the result; the PTX branch only knows float16.
-        ISA: 0 for code that any target (and the interpreter) takes, else NVIDIA's compute capability * 10.
+        ISA: NVIDIA's compute capability * 10; 0 or less for code that any target (and the interpreter) takes.
     Returns: tuple of tensors of x's shape.
     """
     if CODE == "none":
         return (x.to(DTYPE),)
+    elif ISA <= 0:
+        return numbers(x, 8 // BITS, CODE, BITS, DTYPE)
     elif CODE == "float8":
-        return (from_float8(x, DTYPE, ISA),)
+        return (_from_float8(x, DTYPE, ISA),)
     elif CODE == "signed":
-        return (_from_signed(x, DTYPE, ISA),)
-    elif ISA > 0 and BITS == 8:
-        return (_bytes_in_place(x),)
-    elif ISA > 0:
-        return _halves_in_place(x) if BITS == 4 else _quarters_in_place(x)
+        return (_from_signed(x),)
     elif BITS == 8:
-        return (x.to(tl.float32).to(DTYPE),)
-    elif BITS == 4:
-        return ((x & 15).to(tl.float32).to(DTYPE), (x >> 4).to(tl.float32).to(DTYPE))
+        return (_bytes_in_place(x),)
     else:
-        return (
-            (x & 3).to(tl.float32).to(DTYPE),
-            ((x >> 2) & 3).to(tl.float32).to(DTYPE),
-            ((x >> 4) & 3).to(tl.float32).to(DTYPE),
-            (x >> 6).to(tl.float32).to(DTYPE),
-        )
+        return _halves_in_place(x) if BITS == 4 else _quarters_in_place(x)
 
 
 @triton.jit
@@ -222,27 +232,20 @@ def _pair_planes(ODD):
 
 
 @triton.jit
-def _from_signed(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
+def _from_signed(x):
     """int8 to numbers: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
-    if ISA > 0:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            xor.b32 a, $2, 0x80808080;
-            prmt.b32 b, a, 0x64646464, 0x4342;
-            prmt.b32 a, a, 0x64646464, 0x4140;
-            mov.b32 c, 0x64806480;
-            sub.rn.f16x2 $0, a, c;
-            sub.rn.f16x2 $1, b, c;
-            }""",
-            "=r,=r,r",
-            args=[x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return x.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c;
+        xor.b32 a, $2, 0x80808080;
+        prmt.b32 b, a, 0x64646464, 0x4342;
+        prmt.b32 a, a, 0x64646464, 0x4140;
+        mov.b32 c, 0x64806480;
+        sub.rn.f16x2 $0, a, c;
+        sub.rn.f16x2 $1, b, c;
+        }""",
+        "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -288,28 +291,10 @@ def _stages(SIZE):
 
 
 @triton.constexpr_function
-def _places(CHUNKS):
-    """Return how many places of a run each chunk of rotated values holds."""
-    return CHUNKS[0][2]
-
-
-@triton.constexpr_function
-def _number(p, WIDTH, RUNS, SIZE):
-    """Return the number of part p, which holds SIZE channels, among all parts in the order of their channels."""
-    return ((p % RUNS) * WIDTH + p // RUNS * SIZE) // SIZE
-
-
-@triton.constexpr_function
-def _partner(p, STAGE, WIDTH, RUNS, SIZE):
+def _partner(p, STAGE, CUT):
     """Return the part that part p is summed with in a stage across parts."""
-    first = (_number(p, WIDTH, RUNS, SIZE) ^ (1 << STAGE)) * SIZE
-    return first % WIDTH // SIZE * RUNS + first // WIDTH
-
-
-@triton.constexpr_function
-def _is_second(p, STAGE, WIDTH, RUNS, SIZE):
-    """Return whether part p is the one that is taken from its partner in a stage across parts."""
-    return bool(_number(p, WIDTH, RUNS, SIZE) >> STAGE & 1)
+    places = [part.place for part in CUT.parts]
+    return places.index(places[p] ^ (CUT.parts[0].held << STAGE))
 
 
 @triton.jit
@@ -351,11 +336,9 @@ def unrotate_channels(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def unrotate_parts(
-    parts, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts (see tiles.py)."""
-    SIZE: tl.constexpr = _places(CHUNKS)
+def unrotate_parts(parts, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts, alike (see tiles.py)."""
+    SIZE: tl.constexpr = CUT.parts[0].held
     new = ()
     for p in tl.static_range(len(parts)):
         new = new + (_unrotate_rows(parts[p], SIZE),)
@@ -363,8 +346,8 @@ def unrotate_parts(
         old = new
         new = ()
         for p in tl.static_range(len(old)):
-            other = old[_partner(p, stage, WIDTH, RUNS, SIZE)]
-            if _is_second(p, stage, WIDTH, RUNS, SIZE):
+            other = old[_partner(p, stage, CUT)]
+            if CUT.parts[p].place & (SIZE << stage):
                 new = new + (other - old[p],)
             else:
                 new = new + (old[p] + other,)

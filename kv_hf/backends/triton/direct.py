@@ -7,14 +7,18 @@ what kernels compute.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import reduce
 from operator import itemgetter, or_
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from triton import knobs
 from triton.runtime import driver
+
+from ...spec import PageSpec
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
 QUAD = 4  # numbers in as many bytes
@@ -51,7 +55,10 @@ def is_current(index: int) -> bool:
 
 def is_capturing(index: int) -> bool:
     """Return whether launches on GPU `index` go into a CUDA graph."""
-    return index >= 0 and torch.cuda.is_current_stream_capturing()
+    if index < 0:
+        return False
+    with nullcontext() if is_current(index) else torch.cuda.device(index):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Compiled:
@@ -91,32 +98,36 @@ class Kernel:
     """A jitted function with its compile-time arguments, which is compiled when it is launched.
 
     Attributes:
+        spec: of the pages; keeps what names the kernel among `PagedKV.launches` by id.
         jit: the function, whose compile-time arguments come last.
         constants: these by name; options: num_warps and the like.
-        pointers: picks the run-time arguments whose alignment counts.
+        pointers: picks the run-time arguments whose alignment counts; None before the first launch.
         compiled: by which of them are no multiples of 16 bytes (0: none); empty in the interpreter.
     """
 
-    __slots__ = ("compiled", "constants", "jit", "options", "pointers")
+    __slots__ = ("compiled", "constants", "jit", "options", "pointers", "spec")
 
-    def __init__(
-        self, jit: Any, constants: dict[str, Any], pointers: tuple[int, ...], **options: Any
-    ) -> None:
-        self.jit, self.constants, self.options = jit, constants, options
-        self.pointers = itemgetter(*pointers)
+    def __init__(self, spec: PageSpec, jit: Any, constants: dict[str, Any], **options: Any) -> None:
+        self.spec, self.jit, self.constants, self.options = spec, jit, constants, options
+        self.pointers: Callable[[Any], Any] | None = None
         self.compiled: dict[Any, Compiled] = {}
 
-    def launch(self, x: int, y: int, z: int, stream: int, arguments: Arguments) -> None:
-        """Launch x * y * z programs.
+    def launch(self, x: int, y: int, z: int, index: int, arguments: Arguments) -> None:
+        """Launch x * y * z programs on GPU `index`, in its current stream.
 
         Args:
             arguments: returns the run-time arguments; it is given what to hand over for a tensor, its address for a
                 launch, the tensor itself for the compiler and the interpreter.
         """
+        if not is_current(index):
+            with torch.cuda.device(index):
+                return self.launch(x, y, z, index, arguments)
         if INTERPRETED:
             self.jit[x, y, z](*arguments(as_bytes), **self.constants, **self.options)
-            return
+            return None
         given = arguments(address)
+        if self.pointers is None:
+            self.pointers = itemgetter(*_aligned(self.jit, arguments(as_bytes)))
         pointers = self.pointers(given)
         odd: Any = reduce(or_, pointers) % ALIGNED
         if odd:
@@ -126,7 +137,18 @@ class Kernel:
             tensors = arguments(as_bytes)
             compiled = Compiled(self.jit, tensors, self.constants, **self.options)
             self.compiled[odd] = compiled
-        compiled(x, y, z, stream, *given)
+        compiled(x, y, z, current_stream(index), *given)
+        return None
+
+
+def _aligned(jit: Any, arguments: tuple[Any, ...]) -> list[int]:
+    """Return which arguments are tensors that the kernel is compiled for the alignment of."""
+    both = enumerate(zip(jit.params, arguments, strict=False))
+    return [
+        number
+        for number, (parameter, given) in both
+        if isinstance(given, torch.Tensor) and not parameter.do_not_specialize_on_alignment
+    ]
 
 
 class Workspace:
@@ -191,17 +213,57 @@ class Scratch:
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.counters, dtype=torch.int32, device=self.where)
 
-    def on(self, stream: int) -> tuple[torch.Tensor, ...]:
-        """Return parts [size], float32, and counters [counters], int32, for a launch on a stream, the current one.
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Return parts [size], float32, and counters [counters], int32, for a launch in the current stream.
 
         The caller keeps them until the launch.
         """
         if INTERPRETED or is_capturing(self.index):
             fresh = torch.empty(sum(self.sizes), dtype=torch.float32, device=self.where)
             return (*fresh.split(self.sizes), self._zeros() if self.zeros is None else self.zeros)
+        stream = current_stream(self.index)
         found = self.known.get(stream)
         if found is None:
             shared = Workspace.of(self.index, stream, self.where)
             numbers, counters = shared.reserve(sum(self.sizes), self.counters)
             found = self.known[stream] = (*numbers.split(self.sizes), counters), shared
         return found[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How to launch one kind of call whose programs share a row's pages.
+
+    Attributes:
+        kernel: what is launched.
+        rows, blocks: the grid without its splits.
+        stretch: tokens of a split at least, 0: any number; most: splits at most.
+        scratch: partial results and counters.
+    """
+
+    kernel: Kernel
+    rows: int
+    blocks: int
+    stretch: int
+    most: int
+    scratch: Scratch
+
+    def splits(self, width: int) -> int:
+        """Return the programs that share a row's pages, of which there are at most `width`."""
+        if not self.stretch:
+            return self.most
+        tokens = width * self.kernel.spec.keys.page_size
+        return max(1, min(self.most, tokens // self.stretch))
+
+
+Kept = TypeVar("Kept", bound=Kernel | Plan)
+MOST = 64  # kernels of a layer: shapes that change all the time are not remembered forever
+
+
+def keep(launches: dict[Any, Any], key: Any, made: Kept) -> Kept:
+    """Keep `made` among what a layer keeps in PagedKV.launches; where these are many, without the others. Return it."""
+    if len(launches) >= MOST:
+        for old in [known for known, kept in launches.items() if isinstance(kept, Kernel | Plan)]:
+            del launches[old]
+    launches[key] = made
+    return made

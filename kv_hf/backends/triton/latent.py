@@ -8,7 +8,6 @@ the products, so that weights go from one product to the next without leaving th
 import triton
 import triton.language as tl
 
-from .dequant import tile_unit
 from .direct import SPECIALIZED
 from .softmax import (
     LOG2E,
@@ -22,77 +21,81 @@ from .softmax import (
     weigh,
     window_slots,
 )
+from .tiles import dtype_of
 from .words import (
     add_channels,
+    all_unit,
     apart,
-    halves,
+    first_factor,
     load_factors,
+    load_numbers,
+    load_runs,
     load_scales,
     load_tile,
-    one_below_another,
     score_channels,
     score_offsets,
     score_rope,
     side_by_side,
-    store_pieces,
+    store_runs,
     sum_of_parts,
-    unpack_words,
 )
 
 
 @triton.jit
 def attend_latent_window(
     queries, real, latents, latent_slot, ropes, rope_slot, exact, page_tokens, visible, softmax_scale, best, total, acc,
-    RANK: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, ROPE_WIDE: tl.constexpr, W_TILE: tl.constexpr,
-    DTYPE: tl.constexpr, ROPE_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    HIDING: tl.constexpr,
+    LATENTS: tl.constexpr, HIDING: tl.constexpr,
 ):  # fmt: skip
     """Add the window's tokens to the running softmax (best, total, acc) and return it; see decode.attend_window.
 
     latents, ropes: pointers to slot 0 of this row; acc: runs of [chunks, columns, wide].
     """
+    CUT: tl.constexpr = LATENTS.cut
+    ROPE: tl.constexpr = LATENTS.rope
+    TILE: tl.constexpr = LATENTS.window_tile
+    DTYPE: tl.constexpr = dtype_of(LATENTS.window_dtype)
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
-    WIDE: tl.constexpr = acc[0].shape[2]
-    RUNS: tl.constexpr = len(acc)
-    BENT: tl.constexpr = HIDING.bent
-    q = ()
-    for r in tl.static_range(RUNS):
-        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
-        q = q + (one.to(DTYPE),)
+    q = load_runs(queries, real, CUT, True)
     q_rope = q[0]
-    if ROPE > 0:
-        q_rope = load_tile(
-            queries + RANK, real, 0, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE_WIDE, ROPE, True
-        ).to(ROPE_DTYPE)
+    if ROPE.dim > 0:
+        q_rope = load_tile(queries + CUT.dim, real, 0, ROPE, True)
+        q_rope = q_rope.to(dtype_of(LATENTS.window_rope_dtype))
     factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
-    for first in tl.range(0, exact, W_TILE, num_stages=1):
-        slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, W_TILE)
-        scores = tl.zeros([CHUNKS, COLUMNS, W_TILE], tl.float32)
+    for first in tl.range(0, exact, TILE, num_stages=1):
+        slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, TILE)
+        scores = tl.zeros([CHUNKS, COLUMNS, TILE], tl.float32)
         numbers = ()
-        for r in tl.static_range(RUNS):
-            rows = latents + slot * latent_slot
-            x = load_tile(rows, held, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True).to(
-                DTYPE
+        for r in tl.static_range(len(acc)):
+            numbers = numbers + (
+                load_tile(latents + slot * latent_slot, held, r, CUT, True).to(DTYPE),
             )
-            scores = tl.dot(q[r], tl.trans(x, (0, 2, 1)), scores, input_precision=PRECISION)
-            numbers = numbers + (x,)
-        if ROPE > 0:
+            k = tl.trans(numbers[r], (0, 2, 1))
+            scores = tl.dot(q[r].to(DTYPE), k, scores, input_precision="ieee")
+        if ROPE.dim > 0:
             scores = score_rope(
-                scores, q_rope, ropes + slot * rope_slot, 1.0, held, CHUNKS, ROPE_WIDE, ROPE,
-                "none", True, 0, PRECISION,
-            )  # fmt: skip
+                scores, q_rope, ropes + slot * rope_slot, 1.0, held, ROPE, "none", True, 0
+            )
         scores = tl.trans(tl.sum(scores, 0))
         scores = bend(scores, factor, at, held, visible, HIDING, True)
-        weights, keep, best = weigh(scores, factor, best, BENT, True)
+        weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
         total = total * keep + tl.sum(weights, 0)
-        w = tl.broadcast_to(tl.trans(weights)[None, :, :], [CHUNKS, COLUMNS, W_TILE]).to(DTYPE)
+        w = tl.broadcast_to(tl.trans(weights)[None, :, :], [CHUNKS, COLUMNS, TILE]).to(DTYPE)
         new = ()
-        for r in tl.static_range(RUNS):
+        for r in tl.static_range(len(acc)):
             part = acc[r] * keep[None, :, None]
-            new = new + (tl.dot(w, numbers[r], part, input_precision=PRECISION),)
+            new = new + (tl.dot(w, numbers[r], part, input_precision="ieee"),)
         acc = new
     return best, total, acc
+
+
+@triton.jit
+def times(tiles, factor, DTYPE: tl.constexpr):
+    """Return tiles times a factor that broadcasts, computed in fp32, in DTYPE."""
+    new = ()
+    for i in tl.static_range(len(tiles)):
+        new = new + ((tiles[i].to(tl.float32) * factor).to(DTYPE),)
+    return new
 
 
 @triton.jit(**SPECIALIZED)
@@ -110,11 +113,13 @@ def latent_kernel(
     block_table,  # [rows, table_row]
     table_row,
     num_pages,  # [rows]
-    window,  # [rows, slots, RANK]
+    window,  # [rows, 1, slots, RANK]
     window_row,
+    window_head,
     window_slot,
-    window_rope,  # [rows, slots, ROPE]
+    window_rope,  # [rows, 1, slots, ROPE]
     wr_row,
+    wr_head,
     wr_slot,
     exact_lens,  # [rows]
     padding,  # [rows]
@@ -126,61 +131,46 @@ def latent_kernel(
     out,  # [rows, q_len, HEADS, RANK]; written where there is one split
     partial,  # [programs of one split, splits, COLUMNS, RANK] fp32; where there are more
     bests,  # [programs of one split, splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
+    counters,
+    key_order,
     softmax_scale,
+    softcap,
     sliding_window,
     sink_tokens,
     q_len,
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PAGE: tl.constexpr,
-    RANK: tl.constexpr,
-    CODE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,  # channels that share a scale at 8 bits, else tokens
-    WORDS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    SHARE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    RUNS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BOOST: tl.constexpr,
-    L_DTYPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_CODE: tl.constexpr,
-    ROPE_WIDE: tl.constexpr,
-    ROPE_DTYPE: tl.constexpr,
-    W_TILE: tl.constexpr,
+    LATENTS: tl.constexpr,
     W_COST: tl.constexpr,
-    W_DTYPE: tl.constexpr,
-    W_ROPE_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     HIDING: tl.constexpr,
     SINKS: tl.constexpr,
     STAGES: tl.constexpr,
-    ISA: tl.constexpr,
 ):
     """Attend a block of the query rows of one row to one split of its tokens.
 
     Grid: (rows, blocks of query rows, splits). The last split also attends to the window; combine_kernel
-    merges the splits. CHUNK: whether q_len may be more than 1. STRIDE: tokens between
-    the places of a row of a tile; where a page has fewer words than a product needs rows, the rows of several places
-    lie one below another.
+    merges the splits. CHUNK: whether q_len may be more than 1. LATENTS: latent_meta_params.Latents. Arguments are those of
+    decode_kernel, in the same order; those of heads, counters, orders and softcaps are not read.
     """
     if not CHUNK:
         q_len = 1
     used = HEADS * q_len  # columns
-    COPIES: tl.constexpr = STRIDE // WORDS  # places of a word that are rows of a tile
-    PLACES: tl.constexpr = PAGE // STRIDE
-    TOKENS: tl.constexpr = ROWS * PLACES
+    CUT: tl.constexpr = LATENTS.cut
+    ROPE: tl.constexpr = LATENTS.rope
+    RANK: tl.constexpr = CUT.dim
+    PAGE: tl.constexpr = LATENTS.page
+    ROWS: tl.constexpr = LATENTS.rows
+    PLACES: tl.constexpr = LATENTS.places
+    STRIDE: tl.constexpr = LATENTS.stride
+    STEP: tl.constexpr = LATENTS.step
+    SHARE: tl.constexpr = LATENTS.share
+    CHUNKS: tl.constexpr = CUT.chunks
+    RUNS: tl.constexpr = CUT.runs
+    WIDE: tl.constexpr = CUT.wide
     TILES_PER_PAGE: tl.constexpr = STRIDE // ROWS
-    BY_CHANNEL: tl.constexpr = CODE == "unsigned"
-    BY_TOKEN: tl.constexpr = CODE == "signed" or CODE == "float8"
-    BENT: tl.constexpr = HIDING.bent
-    HIDES: tl.constexpr = HIDING.hides
+    R_CODE: tl.constexpr = LATENTS.rope_code
+    DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
 
     row = tl.program_id(0)
     split = tl.program_id(2)
@@ -201,28 +191,24 @@ def latent_kernel(
         first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
         first = tl.minimum(first * TILES_PER_PAGE, tiles)
     # the window counts as W_COST times as much work per token as a page
-    begin, end = tiles_of_split(first, tiles, exact * W_COST // TOKENS, split, num_splits)
+    begin, end = tiles_of_split(first, tiles, exact * W_COST // (ROWS * PLACES), split, num_splits)
 
     queries = query + row.to(tl.int64) * query_row + head * query_head
     queries += token_of * query_token
+    q = ()
     size = tl.zeros([COLUMNS], tl.float32)
     for r in tl.static_range(RUNS):
-        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
-        size = tl.maximum(size, tl.max(tl.max(tl.abs(one.to(tl.float32)), 2), 0))
-    if ROPE > 0:
-        turned = load_tile(
-            queries + RANK, real, 0, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE_WIDE, ROPE, True
-        )
-        turned = turned.to(tl.float32)
-        size = tl.maximum(size, tl.max(tl.max(tl.abs(turned), 2), 0))
-    shrink, factor = near_one(size, softmax_scale, True)
-    q = ()
-    for r in tl.static_range(RUNS):
-        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
-        q = q + ((one.to(tl.float32) * shrink[None, :, None]).to(L_DTYPE),)
+        q = q + (load_tile(queries, real, r, CUT, True),)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
     q_rope = q[0]
-    if ROPE > 0:
-        q_rope = (turned * shrink[None, :, None]).to(ROPE_DTYPE)
+    if ROPE.dim > 0:
+        q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
+    shrink, factor = near_one(size, softmax_scale, True)
+    q = times(q, shrink[None, :, None], DTYPE)
+    if ROPE.dim > 0:
+        q_rope = q_rope.to(tl.float32) * shrink[None, :, None]
+        q_rope = q_rope.to(dtype_of(LATENTS.rope_dtype))
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -232,8 +218,9 @@ def latent_kernel(
 
     lane = tl.arange(0, ROWS)
     row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
-    if COPIES > 1 and ISA > 0 and BITS < 8:
-        row_unit = ((127 - lane // WORDS * BITS % 8) << 23).to(tl.float32, bitcast=True)
+    if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.bits < 8:
+        shift = lane // LATENTS.words * LATENTS.bits % 8
+        row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     table = block_table + row.to(tl.int64) * table_row
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the words' loads.
@@ -242,88 +229,71 @@ def latent_kernel(
     page = tl.load(table + begin // TILES_PER_PAGE, mask=live > 0, other=0)
     block = page.to(tl.int64)
     soon = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
-    scales = ()
-    if BY_TOKEN:
-        token = (begin % TILES_PER_PAGE) * ROWS + lane
-        scales = load_scales(
-            scale, block * PAGE + token, live, CHUNKS, RUNS, SIZE, GROUP, RANK // GROUP, STRIDE, PLACES, True
-        )  # fmt: skip
+    token = (begin % TILES_PER_PAGE) * ROWS + lane
+    scales = load_scales(scale, block, token, live, LATENTS, True)
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile % TILES_PER_PAGE) * ROWS
         token = start + lane  # of place 0
-        words = codes + block * (WORDS * RANK) + (start + tl.arange(0, ROWS // COPIES)) * RANK
-        numbers = ()
-        if RUNS == 2 and SIZE == WIDE and BY_CHANNEL:
-            x = load_tile(words, lane, 0, CHUNKS, 2 * SIZE, 2 * SIZE, 2 * WIDE, RANK, False)
-            runs = halves(x)
-        else:
-            runs = ()
-            for r in tl.static_range(RUNS):
-                x = load_tile(words, lane, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
-                runs = runs + (x,)
-        for r in tl.static_range(RUNS):
-            places = unpack_words(runs[r], CODE, BITS, L_DTYPE, ISA)
-            numbers = numbers + (one_below_another(places, COPIES),)
-        ropes = rope + (block * PAGE + token) * ROPE
+        words = codes + block * (LATENTS.words * RANK)
+        words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
+        numbers = load_numbers(words, LATENTS)
+        ropes = rope + (block * PAGE + token) * ROPE.dim
         r_scale = 1.0
         bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
-        if ROPE_CODE != "none":
+        if R_CODE != "none":
             r_scale = tl.load(rope_scale + block).to(tl.float32)
-            bias = score_offsets(
-                bias, q_rope, rope_offset + block * ROPE, 0, ROPE_WIDE, ROPE_WIDE, ROPE, PRECISION
-            )
+            bias = score_offsets(bias, q_rope, rope_offset + block * ROPE.dim, 0, ROPE)
 
         next_block = soon.to(tl.int64)
         soon = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         tile_scales = scales
-        if BY_TOKEN:
-            next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
-            scales = load_scales(
-                scale, next_block * PAGE + next_token, live, CHUNKS, RUNS, SIZE, GROUP, RANK // GROUP, STRIDE,
-                PLACES, False,
-            )  # fmt: skip
+        next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
+        scales = load_scales(scale, next_block, next_token, live, LATENTS, False)
 
         for phase in tl.static_range(PLACES // STEP):
             scores = ()
             for i in tl.static_range(0, STEP, SHARE):
-                if BY_CHANNEL:
-                    at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
+                if LATENTS.by_channel:
+                    at = first_factor(block, start + (phase * STEP + i) * STRIDE, LATENTS)
                     scores = scores + score_channels(
-                        numbers, q, bias, scale + at * RANK, offset + at * RANK, row_unit, phase * STEP + i, SHARE,
-                        COPIES, BITS, SIZE, RANK, ISA, PRECISION,
-                    )  # fmt: skip
+                        numbers,
+                        q,
+                        bias,
+                        scale + at,
+                        offset + at,
+                        row_unit,
+                        phase * STEP + i,
+                        LATENTS,
+                    )
                 else:
                     s = bias
                     for r in tl.static_range(RUNS):
                         k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
-                        if BY_TOKEN:
+                        if LATENTS.by_token:
                             by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
-                            product = tl.dot(q[r], k, input_precision=PRECISION)
+                            product = tl.dot(q[r], k, input_precision="ieee")
                             s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
                         else:
-                            s = tl.dot(q[r], k, s, input_precision=PRECISION)
+                            s = tl.dot(q[r], k, s, input_precision="ieee")
                     scores = scores + (s,)
-            if ROPE > 0:
-                turned_scores = ()
+            if ROPE.dim > 0:
+                turned = ()
                 for i in tl.static_range(STEP):
-                    turned_scores = turned_scores + (score_rope(
-                        scores[i], q_rope, ropes + (phase * STEP + i) * (STRIDE * ROPE), r_scale, lane, CHUNKS, ROPE_WIDE,
-                        ROPE, ROPE_CODE, False, ISA, PRECISION,
-                    ),)  # fmt: skip
-                scores = turned_scores
-            factors = ()
-            if BY_CHANNEL:
-                # loaded apart from what scores take: their registers would be in the way there
-                factors = load_factors(
-                    scale, offset, block * (PAGE // GROUP), start + phase * STEP * STRIDE, STEP, SHARE, STRIDE, GROUP,
-                    CHUNKS, RUNS, SIZE, WIDE, RANK,
-                )  # fmt: skip
+                    keys = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
+                    turned = turned + (
+                        score_rope(
+                            scores[i], q_rope, keys, r_scale, lane, ROPE, R_CODE, False, LATENTS.isa
+                        ),
+                    )
+                scores = turned
+            # loaded apart from what scores take: their registers would be in the way there
+            factors = load_factors(scale, offset, block, start + phase * STEP * STRIDE, LATENTS)
             n = tl.arange(0, ROWS * STEP)
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
             whole = tl.trans(tl.sum(side_by_side(scores), 0))
             whole = bend(whole, factor, sink_tokens + position, n, visible, HIDING, False)
-            weights, keep, best = weigh(whole, factor, best, BENT, HIDES)
+            weights, keep, best = weigh(whole, factor, best, HIDING.bent, HIDING.hides)
             parts = apart(tl.trans(weights), STEP)
             total = total * keep
             sums = ()  # of weights, group by group
@@ -334,40 +304,36 @@ def latent_kernel(
             for r in tl.static_range(RUNS):
                 part = acc[r] * keep[None, :, None]
                 for i in tl.static_range(0, STEP, SHARE):
-                    if BY_CHANNEL:
+                    if LATENTS.by_channel:
                         part = add_channels(
                             part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
-                            factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, SHARE, COPIES, BITS,
-                            BOOST, L_DTYPE, ISA, PRECISION,
+                            factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, LATENTS,
                         )  # fmt: skip
                     else:
                         w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
-                        if BY_TOKEN:
+                        if LATENTS.by_token:
                             by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
-                            w = w * (by * BOOST)[:, None, :]
+                            w = w * (by * LATENTS.boost)[:, None, :]
                         v = numbers[r][phase * STEP + i]
-                        part = tl.dot(w.to(L_DTYPE), v, part, input_precision=PRECISION)
+                        part = tl.dot(w.to(DTYPE), v, part, input_precision="ieee")
                 new = new + (part,)
             acc = new
         block = next_block
 
-    if CODE != "none":
-        new = ()
-        for r in tl.static_range(RUNS):
-            new = new + (acc[r] * (1.0 / (BOOST * tile_unit(BITS, ISA))),)
-        acc = new
+    if LATENTS.code != "none":
+        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
     if split == num_splits - 1:
         best, total, acc = attend_latent_window(
             queries, real, window + row.to(tl.int64) * window_row, window_slot,
             window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, visible, softmax_scale, best,
-            total, acc, RANK, SIZE, ROPE, ROPE_WIDE, W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, HIDING,
+            total, acc, LATENTS, HIDING,
         )  # fmt: skip
 
     seen = total > 0
     if num_splits == 1:
         norm = add_sink(best, total, sink_logits + head, SINKS)
         at = (row.to(tl.int64) * used + column) * RANK
-        store_pieces(out + at, acc, norm, seen, real, SIZE, RANK)
+        store_runs(out + at, acc, norm, seen, real, CUT)
     else:
         place = tl.arange(0, COLUMNS)
         slot = (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * num_splits + split
@@ -375,5 +341,4 @@ def latent_kernel(
         tl.store(bests + place, best)
         tl.store(bests + COLUMNS + place, total)
         unit = tl.full([COLUMNS], 1.0, tl.float32)
-        target = (slot * COLUMNS + place) * RANK
-        store_pieces(partial + target, acc, unit, seen, real, SIZE, RANK)
+        store_runs(partial + (slot * COLUMNS + place) * RANK, acc, unit, seen, real, CUT)

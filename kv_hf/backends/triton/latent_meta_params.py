@@ -3,8 +3,7 @@
 Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +13,7 @@ from .meta_params import (
     HIP,
     MIN_SIZE,
     Launch,
-    element_type,
+    compute_types,
     hiding,
     in_float32,
     power_of_two,
@@ -37,19 +36,20 @@ COMBINED = 64  # channels that one program of the combining kernel takes,
 COMBINED_SPLITS = 64  # and splits that it reads at once
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """How the rank is cut: piece c * runs + r, run r of chunk c, holds `size` channels from its number * size on.
+class Chunks(NamedTuple):
+    """How channels are cut: piece c * runs + r, run r of chunk c, holds `size` channels from its number * size on.
 
     Attributes:
-        count, runs: chunks, whose products make one batch, and pieces of each; powers of two.
+        chunks, runs: how many, whose products make one batch, and pieces of each; powers of two.
         size, wide: channels of a piece, which share a scale, and the power of two that they are padded to.
+        dim: all channels.
     """
 
-    count: int
+    chunks: int
     runs: int
     size: int
     wide: int
+    dim: int
 
     @classmethod
     def of(cls, spec: PageSpec) -> "Chunks":
@@ -64,12 +64,56 @@ class Chunks:
             size //= 2
         pieces = power_of_two(-(-rank // size))
         count = min(CHUNKS, pieces)
-        return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)))
+        return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)), rank)
 
     @property
     def padded(self) -> int:
         """Channels with padding."""
-        return self.count * self.runs * self.wide
+        return self.chunks * self.runs * self.wide
+
+
+class Latents(NamedTuple):
+    """How tiles of latents and RoPE keys are read and multiplied.
+
+    Attributes:
+        code, bits: as in formats.Scheme; by_channel, by_token: whether scales are of channels, or of tokens.
+        page, words: tokens and words of a page; group: tokens that share a scale by channel, or channels by token.
+        stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
+            rows of several places lie one below another: copies are places of a word that are rows of a tile.
+        rows, places: of a tile, each of whose tokens is one place of a row.
+        step: places whose scores move the softmax at once; share: those of them that share a scale by channel.
+        cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both runs of a chunk, or None.
+        rope_code: as `code`, of RoPE keys.
+        boost: weights are multiplied by it.
+        window_tile: tokens of a tile of the window.
+        dtype, rope_dtype, window_dtype, window_rope_dtype: of the products, by name.
+        isa: as in meta_params.Operand.
+    """
+
+    code: str
+    bits: int
+    by_channel: bool
+    by_token: bool
+    page: int
+    words: int
+    group: int
+    stride: int
+    copies: int
+    rows: int
+    places: int
+    step: int
+    share: int
+    cut: Chunks
+    rope: Chunks
+    whole: Chunks | None
+    rope_code: str
+    boost: float
+    window_tile: int
+    dtype: str
+    rope_dtype: str
+    window_dtype: str
+    window_rope_dtype: str
+    isa: int
 
 
 def places(spec: PageSpec) -> int:
@@ -97,18 +141,6 @@ def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
 def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile."""
     return tile_rows(spec, query_dtype) * (spec.keys.page_size // token_stride(spec))
-
-
-def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
-    """Return the dtypes of the products with latent pages, RoPE pages, and the window's latents and RoPE keys.
-
-    As meta_params.compute_types: codes in float16, exact numbers in their own dtype, everything in float32 if anything is.
-    """
-    own = [element_type(side.dtype) for side in spec.sides]
-    if in_float32(spec, query_dtype):
-        return ("fp32",) * 4
-    pages = ["fp16" if not s.scheme.is_exact else t for s, t in zip(spec.sides, own, strict=True)]
-    return pages[0], pages[1], own[0], own[1]
 
 
 def shared_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
@@ -149,40 +181,40 @@ def latent_constants(
         heads: query heads; isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         mask: "none", "bool" or "float".
     """
-    latent, rope = spec.sides
-    cut = Chunks.of(spec)
-    types = compute_types(spec, query_dtype)
-    exact = types[0] == "fp32"
-    code = latent.scheme.code
-    boost = WEIGHT_BOOST if code == "unsigned" else BOOST[code]
-    group = (latent.scheme.scale_group or (0, latent.head_dim))[0 if code == "unsigned" else 1]
-    tokens = tile_tokens(spec, query_dtype)
-    stride = token_stride(spec)
-    step = min(4, latent.page_size // stride)  # places whose scores move the softmax at once
     return {
-        "HEADS": heads, "CHUNK": q_len > 1, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
-        "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
-        "WORDS": latent.page_size // places(spec), "STRIDE": stride, "ROWS": tile_rows(spec, query_dtype),
-        "STEP": step, "SHARE": max(1, min(step, group // stride)) if code == "unsigned" else 1,
-        "CHUNKS": cut.count, "RUNS": cut.runs, "SIZE": cut.size, "WIDE": cut.wide,
-        "BOOST": 1.0 if exact else boost, "L_DTYPE": types[0],
-        "ROPE": rope.head_dim, "ROPE_CODE": rope.scheme.code,
-        "ROPE_WIDE": max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.count))), "ROPE_DTYPE": types[1],
-        "W_TILE": 32 if tokens >= 32 else 16, "W_COST": max(1, round(16 / spec.bits_per_element)),
-        "W_DTYPE": types[2], "W_ROPE_DTYPE": types[3], "PRECISION": "ieee",
-        "HIDING": hiding(q_len, mask, False, sliding_window), "SINKS": sinks,
-        "STAGES": num_stages, "ISA": 0 if exact else isa,
+        "HEADS": heads, "CHUNK": q_len > 1, "COLUMNS": COLUMNS, "LATENTS": latents(spec, query_dtype, isa),
+        "W_COST": max(1, round(16 / spec.bits_per_element)), "HIDING": hiding(q_len, mask, False, sliding_window),
+        "SINKS": sinks, "STAGES": num_stages,
     }  # fmt: skip
 
 
-def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
-    """Return (num_warps, num_stages): a warp for each chunk of the rank."""
-    return 4, 1 if isa == HIP else 2
+def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
+    """Return how pages of latents are read."""
+    latent, rope = spec.sides
+    scheme, page, code = latent.scheme, latent.page_size, latent.scheme.code
+    cut, by_channel = Chunks.of(spec), code == "unsigned"
+    dtypes = compute_types(spec, query_dtype)
+    exact = dtypes[0] == "fp32"
+    group = (scheme.scale_group or (0, latent.head_dim))[0 if by_channel else 1]
+    stride, words = token_stride(spec), page // places(spec)
+    step = min(4, page // stride)
+    rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
+    whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
+    return Latents(
+        code=code, bits=scheme.bits, by_channel=by_channel, by_token=code in ("signed", "float8"), page=page, words=words,
+        group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, query_dtype), places=page // stride,
+        step=step, share=max(1, min(step, group // stride)) if by_channel else 1, cut=cut,
+        rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
+        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
+        boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
+        window_tile=32 if tile_tokens(spec, query_dtype) >= 32 else 16, dtype=dtypes[0], rope_dtype=dtypes[1],
+        window_dtype=dtypes[2], window_rope_dtype=dtypes[3], isa=0 if exact else isa,
+    )  # fmt: skip
 
 
-def launch_parameters(spec: PageSpec, isa: int) -> Launch:
-    """Choose the launch parameters of a decode step; splits by `most_splits`."""
-    return Launch(*warps_and_stages(spec, isa))
+def launch_parameters(isa: int) -> Launch:
+    """Choose the launch parameters of a decode step: a warp for each chunk of the rank; splits by `most_splits`."""
+    return Launch(4, 1 if isa == HIP else 2)
 
 
 def most_splits(programs: int) -> int:

@@ -5,60 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from ...errors import CacheOptionError
-from ...spec import PageSpec
 from ..base import AttentionCall
-from . import direct, latent_meta_params, meta_params, support
+from . import latent_meta_params, meta_params, support
 from .decode import decode_kernel
-from .direct import INTERPRETED, Kernel, Scratch
+from .direct import INTERPRETED, Kernel, Plan, Scratch, keep
 from .latent import latent_kernel
 from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
 from .meta_params import Launch, column_block, constants
 from .softmax import combine_kernel
 
-TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
-MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
-# places of query, codes, scales and offsets of both sides, windows: what kernels are compiled for the alignment of
-POINTERS = (0, 4, 5, 6, 7, 8, 9, 13, 17)
-LATENT_POINTERS = (0, 4, 5, 6, 7, 8, 9, 13, 16)
-
-
-@dataclass(slots=True, kw_only=True)
-class Plan:
-    """How to launch one kind of call; kept in `PagedKV.launches`.
-
-    Attributes:
-        spec: of the pages; keeps what the plan's key names by id.
-        kernel: what is launched.
-        rows, blocks: the grid without its splits.
-        stretch: tokens of a split at least, 0: any number; most: splits at most.
-        scratch: partial results and counters.
-    """
-
-    spec: PageSpec
-    kernel: Kernel
-    rows: int
-    blocks: int
-    stretch: int
-    most: int
-    scratch: Scratch
-
-    def splits(self, width: int) -> int:
-        """Return the programs that share a row's pages, of which there are at most `width`."""
-        if not self.stretch:
-            return self.most
-        return max(1, min(self.most, width * self.spec.keys.page_size // self.stretch))
-
-
-def keep(launches: dict[Any, Any], key: Any, plan: Plan) -> None:
-    """Keep a plan among what a layer keeps; where these are many, without the other plans."""
-    if len(launches) >= MOST:
-        for old in [known for known, value in launches.items() if isinstance(value, Plan)]:
-            del launches[old]
-    launches[key] = plan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,9 +45,6 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
     """
     query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
     index = query.get_device()
-    if not direct.is_current(index):
-        with torch.cuda.device(index):
-            return paged_attention(call, launch)
     strides = query.stride()
     if strides[3] != 1:
         query = query.contiguous()
@@ -106,23 +61,21 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
     )  # fmt: skip
     plan = kv.launches.get(key)
     if plan is None:
-        plan = _prepare(call, launch)
-        keep(kv.launches, key, plan)
+        plan = keep(kv.launches, key, _prepare(call, launch))
     out = query.new_empty_strided(plan.shape, plan.strides)
-    stream = direct.current_stream(index)
     splits = plan.splits(kv.block_table.shape[1])
-    room = plan.scratch.on(stream) if splits > 1 else plan.scratch.nothing  # alive until the launch
+    room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
     sinks = out if sink_logits is None else sink_logits
     shown = out if mask is None else mask
     plan.kernel.launch(
-        plan.rows, plan.blocks, splits, stream,
+        plan.rows, plan.blocks, splits, index,
         lambda at: arguments(at, call, query, shown, mask_strides, sinks, out, room),
     )  # fmt: skip
     if splits > 1 and plan.combine is not None:
         partial, bests, _ = room
         programs, parts = plan.merged
         plan.combine.launch(
-            programs, parts, 1, stream,
+            programs, parts, 1, index,
             lambda at: (at(partial), at(bests), at(sinks), at(out), plan.shape[2], splits),
         )  # fmt: skip
     return out
@@ -144,7 +97,7 @@ def arguments(
     out: torch.Tensor,
     room: tuple[torch.Tensor, ...],
 ) -> tuple[Any, ...]:
-    """Return the run-time arguments of the decode kernel, or over latents of the latent kernel.
+    """Return the run-time arguments of the decode kernel, or of the latent kernel, which takes the same.
 
     Args:
         at: what to hand over for a tensor, its address or itself.
@@ -155,37 +108,17 @@ def arguments(
     kv, there = call.kv, at(out)
     keys, values = kv.key_pages, kv.value_pages
     table, window_keys, window_values = kv.block_table, kv.residual_keys, kv.residual_values
-    key_row, key_head, key_slot, _ = window_keys.stride()
-    value_row, value_head, value_slot, _ = window_values.stride()
     partial, bests, counters = room
     key_scale, key_offset, order = keys.get("scale"), keys.get("offset"), keys.get("order")
     value_scale, value_offset = values.get("scale"), values.get("offset")
-    row, head, token, _ = query.stride()
-    pages = (
-        at(query), row, head, token, at(keys["codes"]), there if key_scale is None else at(key_scale),
+    return (
+        at(query), *query.stride()[:3], at(keys["codes"]), there if key_scale is None else at(key_scale),
         there if key_offset is None else at(key_offset), at(values["codes"]),
         there if value_scale is None else at(value_scale), there if value_offset is None else at(value_offset),
-        at(table), table.stride(0), at(kv.num_pages), at(window_keys), key_row,
-    )  # fmt: skip
-    others = (
-        at(kv.exact_lens), at(kv.padding), at(mask), *mask_strides, at(sink_logits), there, at(partial), at(bests),
-    )  # fmt: skip
-    scale = float(call.softmax_scale)
-    numbers = call.sliding_window or 0, kv.sink_tokens, query.shape[2]
-    if kv.spec.is_latent:  # one head, no softcap; splits are merged by another kernel
-        return (
-            *pages,
-            key_slot,
-            at(window_values),
-            value_row,
-            value_slot,
-            *others,
-            scale,
-            *numbers,
-        )
-    return (
-        *pages, key_head, key_slot, at(window_values), value_row, value_head, value_slot, *others, at(counters),
-        there if order is None else at(order), scale, float(call.softcap or 1.0), *numbers,
+        at(table), table.stride(0), at(kv.num_pages), at(window_keys), *window_keys.stride()[:3], at(window_values),
+        *window_values.stride()[:3], at(kv.exact_lens), at(kv.padding), at(mask), *mask_strides, at(sink_logits), there,
+        at(partial), at(bests), at(counters), there if order is None else at(order), float(call.softmax_scale),
+        float(call.softcap or 1.0), call.sliding_window or 0, kv.sink_tokens, query.shape[2],
     )  # fmt: skip
 
 
@@ -218,7 +151,7 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
     }  # fmt: skip
     combine = None
     if spec.is_latent:
-        launch = launch or latent_meta_params.launch_parameters(spec, isa)
+        launch = launch or latent_meta_params.launch_parameters(isa)
         columns, blocks = COLUMNS, -(-heads * q_len // COLUMNS)
         plain = latent_constants(spec, heads=heads, num_stages=launch.num_stages, **variant)
         tile = latent_meta_params.tile_tokens(spec, query.dtype) * latent_meta_params.MIN_TILES
@@ -227,8 +160,8 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
             "HEADS": heads, "COLUMNS": COLUMNS, "V_DIM": dim, "SINKS": variant["sinks"], "SPLITS": COMBINED_SPLITS,
             "DIM": COMBINED,
         }  # fmt: skip
-        combine = Kernel(combine_kernel, merging, (0, 1, 3), num_warps=4, enable_fp_fusion=True)
-        jit, pointers = latent_kernel, LATENT_POINTERS
+        combine = Kernel(spec, combine_kernel, merging, num_warps=4, enable_fp_fusion=True)
+        jit = latent_kernel
     else:
         group, kv_heads = heads // spec.keys.num_kv_heads, spec.keys.num_kv_heads
         columns = column_block(spec, group, q_len, isa)
@@ -240,20 +173,13 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
             spec, group=group, num_warps=launch.num_warps, num_stages=launch.num_stages,
             softcap=call.softcap is not None, **variant,
         )  # fmt: skip
-        columns, tile = plain["M_COLUMNS"], plain["TILE"] * meta_params.MIN_TILES
+        columns, tile = plain["M_COLUMNS"], plain["KEYS"].tile * meta_params.MIN_TILES
         most = meta_params.most_splits(rows * blocks)
-        jit, pointers = decode_kernel, POINTERS
+        jit = decode_kernel
     most = launch.num_splits or most
     parts = rows * blocks * columns * most  # of all splits
     return AttentionPlan(
-        spec=spec,
-        kernel=Kernel(
-            jit,
-            triton_constants(plain),
-            pointers,
-            num_warps=launch.num_warps,
-            enable_fp_fusion=True,
-        ),
+        kernel=Kernel(spec, jit, plain, num_warps=launch.num_warps, enable_fp_fusion=True),
         rows=rows,
         blocks=blocks,
         stretch=0 if launch.num_splits else tile,
@@ -264,8 +190,3 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
         combine=combine,
         merged=(rows * heads * q_len, -(-dim // COMBINED)),
     )
-
-
-def triton_constants(plain: dict[str, Any]) -> dict[str, Any]:
-    """Replace dtype names by Triton's dtypes."""
-    return {k: TYPES[v] if k.endswith("_DTYPE") else v for k, v in plain.items()}

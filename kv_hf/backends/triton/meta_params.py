@@ -4,8 +4,10 @@ Pure arithmetic, importable without Triton; the same arguments serve a launch an
 come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
 """
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +26,13 @@ class SideLayout(NamedTuple):
         offset_tokens, offset_channels: the same of offsets; 0 where there is none.
         token_contiguous, token_words: as in SideSpec.
         runs: codes of a byte, or of a word where token_words.
-        width: bytes, words or numbers of a token; of keys of two widths, and of planes of codes, no meaning of its own.
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         centered: whether unsigned codes lie around 0 and have no offset.
-        sections: of keys of two widths, (bits, bytes of a token, codes of a byte, first place, first byte) of the wide
-            channels and of the others; else empty.
+        ordered: whether the channels of a page have an order of their own.
+        sections: (bits, bytes or words or numbers of a token, codes of each, first place, first byte) of the channels whose codes
+            lie together: of the wide ones and of the others, of keys of two widths. Codes of three bits lie in planes: the
+            bytes are those of the last one.
     """
 
     heads: int
@@ -44,10 +47,10 @@ class SideLayout(NamedTuple):
     token_contiguous: bool
     token_words: bool
     runs: int
-    width: int
     size: int
     rotated: int
     centered: bool
+    ordered: bool
     sections: tuple[tuple[int, int, int, int, int], ...]
 
 
@@ -67,21 +70,120 @@ def side_layout(spec: SideSpec) -> SideLayout:
         spec.token_contiguous,
         spec.token_words,
         runs,
-        spec.head_dim if spec.token_words else spec.head_dim // runs,
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
         scheme.code == "unsigned" and scheme.offset_group is None,
-        _sections(spec) if scheme.wide_channels else (),
+        scheme.wide_channels > 0,
+        _sections(spec),
     )
 
 
 def _sections(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
-    place = first = 0
+    if spec.token_words:
+        return ((spec.scheme.bits, spec.head_dim, 16 // spec.scheme.bits, 0, 0),)
+    place = byte = 0
     found = []
     for bits, channels in spec.runs:
-        found.append((bits, channels * bits // 8, 8 // bits, place, first))
-        place, first = place + channels, first + channels * bits // 8
+        runs = 1 if spec.scheme.is_exact else math.lcm(8, bits) // bits
+        found.append((bits, channels // runs, runs, place, byte))
+        place, byte = place + channels, byte + channels // runs
     return tuple(found)
+
+
+class Part(NamedTuple):
+    """Channels that one operand of a product holds.
+
+    Attributes:
+        place: the first; held: how many there are; size: with what is padding, a power of two.
+    """
+
+    place: int
+    held: int
+    size: int
+
+
+class Chunk(NamedTuple):
+    """Bytes of a token, or its exact numbers, that are loaded at once.
+
+    Attributes:
+        bits: of a code.
+        byte, held, size: as `Part.place` and so on, in bytes.
+        first: number of the part that the first codes of the bytes are; those of the other codes follow.
+    """
+
+    bits: int
+    byte: int
+    held: int
+    size: int
+    first: int
+
+
+class Cut(NamedTuple):
+    """How the channels of one side are cut: chunks of what lies in memory, and parts that are multiplied."""
+
+    chunks: tuple[Chunk, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(
+        cls,
+        sections: Iterable[tuple[int, int, int, int, int]],
+        pieces: Callable[[int], tuple[tuple[int, int], ...]],
+    ) -> "Cut":
+        """Cut sections (see SideLayout); pieces: (start, size) of so many bytes."""
+        found: list[Chunk] = []
+        parts: list[Part] = []
+        for bits, width, runs, place, byte in sections:
+            cut = pieces(width)
+            for (start, size), (end, _) in zip(cut, (*cut[1:], (width, 0)), strict=True):
+                held = min(size, end - start)
+                found.append(Chunk(bits, byte + start, held, size, len(parts)))
+                parts += [Part(place + run * width + start, held, size) for run in range(runs)]
+        return cls(tuple(found), tuple(parts))
+
+
+class Operand(NamedTuple):
+    """How one side is multiplied by the decode kernel.
+
+    Attributes:
+        code, bits: as in formats.Scheme.
+        page, tile, dim: tokens of a page and of a tile, and channels; row: bytes or numbers of a token.
+        fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
+            each token), or "element" where none of these fits: each number gets its own.
+        group: tokens of a scale (keys), or channels (values).
+        groups: of channels (values); pieces: token groups of a tile (keys).
+        offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
+        by_rows: whether the offsets of channel groups are summed by one matrix product, a group on each row: one group is
+            summed with fewer instructions number by number, beside the weights.
+        lift: the weights are multiplied by 2^lift; boost: they, times scales, are multiplied by.
+        rotated: as in SideLayout; ordered: whether keys lie in an order of their page.
+        dtype, window_dtype: of the products with pages and with the exact window, by name.
+        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
+        cut: of the codes; offsets: of the keys' offsets; window: of the exact window.
+    """
+
+    code: str
+    bits: int
+    page: int
+    tile: int
+    dim: int
+    row: int
+    fold: str
+    group: int
+    groups: int
+    pieces: int
+    offset: float
+    by_rows: bool
+    lift: int
+    boost: float
+    rotated: int
+    ordered: bool
+    dtype: str
+    window_dtype: str
+    isa: int
+    cut: Cut
+    offsets: Cut
+    window: Cut
 
 
 MAX_TILE = 64  # tokens
@@ -221,52 +323,72 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     return pages[0], pages[1], window[0], window[1]
 
 
-def _key_fold(side: SideSpec) -> str:
-    if side.scheme.is_exact:
-        return "none"
-    if side.scheme.code != "unsigned":
-        return "page"
-    assert side.scheme.scale_group is not None
-    return "tile" if side.scheme.scale_group[0] >= MIN_SIZE else "element"
+def _keys_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
+    """Return how keys are multiplied."""
+    side, tile = spec.keys, tile_tokens(spec, query_dtype)
+    scheme, layout = side.scheme, side_layout(side)
+    group = scheme.scale_group[0] if scheme.scale_group else side.page_size
+    fold = "none" if scheme.is_exact else "page"
+    if scheme.code == "unsigned":
+        fold = "tile" if group >= MIN_SIZE else "element"
+    cut, window = Cut.of(layout.sections, chunks), whole(side)
+    dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
+    return Operand(
+        code=scheme.code, bits=scheme.bits, page=side.page_size, tile=tile, dim=side.head_dim, row=layout.size, fold=fold,
+        group=group, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0, by_rows=False, lift=0,
+        boost=1.0, rotated=0, ordered=layout.ordered, dtype=dtype, window_dtype=window_dtype,
+        isa=0 if dtype == "fp32" or fold == "element" else isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
+    )  # fmt: skip
 
 
-def _key_sections(side: SideSpec) -> tuple[tuple[Any, ...], ...]:
-    """Return the sections of keys of two widths (see keys.py), or none."""
-    return tuple((*section, chunks(section[1])) for section in side_layout(side).sections)
+def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
+    """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
+    side = spec.values
+    scheme, layout = side.scheme, side_layout(side)
+    code, width = scheme.code, layout.sections[0][1]
+    group = scheme.scale_group[1] if scheme.scale_group else side.head_dim
+    fold, pieces = "none" if scheme.is_exact else "token", chunks
+    if group % width and not scheme.is_exact:
+        if width % group == 0 and group >= MIN_SIZE:
+            pieces = partial(_chunks_of_groups, group=group)
+        else:
+            fold = "element"
+    if scheme.rotated:
+        pieces = partial(rotated_chunks, group=group if fold == "token" else width)
+    groups = side.head_dim // group
+    by_rows = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
+    _, dtype, _, window_dtype = compute_types(spec, query_dtype)
+    exact = dtype == "fp32"
+    # codes around 0 have an offset all the same, in units of their scale
+    return Operand(
+        code=code, bits=scheme.bits, page=side.page_size, tile=tile_tokens(spec, query_dtype), dim=side.head_dim,
+        row=layout.size, fold=fold, group=group, groups=groups, pieces=1,
+        offset=-0.5 * ((1 << scheme.bits) - 1) if layout.centered else 1.0, by_rows=by_rows, lift=15 if by_rows else 0,
+        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], rotated=layout.rotated,
+        ordered=False, dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else isa,
+        cut=Cut.of(layout.sections, pieces), offsets=whole(side), window=whole(side),
+    )  # fmt: skip
 
 
-def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
-    """Cut `width` places of rotated values into (start, size, places): equal powers of two that lie within `group`.
+def whole(side: SideSpec) -> Cut:
+    """Return how the channels of exact tokens are cut."""
+    return Cut.of([(0, side.head_dim, 1, 0, 0)], chunks)
+
+
+def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int], ...]:
+    """Cut `width` places as `chunks` does, each group of so many by itself."""
+    return tuple(cut for start in range(0, width, group) for cut in chunks(group, start))
+
+
+def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int], ...]:
+    """Cut `width` places of rotated values into (start, size): equal powers of two of places that lie within `group`.
 
     The transform then sums pairs within chunks, or pairs of chunks. Sizes are at least 16, places need not be.
     """
     places = width & -width
     if group < width:
         places = min(places, group & -group)
-    return tuple((start, max(places, MIN_SIZE), places) for start in range(0, width, places))
-
-
-def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
-    """How scales apply, channels of a scale, and the chunks: each part must lie within one scale's channels."""
-    fold, group, cut = _plain_value_fold(side)
-    if side.scheme.rotated:
-        width = side.head_dim // side.scheme.codes_per_byte
-        cut = rotated_chunks(width, group if fold == "token" else width)
-    return fold, group, cut
-
-
-def _plain_value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
-    width = side.head_dim // side.scheme.codes_per_byte
-    if side.scheme.is_exact:
-        return "none", side.head_dim, chunks(width)
-    assert side.scheme.scale_group is not None
-    group = side.scheme.scale_group[1]
-    if group % width == 0:
-        return "token", group, chunks(width)
-    if width % group == 0 and group >= MIN_SIZE:
-        starts = range(0, width, group)
-        return "token", group, tuple(c for start in starts for c in chunks(group, start))
-    return "element", group, chunks(width)
+    return tuple((start, max(places, MIN_SIZE)) for start in range(0, width, places))
 
 
 class Hiding(NamedTuple):
@@ -318,36 +440,15 @@ def constants(
         mask: "none", "bool" or "float".
     Dtypes are given by name; `launch` and `aot` replace them by Triton's.
     """
-    keys, values = spec.sides
-    tile = tile_tokens(spec, query_dtype)
     columns = column_block(spec, group, q_len, isa)
     merged = columns if q_len > 1 else min(columns, power_of_two(group))
-    types = compute_types(spec, query_dtype)
-    exact = types[0] == "fp32"
-    wide = keys.scheme.wide_channels > 0
-    k_width = keys.token_bits // 8 if wide else keys.head_dim // keys.scheme.codes_per_byte
-    v_fold, v_group, v_chunks = _value_fold(values)
-    code = values.scheme.code
-    boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
-    # codes around 0 have an offset all the same, in units of their scale
-    centered = code == "unsigned" and values.scheme.offset_group is None
-    offset = -0.5 * ((1 << values.scheme.bits) - 1) if centered else 1.0
     return {
-        "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
-        "PAGE": keys.page_size, "TILE": tile, "W_TILE": window_tile(spec),
-        "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
-        "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
-        "K_WIDTH": k_width, "K_CHUNKS": chunks(k_width), "K_SECTIONS": _key_sections(keys),
-        "K_GROUP": keys.scheme.scale_group[0] if keys.scheme.scale_group else keys.page_size,
-        "K_FOLD": _key_fold(keys), "K_DTYPE": types[0],
-        "V_CODE": code, "V_BITS": values.scheme.bits, "V_DIM": values.head_dim,
-        "V_WIDTH": values.head_dim // values.scheme.codes_per_byte, "V_CHUNKS": v_chunks,
-        "V_GROUP": v_group, "V_FOLD": v_fold, "V_OFFSET": offset, "V_BYTES": values.token_bits // 8,
-        "V_ROTATED": block(values.head_dim) if values.scheme.rotated else 0, "V_BOOST": boost, "V_DTYPE": types[1],
-        "W_CHUNKS": chunks(keys.head_dim), "W_KEY_DTYPE": types[2], "W_VALUE_DTYPE": types[3],
-        "PRECISION": "ieee", "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks, "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, values.head_dim, num_warps), "STAGES": num_stages,
-        "M_THREADS": 64 * num_warps if isa == HIP else 0,
-        "ISA": 0 if exact else isa,
+        "HEADS": spec.keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
+        "KEYS": _keys_of(spec, query_dtype, isa), "VALUES": _values_of(spec, query_dtype, isa),
+        "W_TILE": window_tile(spec), "W_COST": max(1, round(16 / spec.bits_per_element)),
+        "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks,
+        "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, spec.values.head_dim, num_warps),
+        "M_THREADS": 64 * num_warps if isa == HIP else 0, "STAGES": num_stages,
     }  # fmt: skip
 
 
@@ -382,36 +483,15 @@ def launch_parameters(
 ) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
-    Args:
-        columns: query columns of a program; isa: compute capability * 10, or 0.
-        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
-        mask: "none", "bool" or "float".
-    """
-    num_warps, num_stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
-    if shared is not None:
-        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
-            num_stages -= 1
-    return Launch(num_warps, num_stages)
-
-
-def most_splits(programs: int) -> int:
-    """Return the splits that fill the GPU where one split takes `programs` programs."""
-    return max(1, min(MAX_SPLITS, PROGRAMS // programs))
-
-
-def warps_and_stages(
-    spec: PageSpec,
-    columns: int,
-    isa: int,
-    query_dtype: torch.dtype = torch.bfloat16,
-    mask: str = "none",
-) -> tuple[int, int]:
-    """Return (num_warps, num_stages).
-
     Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
     where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
+
+    Args:
+        columns: query columns of a program; isa: compute capability * 10, or 0.
+        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
+        mask: "none", "bool" or "float".
     """
     tile = tile_tokens(spec, query_dtype)
     dim = max(side.head_dim for side in spec.sides)
@@ -429,4 +509,13 @@ def warps_and_stages(
         num_warps = 2
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
-    return num_warps, 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
+    num_stages = 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
+    if shared is not None:
+        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
+            num_stages -= 1
+    return Launch(num_warps, num_stages)
+
+
+def most_splits(programs: int) -> int:
+    """Return the splits that fill the GPU where one split takes `programs` programs."""
+    return max(1, min(MAX_SPLITS, PROGRAMS // programs))

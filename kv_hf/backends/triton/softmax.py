@@ -80,6 +80,12 @@ def _tanh(x):
 
 
 @triton.jit
+def cap(scores, factor, softcap):
+    """Return raw scores in log2, bounded by a softcap; factor: raw to log2, of a shape that broadcasts."""
+    return _tanh(scores * (factor * (LN2 / softcap))) * (softcap * LOG2E)
+
+
+@triton.jit
 def near_one(size, softmax_scale, BELOW: tl.constexpr):
     """Return the powers of two [columns] that bring numbers of `size` near 1, or below 1 where BELOW.
 
@@ -103,9 +109,7 @@ def bend(scores, factor, at, held, visible, HIDING: tl.constexpr, HELD: tl.const
     Returns: scores, in log2 where a softcap or an additive mask asked for it (`bent`), else still raw.
     """
     if HIDING.capped:
-        scores = _tanh(scores * (factor * (LN2 / visible.softcap))[None, :]) * (
-            visible.softcap * LOG2E
-        )
+        scores = cap(scores, factor[None, :], visible.softcap)
     elif HIDING.mask == "float":
         scores = scores * factor[None, :]
     if HIDING.mask != "none":
@@ -148,7 +152,7 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
     top = tl.maximum(best, top)
     shift = top
     if HIDES:
-        shift = tl.where(top == float("-inf"), 0.0, top)
+        shift = _finite(top)
     keep = tl.exp2(best - shift)
     if BENT:
         weights = tl.exp2(scores - shift[None, :])
@@ -163,13 +167,33 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
 
 
 @triton.jit
+def _finite(top):
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def add(best, total, others, sums):
+    """Return maxima in log2 and sums of weights of two such, of the same shapes."""
+    top = tl.maximum(best, others)
+    shift = _finite(top)
+    return top, total * tl.exp2(best - shift) + sums * tl.exp2(others - shift)
+
+
+@triton.jit
+def sum_of(bests, totals):
+    """Return maxima in log2 and sums of weights [columns] of several such [several, columns]."""
+    top = tl.max(bests, 0)
+    return top, tl.sum(totals * tl.exp2(bests - _finite(top)[None, :]), 0)
+
+
+@triton.jit
 def add_sink(best, total, logits, SINKS: tl.constexpr):
     """Add sink logits [columns] (pointers) to the running softmax; returns what to multiply the sums by."""
     top = best
     if SINKS:
         sink = tl.load(logits).to(tl.float32) * LOG2E
         top = tl.maximum(best, sink)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = _finite(top)
     keep = tl.exp2(best - shift)
     total = total * keep
     if SINKS:
@@ -198,90 +222,43 @@ def arrive_last(counters, group, num_splits, THREADS: tl.constexpr):
 
 
 @triton.jit
-def load_splits(
-    partial, bests, first, num_splits, column, channel, inside,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Load SPLITS splits from `first` on: maxima and sums [SPLITS, columns], values [SPLITS, columns, channels].
-
-    From the second-level cache: another multiprocessor wrote them.
-    """
-    split = first + tl.arange(0, SPLITS)
-    held = split < num_splits
-    at = split[:, None] * COLUMNS + column[None, :]
-    where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
-    best = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(where + COLUMNS, mask=held[:, None], other=0.0, cache_modifier=".cg")
-    where = partial + at[:, :, None] * DIM + channel[None, None, :]
-    x = tl.load(where, mask=held[:, None, None] & inside, other=0.0, cache_modifier=".cg")
-    return best, total, x
-
-
-@triton.jit
 def merge_splits(
-    partial,  # [num_splits, COLUMNS, DIM] fp32, of this row and block of columns
-    bests,  # [num_splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
-    num_splits,
-    column,  # [COLUMNS], places in them that are wanted
-    channel,  # [channels]
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Return the running softmax over all splits: maxima, sums [columns], values [columns, channels]."""
+    partial, bests, sink_logits, out, num_splits, column, real, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of some query columns and store the result.
+
+    Args:
+        partial, bests: of a block of query columns, [num_splits, COLUMNS, DIM] and [num_splits, 2, COLUMNS], fp32: maxima in
+            log2, and sums of weights. From the second-level cache: another multiprocessor wrote them.
+        sink_logits, out: [columns], pointers to the columns' own.
+        column, real: [columns], places in the block that are wanted, which of them exist; channel: [channels].
+        SPLITS: splits that are read at once.
+    """
     best = tl.full(column.shape, float("-inf"), tl.float32)
     total = tl.zeros(column.shape, tl.float32)
     acc = tl.zeros([column.shape[0], channel.shape[0]], tl.float32)
-    inside = (channel < DIM)[None, None, :]
+    inside = channel < DIM
     for first in tl.range(0, num_splits, SPLITS):
-        bests_of, totals, x = load_splits(
-            partial, bests, first, num_splits, column, channel, inside, DIM, COLUMNS, SPLITS
-        )
-        top = tl.maximum(best, tl.max(bests_of, 0))
-        shift = tl.where(top == float("-inf"), 0.0, top)
+        split = first + tl.arange(0, SPLITS)
+        held = split < num_splits
+        at = split[:, None] * COLUMNS + column[None, :]
+        where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
+        others = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(where + COLUMNS, mask=held[:, None], other=0.0, cache_modifier=".cg")
+        where = partial + at[:, :, None] * DIM + channel[None, None, :]
+        there = held[:, None, None] & inside[None, None, :]
+        x = tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
+        top = tl.maximum(best, tl.max(others, 0))
+        shift = _finite(top)
         keep = tl.exp2(best - shift)
-        weights = tl.exp2(bests_of - shift[None, :])
-        total = total * keep + tl.sum(totals * weights, 0)
+        weights = tl.exp2(others - shift[None, :])
+        total = total * keep + tl.sum(sums * weights, 0)
         acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], 0)
         best = top
-    return best, total, acc
-
-
-@triton.jit
-def merge_columns(
-    partial,
-    bests,
-    sink_logits,
-    out,
-    num_splits,
-    first_token,
-    head,
-    first_column,
-    used,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Merge the splits of a block of query columns of one kv head and store the result, see decode.py.
-
-    first_token: of the row's new tokens in `out`, [tokens, HEADS * GROUP, DIM].
-    """
-    place = tl.arange(0, COLUMNS)
-    column = first_column + place
-    real = column < used
-    query_head = head * GROUP + column % GROUP
-    channel = tl.arange(0, triton.next_power_of_2(DIM))
-    best, total, acc = merge_splits(
-        partial, bests, num_splits, place, channel, DIM, COLUMNS, SPLITS
-    )
-    norm = add_sink(best, total, sink_logits + query_head, SINKS)
-    at = (first_token + column // GROUP) * (HEADS * GROUP) + query_head
-    where = out + at[:, None] * DIM + channel[None, :]
+    norm = add_sink(best, total, sink_logits, SINKS)
     result = (acc * norm[:, None]).to(out.dtype.element_ty)
-    tl.store(where, result, mask=real[:, None] & (channel < DIM)[None, :])
+    tl.store(out[:, None] + channel[None, :], result, mask=real[:, None] & inside[None, :])
 
 
 @triton.jit(
@@ -311,15 +288,10 @@ def combine_kernel(
     row = tl.program_id(0) // queries
     column = tl.program_id(0) % queries
     blocks = (queries + COLUMNS - 1) // COLUMNS
-    group = (row * blocks + column // COLUMNS).to(tl.int64)
-    channel = tl.program_id(1) * DIM + tl.arange(0, DIM)
-    place = column % COLUMNS + tl.zeros([1], tl.int32)
-    best, total, acc = merge_splits(
-        partial + group * num_splits * (COLUMNS * V_DIM), bests + group * num_splits * (2 * COLUMNS),
-        num_splits, place, channel, V_DIM, COLUMNS, SPLITS,
+    group = (row * blocks + column // COLUMNS).to(tl.int64) * num_splits
+    one = tl.arange(0, 1)
+    merge_splits(
+        partial + group * (COLUMNS * V_DIM), bests + group * (2 * COLUMNS), sink_logits + column % HEADS + one,
+        out + tl.program_id(0).to(tl.int64) * V_DIM + one, num_splits, column % COLUMNS + one, one == 0,
+        tl.program_id(1) * DIM + tl.arange(0, DIM), V_DIM, COLUMNS, SPLITS, SINKS,
     )  # fmt: skip
-    head = column % HEADS + tl.zeros([1], tl.int32)
-    norm = add_sink(best, total, sink_logits + head, SINKS)
-    where = out + tl.program_id(0).to(tl.int64) * V_DIM + channel[None, :]
-    result = (acc * norm[:, None]).to(out.dtype.element_ty)
-    tl.store(where, result, mask=(channel < V_DIM)[None, :])

@@ -4,7 +4,6 @@ Nothing is compiled. Call `target_isa` and `shared_memory` through the module, w
 """
 
 import re
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -44,11 +43,6 @@ def shared_memory(device: torch.device) -> int | None:
         properties, "shared_memory_per_block_optin", None
     )  # newer versions of torch have it
     return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the GPU of a tensor [any shape] the current one: Triton launches there, wherever the tensors lie."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 OLDEST_TRITON = "3.6"

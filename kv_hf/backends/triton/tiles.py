@@ -1,83 +1,85 @@
 """How tiles are cut, and what keys and values share.
 
-Tiles are cut along the bytes of a token into `CHUNKS` ((start, size), ..), sizes being powers of two; the last
-may reach past WIDTH and is masked there. Part c * RUNS + r is chunk c of run r: channels r * WIDTH + start + ...
-Chunks of rotated values (start, size, places) hold fewer places than a product needs, and are masked behind them.
+A meta_params.Cut says what is loaded and multiplied at once: chunks of a token's bytes, and parts of its channels. Sizes are powers
+of two; what does not exist is masked.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
-@triton.constexpr_function
-def chunk_start(CHUNKS, c):
-    """Return the first place of chunk `c`."""
-    return CHUNKS[c][0]
+class Fields(NamedTuple):
+    """Pointers to the tensors of one side of the pages; see decode_kernel. order: of keys of two widths."""
+
+    codes: Any
+    scale: Any
+    offset: Any
+    order: Any
 
 
 @triton.constexpr_function
-def chunk_size(CHUNKS, c):
-    """Return the places of chunk `c`, a power of two."""
-    return CHUNKS[c][1]
-
-
-@triton.constexpr_function
-def chunk_end(CHUNKS, c, WIDTH):
-    """Return the place behind chunk `c`: that where its own places end, or WIDTH."""
-    return CHUNKS[c][0] + CHUNKS[c][2] if len(CHUNKS[c]) > 2 else WIDTH
-
-
-@triton.constexpr_function
-def reaches_past(CHUNKS, c, WIDTH):
-    """Return whether chunk `c` reaches past `WIDTH`, or past its own places, and must be masked."""
-    end = CHUNKS[c][0] + CHUNKS[c][2] if len(CHUNKS[c]) > 2 else WIDTH
-    return CHUNKS[c][0] + CHUNKS[c][1] > end
-
-
-@triton.constexpr_function
-def group_of(p, WIDTH, RUNS, CHUNKS, GROUP):
-    """Return which group of GROUP channels part `p` lies in."""
-    return ((p % RUNS) * WIDTH + CHUNKS[p // RUNS][0]) // GROUP
+def dtype_of(NAME):
+    """Return the dtype of a name."""
+    return {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}[NAME]
 
 
 @triton.jit
-def load_query(
-    pointers,
-    held,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    scale,
-    DTYPE: tl.constexpr,
-):
-    """Load the query columns part by part, times `scale` [columns], as [size, columns] in DTYPE."""
+def zeros(CUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return zeros for every part, [size, columns] fp32."""
     parts = ()
-    for c in tl.static_range(len(CHUNKS)):
-        for r in tl.static_range(DIM // WIDTH):
-            place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
-            inside = (place < WIDTH)[:, None] & held[None, :]
-            part = tl.load(pointers[None, :] + (r * WIDTH + place)[:, None], mask=inside, other=0.0)
-            parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
+    for p in tl.static_range(len(CUT.parts)):
+        parts = parts + (_zeros(CUT.parts[p].size, COLUMNS),)
     return parts
 
 
 @triton.jit
-def load_parts(
-    pointers, live, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, GUARD: tl.constexpr
-):  # fmt: skip
-    """Load DIM numbers part by part, each [size]; where GUARD, zeros if `live` is 0 (else 1)."""
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros([ROWS, COLUMNS], tl.float32)  # whose shape takes no field in Triton 3.6 and 3.7
+
+
+@triton.jit
+def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.constexpr):
+    """Load the query columns part by part, times `scale` [columns], as [size, columns] in DTYPE.
+
+    channels: part by part, in the order of a page, or () for their own order.
+    """
     parts = ()
-    for c in tl.static_range(len(CHUNKS)):
-        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
-        for r in tl.static_range(DIM // WIDTH):
-            at = pointers + r * WIDTH + place
-            if GUARD:
-                parts = parts + (tl.load(at, mask=place < WIDTH * live, other=0.0),)
-            elif reaches_past(CHUNKS, c, WIDTH):
-                parts = parts + (tl.load(at, mask=place < WIDTH, other=0.0),)
-            else:
-                parts = parts + (tl.load(at),)
+    for p in tl.static_range(len(CUT.parts)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        channel = CUT.parts[p].place + lane
+        if len(channels) > 0:
+            channel = channels[p].to(tl.int32)
+        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
+        part = tl.load(pointers[None, :] + channel[:, None], mask=inside, other=0.0)
+        parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
     return parts
+
+
+@triton.jit
+def load_parts(pointers, live, CUT: tl.constexpr, GUARD: tl.constexpr):
+    """Load a number per channel part by part, each [size], zeros behind a part; where GUARD, zeros if `live` is 0 (else 1)."""
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        at = pointers + CUT.parts[p].place + lane
+        if GUARD:
+            x = tl.load(at, mask=lane < CUT.parts[p].held * live, other=0)
+        else:
+            x = load_held(at, lane, CUT.parts[p].held)
+        parts = parts + (x,)
+    return parts
+
+
+@triton.jit
+def load_held(pointers, lane, HELD: tl.constexpr):
+    """Load what lies at `pointers`, zeros where `lane`, 0 to a power of two along one of their axes, reaches HELD."""
+    if lane.numel > HELD:
+        x = tl.load(pointers, mask=lane < HELD, other=0)
+    else:
+        x = tl.load(pointers)
+    return x
 
 
 @triton.jit
@@ -90,15 +92,13 @@ def rescale(acc, keep):
 
 
 @triton.jit
-def store_parts(
-    pointers, acc, norm, seen, held, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr
-):  # fmt: skip
+def store_parts(pointers, acc, norm, seen, held, CUT: tl.constexpr):
     """Store the parts of acc [channels, columns] times norm [columns], zeros where not `seen`, where `held`."""
     for p in tl.static_range(len(acc)):
-        place = chunk_start(CHUNKS, p // RUNS) + tl.arange(0, chunk_size(CHUNKS, p // RUNS))
+        lane = tl.arange(0, CUT.parts[p].size)
         result = tl.where(seen[None, :], acc[p] * norm[None, :], 0.0)
-        where = pointers[None, :] + ((p % RUNS) * WIDTH + place)[:, None]
-        inside = (place < chunk_end(CHUNKS, p // RUNS, WIDTH))[:, None] & held[None, :]
+        where = pointers[None, :] + (CUT.parts[p].place + lane)[:, None]
+        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
         tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)
 
 

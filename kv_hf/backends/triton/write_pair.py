@@ -1,14 +1,12 @@
 """Append and seal both sides of a layer at once: one launch each, directly; refuses to look into device tensors."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...spec import PageSpec
-from . import direct
 from .append import append_pair_kernel
-from .direct import Kernel
+from .direct import Kernel, keep
 from .meta_params import power_of_two
 from .seal import pair_constants, seal_pair_kernel
 
@@ -17,41 +15,7 @@ Fields = dict[str, torch.Tensor]
 
 APPENDED = 16  # new tokens of one program, of a chunk
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# of the arguments, those that the kernels are compiled for the alignment of
-APPEND_POINTERS, SEAL_POINTERS = tuple(range(4)), tuple(range(8))
 NOTHING = (0, 0, 0)  # strides of a side without numbers
-
-
-@dataclass(slots=True)
-class WritePlan:
-    """How to launch one kind of write.
-
-    Attributes:
-        spec: keeps what the plan's key names by id.
-        kernel: takes tensors, then numbers.
-        tokens: new tokens of one program.
-    """
-
-    spec: PageSpec
-    kernel: Kernel
-    tokens: int = 1
-
-    @property
-    def sides(self) -> int:
-        """Sides of the grid: 2, or 1 where the other one holds no numbers."""
-        return 2 if self.spec.values.head_dim else 1
-
-    def launch(
-        self,
-        x: int,
-        z: int,
-        index: int,
-        tensors: tuple[torch.Tensor, ...],
-        numbers: tuple[int, ...],
-    ) -> None:
-        """Launch x * heads * z programs on GPU `index`, over `tensors` [any shape]."""
-        y, stream = self.spec.keys.num_kv_heads, direct.current_stream(index)
-        self.kernel.launch(x, y, z, stream, lambda at: (*map(at, tensors), *numbers))
 
 
 def write_pair(
@@ -78,28 +42,31 @@ def write_pair(
     window, value_window = windows
     token, value_token = new
     index = window.get_device()
-    if not direct.is_current(index):
-        with torch.cuda.device(index):
-            return write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, launches)
     shape, strides, value_strides = token.shape, token.stride(), value_token.stride()
     if strides[3] != 1 or value_strides[3] != 1:
         token, value_token, strides, value_strides = _contiguous(token, value_token)
     q_len = shape[2]
     to, value_to = window.stride(), value_window.stride()
     key = "append", id(spec), q_len > 1, strides, value_strides, to, value_to, index
-    plan = launches.get(key)
-    if plan is None:
-        tokens = 1 if q_len == 1 else APPENDED
+    tokens = 1 if q_len == 1 else APPENDED
+    kernel = launches.get(key)
+    if kernel is None:
         constants = append_constants(spec.keys.head_dim, spec.values.head_dim, tokens)
-        kernel = Kernel(append_pair_kernel, constants, APPEND_POINTERS, **OPTIONS)
-        plan = launches[key] = WritePlan(spec, kernel, tokens)
-    if plan.sides == 1:
+        kernel = keep(launches, key, Kernel(spec, append_pair_kernel, constants, **OPTIONS))
+    sides = _sides(spec)
+    if sides == 1:
         value_strides = value_to = NOTHING
     tensors = window, token, value_window, value_token, starts, skips
     numbers = (
         *to[:3], *strides[:3], *value_to[:3], *value_strides[:3], window.shape[2], value_window.shape[2], q_len,
     )  # fmt: skip
-    plan.launch(shape[0], -(-q_len // plan.tokens) * plan.sides, index, tensors, numbers)
+    kernel.launch(
+        shape[0],
+        shape[1],
+        -(-q_len // tokens) * sides,
+        index,
+        lambda at: (*map(at, tensors), *numbers),
+    )
     if jobs is not None:
         seal_pair(windows, jobs, fields, spec, damaged, launches)
 
@@ -125,18 +92,16 @@ def seal_pair(
         return
     window, value_window = tokens
     index = window.get_device()
-    if not direct.is_current(index):
-        with torch.cuda.device(index):
-            return seal_pair(tokens, jobs, fields, spec, damaged, launches)
     strides, value_strides = window.stride(), value_window.stride()
     if strides[3] != 1 or value_strides[3] != 1:
         window, value_window, strides, value_strides = _contiguous(window, value_window)
     key = "seal", id(spec), strides, value_strides, index
-    plan = launches.get(key)
-    if plan is None:
-        kernel = Kernel(seal_pair_kernel, pair_constants(spec), SEAL_POINTERS, **OPTIONS)
-        plan = launches[key] = WritePlan(spec, kernel)
-    if plan.sides == 1:
+    kernel = launches.get(key)
+    if kernel is None:
+        made = Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS)
+        kernel = keep(launches, key, made)
+    sides = _sides(spec)
+    if sides == 1:
         value_strides = NOTHING
     keys, values = fields
     codes, value_codes = keys["codes"], values["codes"]
@@ -146,7 +111,13 @@ def seal_pair(
         jobs, damaged, keys.get("order", codes),
     )  # fmt: skip
     numbers = *strides[:3], *value_strides[:3]
-    plan.launch(jobs.shape[0], plan.sides, index, tensors, numbers)
+    heads = window.shape[1]
+    kernel.launch(jobs.shape[0], heads, sides, index, lambda at: (*map(at, tensors), *numbers))
+
+
+def _sides(spec: PageSpec) -> int:
+    """Sides of a grid: 2, or 1 where the other one holds no numbers."""
+    return 2 if spec.values.head_dim else 1
 
 
 def _contiguous(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from paged_inputs import (
     DTYPES,
+    ISAS,
     LATENTS,
     PAIRS,
     SINKS,
@@ -18,6 +19,7 @@ from paged_inputs import (
     make_kv,
     make_latents,
     make_query,
+    needs_library,
     row_alone,
     tokens_of,
 )
@@ -34,9 +36,6 @@ from kv_hf.spec import LANES, PageFields
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
-needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
-ISAS = range(1 if library.missing() else library.isa() + 1)
-KERNELS = [pytest.param(isa, id=library.ISA_NAMES[isa], marks=needs_library) for isa in ISAS]
 VNNI = "AVX-512 VNNI"
 GROUPED = [("int4", "int2"), ("int2", "int4"), ("int2_mixed", "int2_rotated")]
 
@@ -60,13 +59,13 @@ class Kernel:
         return out
 
 
-@pytest.fixture(params=[pytest.param(None, id="reference"), *KERNELS])
+@pytest.fixture(params=[pytest.param(None, id="reference"), *ISAS])
 def kernel(request, monkeypatch):
     monkeypatch.setattr(decode, "isa", lambda: request.param)
     return Kernel(request.param)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=ISAS)
 def c_kernel(request, monkeypatch):
     monkeypatch.setattr(decode, "isa", lambda: request.param)
     return Kernel(request.param)
@@ -257,7 +256,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(None, id="reference"), *KERNELS], indirect=True)
+@pytest.mark.parametrize("kernel", [pytest.param(None, id="reference"), *ISAS], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_backends_attend_as_the_definition(case, kernel):
     for kv, query, options in case(kernel.layout):

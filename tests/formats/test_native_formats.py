@@ -7,11 +7,12 @@ import pytest
 import rounding
 import tiny_models
 import torch
+from paged_inputs import needs_library
 
 import kv_hf
 from kv_hf.backends import cpu
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library, unsupported
+from kv_hf.backends.cpu import decode, unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.errors import CacheOptionError
@@ -20,7 +21,6 @@ from kv_hf.formats.linear import Float8Format, Groups, RangeFormat, SignedFormat
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 PAGE, DIM = 16, 32
-needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 
 
 @pytest.fixture

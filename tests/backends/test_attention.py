@@ -330,16 +330,23 @@ def test_latents_of_pages_that_the_mask_hides_are_not_opened(c_kernel):
 def test_kernel_of_another_step_uses_nothing_of_the_last():
     """The packed arguments stay between calls; everything that they were packed from changes here, one by one."""
     launches = {}
-    kv = make_kv("int4", layout=LANES)
+
+    def kept(kv):  # without a mark, pages are packed at every call
+        pages = {name: PageFields(getattr(kv, name)) for name in ("key_pages", "value_pages")}
+        return replace(kv, **pages)
+
+    kv = kept(make_kv("int4", layout=LANES))
     query = make_query(kv, 2, 2, FP32)
     mask = torch.rand(kv.rows, 1, 2, kv.seen, generator=torch.Generator().manual_seed(3)) > 0.3
     apart = query.transpose(1, 2).contiguous().transpose(1, 2)
-    whole = {"key_pages": PageFields(kv.key_pages), "value_pages": PageFields(kv.value_pages)}
+    other = kept(make_kv("int4", layout=LANES, seed=1, shuffle=1))
     wide = replace(kv, residual_keys=kv.residual_keys.repeat(1, 1, 2, 1))
     steps = [
         (query, kv, {}),
+        (query, replace(kv, value_pages=other.value_pages), {}),
+        (query, kv, {}),
         (apart, kv, {}),
-        (query, replace(kv, **whole), {}),
+        (query, replace(kv, key_pages=other.key_pages), {}),
         (query, wide, {}),
         (query, replace(kv, sink_tokens=2), {}),
         (query, kv, {"softcap": 3.0}),
@@ -351,7 +358,8 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
         (query.bfloat16(), kv, {}),
         (query[:, :, :1], kv, {}),
         (make_query(kv, 2, 3, FP32), kv, {}),
-        (query, make_kv("int4", layout=LANES, seed=1, shuffle=1), {}),
+        (query, other, {}),
+        (query, kept(make_kv("int4", "int8", layout=LANES)), {}),
         (query, make_kv("int4", "int8", layout=LANES), {}),
         (query, kv, {}),
     ]

@@ -135,6 +135,9 @@ def test_rows_below_read_from_are_read_whole_and_the_newest_page_always():
     kv = long_kv(budget=ReadBudget(pages=8, from_tokens=200))
     found = places(kv, selection.choose_pages(call_of(kv)))
     assert [len(row) for row in found] == [8, 8, 0, 9, 3]  # the row of 9 pages has 160 tokens
+    for from_tokens, count in ((603, 8), (604, 37)):  # exact tokens count
+        some = long_kv(budget=ReadBudget(pages=8, from_tokens=from_tokens))
+        assert len(places(some, selection.choose_pages(call_of(some)))[0]) == count
     for row, (pages, _) in enumerate(ROWS):
         assert set(range(max(0, pages - NEWEST_PAGES), pages)) <= set(found[row])
 

@@ -102,7 +102,11 @@ def test_c_seals_and_attends_in_each_grouping_that_it_takes(registered, base, si
 
 # What the C kernel once took: most of these wrote behind the page's scales, others read fp32 scales as fp16
 UNREAD = [("int8", "keys", (size, 1), None, 16) for size in (2, 4, PAGE)]
-UNREAD += [("fp8", "keys", (4, DIM), None, 16), ("int8", "keys", (PAGE, DIM), None, 16)]
+UNREAD += [
+    ("int8", "keys", (1, 8), None, 16),
+    ("fp8", "keys", (4, DIM), None, 16),
+    ("int8", "keys", (PAGE, DIM), None, 16),
+]
 UNREAD += [("int8", "keys", (1, DIM), (1, 1), 16), ("int8", "keys", (8, 1), (8, 1), 16)]
 UNREAD += [(base, "values", (1, 8), (1, 8), 16) for base in ("int8", "fp8")]
 UNREAD += [("int8", "keys", (PAGE, DIM), (PAGE, 1), 32), ("int8", "values", (1, DIM), None, 32)]

@@ -181,13 +181,6 @@ class Places:
         return self._trace
 
 
-def count_places(call: Callable[[], Any]) -> int:
-    """Return how many places a call runs through."""
-    places = Places()
-    places.run(call)
-    return places.passed
-
-
 def throw(call: Callable[[], Any], at: int, error: type[BaseException]) -> str:
     """Call, throwing at place `at`; return the place, empty where the call ended before it."""
     places = Places(at, error)

@@ -5,10 +5,12 @@ from collections import OrderedDict
 from dataclasses import fields, replace
 from itertools import product, zip_longest
 
+import pytest
 import torch
 from rounding import Rounding, Tokens, attend_exactly, without_offsets
 
 from kv_hf.backends.base import AttentionCall, PagedKV
+from kv_hf.backends.cpu import library
 from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages as reference_pages
@@ -18,6 +20,12 @@ from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
+# tests of the C kernel, and the instruction sets that this processor has
+needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
+ISAS = [
+    pytest.param(isa, id=library.ISA_NAMES[isa], marks=needs_library)
+    for isa in range(1 if library.missing() else library.isa() + 1)
+]
 PAGE, SINKS, SLOTS = 16, 4, 40
 # pages and exact tokens of each row: pages and tail, a full window, less than the sinks, one page, nothing
 ROWS = [(5, 11), (2, 20), (0, 3), (1, 4), (0, 0)]

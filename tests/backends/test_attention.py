@@ -11,6 +11,7 @@ import pytest
 import torch
 from paged_inputs import (
     DTYPES,
+    ISAS,
     LATENTS,
     PAIRS,
     SINKS,
@@ -18,6 +19,7 @@ from paged_inputs import (
     make_kv,
     make_latents,
     make_query,
+    needs_library,
     row_alone,
     tokens_of,
 )
@@ -34,9 +36,6 @@ from kv_hf.spec import LANES, PageFields
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
-needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
-ISAS = range(1 if library.missing() else library.isa() + 1)
-KERNELS = [pytest.param(isa, id=library.ISA_NAMES[isa], marks=needs_library) for isa in ISAS]
 VNNI = "AVX-512 VNNI"
 GROUPED = [("int4", "int2"), ("int2", "int4"), ("int2_mixed", "int2_rotated")]
 
@@ -60,13 +59,13 @@ class Kernel:
         return out
 
 
-@pytest.fixture(params=[pytest.param(None, id="reference"), *KERNELS])
+@pytest.fixture(params=[pytest.param(None, id="reference"), *ISAS])
 def kernel(request, monkeypatch):
     monkeypatch.setattr(decode, "isa", lambda: request.param)
     return Kernel(request.param)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=ISAS)
 def c_kernel(request, monkeypatch):
     monkeypatch.setattr(decode, "isa", lambda: request.param)
     return Kernel(request.param)
@@ -257,7 +256,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(None, id="reference"), *KERNELS], indirect=True)
+@pytest.mark.parametrize("kernel", [pytest.param(None, id="reference"), *ISAS], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_backends_attend_as_the_definition(case, kernel):
     for kv, query, options in case(kernel.layout):
@@ -331,16 +330,23 @@ def test_latents_of_pages_that_the_mask_hides_are_not_opened(c_kernel):
 def test_kernel_of_another_step_uses_nothing_of_the_last():
     """The packed arguments stay between calls; everything that they were packed from changes here, one by one."""
     launches = {}
-    kv = make_kv("int4", layout=LANES)
+
+    def kept(kv):  # without a mark, pages are packed at every call
+        pages = {name: PageFields(getattr(kv, name)) for name in ("key_pages", "value_pages")}
+        return replace(kv, **pages)
+
+    kv = kept(make_kv("int4", layout=LANES))
     query = make_query(kv, 2, 2, FP32)
     mask = torch.rand(kv.rows, 1, 2, kv.seen, generator=torch.Generator().manual_seed(3)) > 0.3
     apart = query.transpose(1, 2).contiguous().transpose(1, 2)
-    whole = {"key_pages": PageFields(kv.key_pages), "value_pages": PageFields(kv.value_pages)}
+    other = kept(make_kv("int4", layout=LANES, seed=1, shuffle=1))
     wide = replace(kv, residual_keys=kv.residual_keys.repeat(1, 1, 2, 1))
     steps = [
         (query, kv, {}),
+        (query, replace(kv, value_pages=other.value_pages), {}),
+        (query, kv, {}),
         (apart, kv, {}),
-        (query, replace(kv, **whole), {}),
+        (query, replace(kv, key_pages=other.key_pages), {}),
         (query, wide, {}),
         (query, replace(kv, sink_tokens=2), {}),
         (query, kv, {"softcap": 3.0}),
@@ -352,7 +358,8 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
         (query.bfloat16(), kv, {}),
         (query[:, :, :1], kv, {}),
         (make_query(kv, 2, 3, FP32), kv, {}),
-        (query, make_kv("int4", layout=LANES, seed=1, shuffle=1), {}),
+        (query, other, {}),
+        (query, kept(make_kv("int4", "int8", layout=LANES)), {}),
         (query, make_kv("int4", "int8", layout=LANES), {}),
         (query, kv, {}),
     ]

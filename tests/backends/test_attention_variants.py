@@ -5,19 +5,18 @@ import itertools
 import pytest
 import rounding
 import torch
-from paged_inputs import assert_within
+from paged_inputs import assert_within, needs_library
 from rounding import Rounding, Tokens, attend_exactly
 from tiny_models import make_config
 
 import kv_hf
-from kv_hf.backends.cpu import library
 from kv_hf.cache.paged_cache import CrossCache
 from kv_hf.hf.attention import kv_hf_attention
 
 HEADS, KV_HEADS, DIM, ROWS, LENGTH, SCALE = 4, 2, 16, 2, 53, 0.3
 FP32 = Rounding.of("c", torch.float32)
 KERNELS = [
-    pytest.param("c", marks=pytest.mark.skipif(bool(library.missing()), reason="no C kernel")),
+    pytest.param("c", marks=needs_library),
     "reference",
 ]
 

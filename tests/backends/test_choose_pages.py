@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import rounding
 import torch
-from paged_inputs import make_kv, make_query, tokens_of
-from wrapped_kernels import wrap_kernels
+from paged_inputs import make_kv, make_query, needs_library, tokens_of
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
@@ -38,8 +37,6 @@ FORMATS = ("exact", "int8", "fp8", "int4", "int2", "int4_mixed", "int2_mixed")
 ROUNDING = 128 * 40 * 2**-24
 # where integers hold coefficients (attend.inc, score_limit): 4 sigma of a score
 COARSE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
-
-needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 
 def long_kv(keys="int4", *, layout=LANES, budget=None, dim=64, **options):
@@ -76,26 +73,6 @@ def assert_same_choice(call, choice):
             apart = abs(float(mass[row, one] - mass[row, other]))
             assert apart <= rounding * float(mass[row, :50].max())
         assert float(mass[row, ours].sum()) >= 0.99 * float(mass[row, theirs].sum())
-
-
-def compare_choices(monkeypatch):
-    """Let every choice of a kernel be compared with the reference's on the same queries and pages; return the list of calls.
-
-    Whole runs of two kernels cannot be: a number that rounds otherwise gets the next code, and what follows chooses otherwise.
-    """
-    compared = []
-
-    def compared_to_reference(choose_pages):
-        def compare(call):
-            choice = choose_pages(call)
-            assert_same_choice(call, choice)
-            compared.append(call)
-            return choice
-
-        return compare
-
-    wrap_kernels(monkeypatch, choose_pages=compared_to_reference)
-    return compared
 
 
 # -- the definition --------------------------------------------------------------------------------------------------
@@ -158,6 +135,9 @@ def test_rows_below_read_from_are_read_whole_and_the_newest_page_always():
     kv = long_kv(budget=ReadBudget(pages=8, from_tokens=200))
     found = places(kv, selection.choose_pages(call_of(kv)))
     assert [len(row) for row in found] == [8, 8, 0, 9, 3]  # the row of 9 pages has 160 tokens
+    for from_tokens, count in ((603, 8), (604, 37)):  # exact tokens count
+        some = long_kv(budget=ReadBudget(pages=8, from_tokens=from_tokens))
+        assert len(places(some, selection.choose_pages(call_of(some)))[0]) == count
     for row, (pages, _) in enumerate(ROWS):
         assert set(range(max(0, pages - NEWEST_PAGES), pages)) <= set(found[row])
 
@@ -273,7 +253,7 @@ def test_masses_by_an_index_are_those_by_the_pages(keys, layout):
 # -- the C kernel ----------------------------------------------------------------------------------------------------
 
 
-@needs_c
+@needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("keys", FORMATS)
 def test_c_chooses_as_the_reference(keys, dtype):
@@ -292,7 +272,7 @@ def test_c_chooses_as_the_reference(keys, dtype):
                 assert_same_choice(one, choose_in_c(one))
 
 
-@needs_c
+@needs_library
 @pytest.mark.parametrize(
     "budget",
     [
@@ -309,7 +289,7 @@ def test_c_follows_every_budget(budget):
     assert_same_choice(call, choose_in_c(call))
 
 
-@needs_c
+@needs_library
 @pytest.mark.parametrize("group", [1, 8, 16, 32])
 def test_c_reads_groups_of_tokens(group):
     """Groups smaller than a vector had no mass."""
@@ -318,7 +298,7 @@ def test_c_reads_groups_of_tokens(group):
         assert_same_choice(call, choose_in_c(call))
 
 
-@needs_c
+@needs_library
 def test_c_has_room_for_wide_keys_beside_narrow_values():
     """The words that are read of a page and codes of 3 bits share scratch memory; `make test-asan` sees its end."""
     options = {"rows": ROWS, "heads": 1, "page": 64, "slots": 88, "layout": LANES}
@@ -327,7 +307,7 @@ def test_c_has_room_for_wide_keys_beside_narrow_values():
     assert_same_choice(call, choose_in_c(call))
 
 
-@needs_c
+@needs_library
 def test_c_keeps_its_arguments_and_sees_new_tables():
     kv = long_kv("int4")
     first = call_of(kv)
@@ -338,7 +318,7 @@ def test_c_keeps_its_arguments_and_sees_new_tables():
     assert all(torch.equal(a, b) for a, b in zip(one, choose_in_c(first), strict=True))
 
 
-@needs_c
+@needs_library
 @pytest.mark.parametrize(
     "rows", [[(0, 17)], [(0, 17), (0, 9)], [(0, 30), (3, 10), (0, 0)]], ids=repr
 )
@@ -353,7 +333,7 @@ def test_c_writes_the_counts_of_rows_without_pages(rows):
     assert ReadBudget(top_p=0.9, from_tokens=1).chooses(0, 100) is False
 
 
-@needs_c
+@needs_library
 def test_c_refuses_pages_that_do_not_exist():
     kv = long_kv("int4")
     table = kv.block_table.clone()
@@ -365,7 +345,7 @@ def test_c_refuses_pages_that_do_not_exist():
 # -- attention -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_library)])
 def test_attention_reads_the_chosen_pages_and_no_others(kernel):
     """The result is that of a softmax over the tokens of the chosen pages, sinks and tail."""
     kv = long_kv("int4")

@@ -11,17 +11,25 @@ from itertools import product
 import pytest
 import torch
 from allocations import guarded
-from paged_inputs import LATENTS, PAIRS, latent_spec, make_kv, make_latents, make_query
+from paged_inputs import (
+    ISAS,
+    LATENTS,
+    PAIRS,
+    latent_spec,
+    make_kv,
+    make_latents,
+    make_query,
+    needs_library,
+)
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library, write
+from kv_hf.backends.cpu import decode, write
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import format_names
 from kv_hf.spec import LANES
 
-pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
-ISAS = range(1 if library.missing() else library.isa() + 1)
+pytestmark = needs_library
 # head_dim, page_size and value group, and rank, RoPE dim and page_size: lanes that fill vectors, and lanes that do not
 SIZES = [(64, 32, None), (80, 16, 16)], [(64, 16, 16), (60, 0, 16)]
 MORE_SIZES = (
@@ -37,7 +45,7 @@ MORE_SIZES = (
 )
 
 
-@pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
+@pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
     for module in (decode, write):
         monkeypatch.setattr(module, "isa", lambda: request.param)

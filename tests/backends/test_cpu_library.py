@@ -13,7 +13,7 @@ import pytest
 import rounding
 import tiny_models
 import torch
-from paged_inputs import LATENTS, latent_spec, make_kv, make_query
+from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library
 
 import kv_hf
 from kv_hf.backends import cpu, dispatch, registry
@@ -24,8 +24,6 @@ from kv_hf.errors import CacheOptionError
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
-
-needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 
 
 @pytest.fixture(params=["torch", "own"])

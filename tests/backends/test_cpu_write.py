@@ -8,23 +8,30 @@ from itertools import product
 import pytest
 import torch
 from allocations import guarded
-from paged_inputs import DTYPES, LATENTS, PAIRS, check_seals_as_torch, latent_spec
+from paged_inputs import (
+    DTYPES,
+    ISAS,
+    LATENTS,
+    PAIRS,
+    check_seals_as_torch,
+    latent_spec,
+    needs_library,
+)
 
-from kv_hf.backends.cpu import decode, library, unsupported, write
+from kv_hf.backends.cpu import decode, unsupported, write
 from kv_hf.backends.reference.pages import append_tokens, seal_pages
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec
 
-pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
-ISAS = range(1 if library.missing() else library.isa() + 1)
+pytestmark = needs_library
 PAGE, SLOTS, PAGES = 16, 44, 6
 # first slot to write and padding of each row: some tokens, all columns, padding alone, up to the last slot
 STARTS, SKIPS = (5, 0, 30, 40), (1, 0, 5, 1)
 JOBS = [(0, 4, 2), (1, 0, 4), (2, 20, -1), (3, 28, 0), (3, 12, 5)]
 
 
-@pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
+@pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
     monkeypatch.setattr(write, "isa", lambda: request.param)
     return request.param
@@ -141,6 +148,14 @@ def test_write_pair_of_another_step_uses_nothing_of_the_last(isa):
         one.launches = launches
         assert_equal(one.by_pair(), other.by_reference())
     assert list(launches) == ["c write"]
+
+
+def test_write_pair_sees_new_tokens_in_another_order_in_memory(isa):
+    one, other = Inputs(make_spec()).by_pair(), Inputs(make_spec()).by_reference()
+    one.new = other.new = tuple(
+        x.transpose(1, 2).flip(1).contiguous().transpose(1, 2) for x in one.new
+    )
+    assert_equal(one.by_pair(), other.by_reference())
 
 
 def test_write_pair_takes_tokens_whose_channels_lie_apart(isa):

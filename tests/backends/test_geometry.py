@@ -5,10 +5,10 @@ import pytest
 import torch
 from interpreter import attend as attend_in_triton
 from interpreter import call, needs_interpreter
-from paged_inputs import check, make_kv, make_query
+from paged_inputs import check, make_kv, make_query, needs_library
 from rounding import Rounding
 
-from kv_hf.backends.cpu import decode, library
+from kv_hf.backends.cpu import decode
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.pages import dense_side
 from kv_hf.geometry import Geometry, Place, full_pages, place_of, window_token
@@ -158,11 +158,9 @@ TORCH = {"reference": reference.paged_attention}
 
 @pytest.mark.parametrize("hidden", ["causal", "mask", "sliding"])
 @pytest.mark.parametrize("sizes", FULL, ids=name_of)
-@pytest.mark.parametrize("backend", [*TORCH, "c"])
+@pytest.mark.parametrize("backend", [*TORCH, pytest.param("c", marks=needs_library)])
 def test_backends_read_tokens_where_the_rule_says(backend, sizes, hidden):
     """paged_inputs.tokens_of, which the expected attention is computed from, finds each token by `place_of`."""
-    if backend == "c" and library.missing():
-        pytest.skip(str(library.missing()))
     kv = batch_of(sizes, LANES)
     attend = TORCH.get(backend, decode.paged_attention)
     query = make_query(kv, 3, 1, torch.float32)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from paged_inputs import needs_library
 from paths import TESTS
 from tiny_models import left_padded, make_model
 
 import kv_hf
 from kv_hf import notices
-from kv_hf.backends.cpu import library
 
 NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
 
@@ -84,7 +84,7 @@ for pool in ("openmp", "own"):
 """
 
 
-@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+@needs_library
 @pytest.mark.parametrize("rounds", [1, pytest.param(40, marks=pytest.mark.slow)])
 def test_python_threads_call_a_kernel_that_has_threads_itself(rounds):
     """Both with torch's OpenMP threads, a team per caller, and with threads made for each call."""

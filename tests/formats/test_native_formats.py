@@ -7,11 +7,12 @@ import pytest
 import rounding
 import tiny_models
 import torch
+from paged_inputs import needs_library
 
 import kv_hf
 from kv_hf.backends import cpu
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library, unsupported
+from kv_hf.backends.cpu import decode, unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.errors import CacheOptionError
@@ -20,7 +21,6 @@ from kv_hf.formats.linear import Float8Format, Groups, RangeFormat, SignedFormat
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 PAGE, DIM = 16, 32
-needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 
 
 @pytest.fixture
@@ -102,7 +102,11 @@ def test_c_seals_and_attends_in_each_grouping_that_it_takes(registered, base, si
 
 # What the C kernel once took: most of these wrote behind the page's scales, others read fp32 scales as fp16
 UNREAD = [("int8", "keys", (size, 1), None, 16) for size in (2, 4, PAGE)]
-UNREAD += [("fp8", "keys", (4, DIM), None, 16), ("int8", "keys", (PAGE, DIM), None, 16)]
+UNREAD += [
+    ("int8", "keys", (1, 8), None, 16),
+    ("fp8", "keys", (4, DIM), None, 16),
+    ("int8", "keys", (PAGE, DIM), None, 16),
+]
 UNREAD += [("int8", "keys", (1, DIM), (1, 1), 16), ("int8", "keys", (8, 1), (8, 1), 16)]
 UNREAD += [(base, "values", (1, 8), (1, 8), 16) for base in ("int8", "fp8")]
 UNREAD += [("int8", "keys", (PAGE, DIM), (PAGE, 1), 32), ("int8", "values", (1, DIM), None, 32)]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 from ..bridge.handles import reads_eagerly
 from ..cache.model_shape import attention_config
@@ -27,11 +27,28 @@ def why_not_pages(model: PreTrainedModel) -> str | None:
     return f"its attention is {current!r}, which does not read pages"
 
 
+OTHER_TOKENS = {
+    "blt": "the model keeps a second cache of its own, of other tokens, beside the one that it is given",
+    "cpmant": "the model puts columns of its own in front of the tokens of each forward",
+}
+
+
 def why_other_tokens(model: PreTrainedModel) -> str | None:
     """Return why `model` reads other tokens than those of the cache that it is given, or None."""
-    if model.config.model_type != "blt":
-        return None
-    return "the model keeps a second cache of its own, of other tokens, beside the one that it is given"
+    return OTHER_TOKENS.get(model.config.model_type)
+
+
+def why_wrong_masks(model: PreTrainedModel) -> str | None:
+    """Return why generate() makes wrong masks for `model` beside a preallocated cache, which it makes before the model runs, or None."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    made: Any = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get("hybrid_sliding", {})
+    # 5.23: "hybrid_sliding" has the masks of full attention
+    if (
+        "hybrid_sliding" in types
+        and made.get("sliding_attention") is masking_utils.create_causal_mask
+    ):
+        return "this transformers gives its sliding layers masks without their window there"
+    return None
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:

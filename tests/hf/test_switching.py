@@ -1,8 +1,10 @@
 """Models that look at their masks or their attention's name, and that attend by themselves."""
 
 import pytest
+import rounding
 import torch
 import transformers
+from measure.family_models import build_model
 from tiny_models import tokens
 from transformers import DynamicCache
 
@@ -89,6 +91,25 @@ def test_blt_which_keeps_a_second_cache_shares_no_prefix_and_gets_no_preallocate
         model.generate(tokens(1, 90), **options)
     model.generate(tokens(1, 90), **options)
     assert store.stats().rows == 0
+
+
+def test_masks_that_transformers_makes_without_a_window_are_refused_beside_preallocated_pages():
+    """generate() makes the masks of such a cache itself; 5.23 gives Inkling's sliding layers those of full attention."""
+    try:
+        model, ids = build_model("inkling_text", "causal"), tokens(1, 60)
+    except KeyError:
+        pytest.skip("the installed transformers has no such family")
+    given = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged_exact"}
+    config = model.config.get_text_config()
+    assert config.sliding_window < 60
+    assert torch.equal(
+        model.generate(ids, **given), model.generate(ids, max_new_tokens=4, do_sample=False)
+    )
+    with pytest.raises(kv_hf.CacheOptionError, match="masks without their window .*max_length out"):
+        model.generate(ids, **given, cache_config={"max_length": 128})
+    exact = model(ids).logits
+    found = model(ids, past_key_values=kv_hf.PagedCache(config, max_length=128)).logits
+    rounding.assert_close(found, exact)  # a forward makes its own
 
 
 def test_model_that_puts_columns_in_front_goes_on_with_its_cache():

@@ -20,7 +20,7 @@ from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
 from ..notices import warn_once
 from ..printable import short
-from .models import why_not_pages, why_other_tokens, why_wrong_masks
+from .models import why_not_pages, why_not_preallocated, why_other_tokens
 
 PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Python
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
@@ -279,7 +279,7 @@ def check_length(cache: PagedCache, asked: Generation, model_kwargs: dict[str, A
     """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
     model, length, most = asked.model, asked.length, cache.max_length
     assert most is not None
-    reason = why_other_tokens(model) or why_wrong_masks(model)
+    reason = why_other_tokens(model) or why_not_preallocated(model)
     if reason is not None:
         raise CacheOptionError(
             f"max_length={most}: {type(model).__name__} cannot use it: {reason}. Leave max_length out"

@@ -30,6 +30,7 @@ def why_not_pages(model: PreTrainedModel) -> str | None:
 OTHER_TOKENS = {
     "blt": "the model keeps a second cache of its own, of other tokens, beside the one that it is given",
     "cpmant": "the model puts columns of its own in front of the tokens of each forward",
+    "prophetnet": "the model takes one token at a time behind a cache",
 }
 
 
@@ -38,15 +39,14 @@ def why_other_tokens(model: PreTrainedModel) -> str | None:
     return OTHER_TOKENS.get(model.config.model_type)
 
 
-def why_wrong_masks(model: PreTrainedModel) -> str | None:
-    """Return why generate() makes wrong masks for `model` beside a preallocated cache, which it makes before the model runs, or None."""
+def why_not_preallocated(model: PreTrainedModel) -> str | None:
+    """Return why generate() of `model` would be wrong on a cache with room for more columns than it has seen, or None."""
+    if not _decoder_of(model)._can_set_attn_implementation():
+        return "its attention, which is not transformers' AttentionInterface, may take the columns of the keys for those of the text"
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     made: Any = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get("hybrid_sliding", {})
-    # 5.23: "hybrid_sliding" has the masks of full attention
-    if (
-        "hybrid_sliding" in types
-        and made.get("sliding_attention") is masking_utils.create_causal_mask
-    ):
+    own = made.get("sliding_attention")  # 5.23: the masks of full attention
+    if "hybrid_sliding" in types and own is masking_utils.create_causal_mask:
         return "this transformers gives its sliding layers masks without their window there"
     return None
 

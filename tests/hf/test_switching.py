@@ -112,6 +112,20 @@ def test_masks_that_transformers_makes_without_a_window_are_refused_beside_preal
     rounding.assert_close(found, exact)  # a forward makes its own
 
 
+@pytest.mark.parametrize("family", ["gpt_neo", "bloom", "prophetnet"])
+def test_models_that_attend_by_themselves_get_no_preallocated_pages(family):
+    """GPT-Neo takes the number of keys for its place in the text: its local layers saw other tokens."""
+    model, store = build_model(family, "causal"), kv_hf.PrefixStore()
+    given = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged_exact"}
+    ids, plain = tokens(1, 60), {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(kv_hf.CacheOptionError, match="cannot use it: .* Leave max_length out"):
+        model.generate(ids, **given, cache_config={"max_length": 128})
+    for _ in range(2):
+        found = model.generate(ids, **given, cache_config={"prefix_store": store, "page_size": 16})
+        assert torch.equal(found, model.generate(ids, **plain))
+    assert store.stats().rows_hit == (0 if family == "prophetnet" else 1)
+
+
 def test_model_that_puts_columns_in_front_goes_on_with_its_cache():
     """CPMAnt has 32 prompt columns in front of the text: its cache has seen more than the text is long."""
     model = make(

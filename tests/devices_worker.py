@@ -108,6 +108,8 @@ class _Devices(TorchFunctionMode):
             return self._move(func, name, args, kwargs)
         if name in UNASKED and any(isinstance(x, Pretended) for x in args):
             return _compute_inside(func, name, args, kwargs)
+        if name == "__getitem__" and isinstance(args[0], Pretended) and isinstance(args[1], list):
+            return _compute_inside(func, name, args, kwargs)
         if name == "tolist" and isinstance(args[0], Pretended):
             return args[0].held.tolist()
         device = kwargs.get("device")

@@ -121,11 +121,16 @@ class LazyKV(_ReadOnly):
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv, make = view.kv, cls.__new__
+        kv, made = view.kv, []
         rows, seen, device = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
-        # not by the class, which takes twice as long: every layer comes here in every step
-        keys = make(cls, view, "keys", kv.spec.keys, rows, seen, device)
-        return keys, make(cls, view, "values", kv.spec.values, rows, seen, device)
+        # not by __new__: every layer comes here in every step
+        make = torch.Tensor._make_wrapper_subclass
+        for side, spec in (("keys", kv.spec.keys), ("values", kv.spec.values)):
+            shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
+            handle: Any = make(cls, shape, dtype=spec.dtype, device=device)
+            handle.view_of_pages, handle.side = view, side
+            made.append(handle)
+        return made[0], made[1]
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""

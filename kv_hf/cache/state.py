@@ -197,7 +197,8 @@ def tensors_of(layer: Any, pages: Sequence[int], group: RowsState) -> dict[str, 
         spec = side.spec
         for part, held in side.take(pages).items():
             name = tensor_name(layer.layer_idx, spec.side, part)
-            found[name] = (relaid(held, spec, ROWS) if part == "codes" else held).cpu()
+            held = relaid(held, spec, ROWS) if part == "codes" else held
+            found[name] = held.cpu().contiguous()
         window = residual.tokens[:, :, : group.longest].to("cpu", copy=True).contiguous()
         for row, tokens in zip(group.rows, window, strict=True):
             tokens[:, row.exact :] = 0  # what earlier tokens left there

@@ -18,7 +18,6 @@ from test_latent_families import (
     forwards,
     largest_difference,
     paged,
-    read_pages,
 )
 from tiny_latent import latent_modules, make_model, shared_model
 from tiny_models import left_padded, tokens
@@ -214,7 +213,6 @@ def test_a_model_split_by_accelerate_is_absorbed():
 def test_expansion_can_be_asked_for():
     model = make_model("deepseek_v3")
     stock = forwards(model, DynamicCache(config=model.config))
-    read_pages(model)
     with expansions(model) as lengths:
         found = forwards(model, paged(model, mla="expand"))
     assert len(lengths) == 2 * 14 and lengths[2:4] == [43, 43]
@@ -237,7 +235,6 @@ def test_eager_attention_gets_dense_latents():
 
 def test_absorption_that_was_asked_for_without_generate():
     model = changed("bias")
-    read_pages(model)
     with pytest.raises(kv_hf.UnsupportedModelError, match="has a bias"):
         forwards(model, paged(model, mla="absorb"))
 
@@ -259,7 +256,6 @@ def test_uninstall_gives_all_classes_their_own_method_back():
     assert DeepseekV3Attention.expand_kv is not own
     assert "expand_kv" not in vars(Inherited)
     cache = paged(model)
-    read_pages(model)
     forwards(model, cache)
     kv_hf.uninstall()
     assert DeepseekV3Attention.expand_kv is own and Inherited.expand_kv is own
@@ -290,7 +286,6 @@ def test_dense_latents_are_expanded_while_kv_hf_is_at_work():
 
 def test_handles_of_an_earlier_forward_are_refused():
     model, kept = make_model("deepseek_v3"), []
-    read_pages(model)
     cache = paged(model)
     forwards(model, cache)
     module = latent_modules(model)[0]
@@ -326,7 +321,6 @@ def test_autocast_gives_what_the_stock_model_gives():
     model = make_model("deepseek_v3")
     with torch.autocast("cpu", torch.bfloat16):
         stock = forwards(model, DynamicCache(config=model.config))
-        read_pages(model)
         found = forwards(model, paged(model))
     exact = forwards(model, paged(model))
     rounded = largest_difference(stock, exact)
@@ -345,7 +339,6 @@ def test_half_precision_is_as_near_to_the_truth_as_the_stock_model(dtype):
     truth_model = make_model("deepseek_v3", num_experts_per_tok=4)
     truth = forwards(truth_model, DynamicCache(config=model.config))
     stock = forwards(model, DynamicCache(config=model.config))
-    read_pages(model)
     found = forwards(model, paged(model))
     rounded = largest_difference(stock, truth)
     assert largest_difference(found, truth) < 2 * (rounded + largest_ulp(truth, dtype))
@@ -356,7 +349,6 @@ def test_gradients_reach_kv_b_proj_as_with_expansion():
     grads = []
     for mla in ("absorb", "expand"):
         model = make_model("deepseek_v3")
-        read_pages(model)
         cache = paged(model, mla=mla)
         with torch.no_grad():
             model(tokens(2, 40), past_key_values=cache, use_cache=True)
@@ -443,8 +435,6 @@ def test_masks_that_hide_more_than_padding():
     results = []
     for read in (False, True):
         cache = paged(model) if read else DynamicCache(config=model.config)
-        if read:
-            read_pages(model)
         with torch.no_grad():
             out = [
                 model(
@@ -489,7 +479,6 @@ def test_large_weights_do_not_overflow_half_precision():
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     expected = model(ids[:, :1], past_key_values=cache).logits
-    read_pages(model)
     pages = paged(model)
     model(ids, past_key_values=pages)
     found = model(ids[:, :1], past_key_values=pages).logits

@@ -12,7 +12,6 @@ from test_latent_families import (
     LENGTHS,
     largest_difference,
     paged,
-    read_pages,
     stock_attention,
 )
 from tiny_latent import SPARSE, is_there, make_model, shared_model, text_config
@@ -72,7 +71,6 @@ def test_features_of_generate_equal_dynamic_cache(feature, family):
 def filled(family: str, cache: Any, rows: int = 2) -> Any:
     """Return the cache behind a prompt of 40 tokens and 6 single ones."""
     model = shared_model(family)
-    read_pages(model)
     ids = tokens(rows, 46)
     for part in (ids[:, :40], *ids[:, 40:].split(1, 1)):
         with torch.no_grad():
@@ -142,7 +140,6 @@ def test_a_saved_cache_goes_on(family, name, tmp_path):
     options = {"latent": name} | ({"k_rope": "int8"} if name == "int4" else {})
     if name == "fp8_ds_mla":
         model = make_model(family, kv_lora_rank=128)
-        read_pages(model)
     cache = paged(model, **options)
     ids = tokens(2, 46)
     with torch.no_grad():
@@ -242,7 +239,6 @@ def test_a_step_equals_the_stock_model_on_the_same_latents(family, name):
     cache = paged(model, **FORMATS[name])
     ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[1, :17] = 0
-    read_pages(model)
     exact = paged(model)
     for one in (cache, exact):
         step(model, one, ids[:, :57], mask[:, :57])
@@ -256,7 +252,6 @@ def test_a_step_equals_the_stock_model_on_the_same_latents(family, name):
         stock = stock_attention(family)
         model.set_attn_implementation({inner[0]: stock} if inner else stock)
         wanted = step(model, oracle, part, seen)
-        read_pages(model)
         rounding.assert_close(found, wanted)
         if name != "exact":
             lost = largest_difference([found], [unrounded])

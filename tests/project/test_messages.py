@@ -135,8 +135,10 @@ def test_generate_says_nothing_while_it_streams(positional, monkeypatch):
     handler.emit = lambda record: shown.append("notice")
     monkeypatch.setattr(notices.logger, "handlers", [*notices.logger.handlers, handler])
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma2Config(**sizes, num_key_value_heads=2)
-    model = transformers.AutoModelForCausalLM.from_config(config)  # which is switched to "kv_hf"
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    say = "kv_hf.hf.dispatch.register"  # what generate() calls in front of its first forward
+    monkeypatch.setattr(say, lambda: notices.say_once("a test", "something"))
     given = [*[None] * 6, Terminal(shown)] if positional else []
     options = {} if positional else {"streamer": Terminal(shown)}
     options |= {"max_new_tokens": 5, "cache_implementation": "paged_int4"}

@@ -66,7 +66,7 @@ class Sample:
         self._finite = finite
 
     def most_damage(self, fields: dict[str, torch.Tensor], side: SideSpec) -> float:
-        """Return the most that a head of one page was damaged by its sealing; at least the level of `strain`, in a third of its time.
+        """Return the largest damage of a head in one page as it was sealed: at least the level of `strain`, without quantizing once more.
 
         Args:
             fields: of these pages as they were sealed, [n, ..].

@@ -133,7 +133,7 @@ class BatchCache:
         assert asked is not None
         pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
         pages.keeps = KEPT
-        store = BatchStore(layer, self.arena, pages, self.room.rows, group.slots)
+        store = BatchStore(layer, pages, self.room.rows, group.slots)
         store.make_room(self.room.pages[layer.window])
         return store
 

@@ -15,7 +15,7 @@ from ..hf.dense import causal_mask
 from ..pages.cpu_memory import mapped_zeros
 from ..pages.moved import persistent_tensors
 from ..pages.step import Step
-from ..pages.storage import PageArena, PageStorage, Pair
+from ..pages.storage import PageStorage, Pair
 from .batch_rows import Forward, Part
 
 # what transformers' continuous batching hands down for attention functions of its own
@@ -42,15 +42,13 @@ class BatchStore(LayerStore):
 
     Args:
         layer: of a paged cache of the same model and options.
-        arena, pages: where the sealed pages lie.
+        pages: where the sealed pages lie.
         rows, slots: windows, and exact tokens that each has room for.
     """
 
     revision = 0  # attention reads a part before the layer changes again (KVView)
 
-    def __init__(
-        self, layer: PagedLayer, arena: PageArena, pages: PageStorage, rows: int, slots: int
-    ) -> None:
+    def __init__(self, layer: PagedLayer, pages: PageStorage, rows: int, slots: int) -> None:
         formats = layer.formats.if_widening
         super().__init__(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, formats)
         self.window, self.slots = layer.window, slots

@@ -247,7 +247,9 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
     for row in range(4):
         alone = cache_of("paged_exact")
         fed(loud(), alone, ids[row : row + 1])
-        expected.append(alone)
+        narrow = cache_of()
+        fed(loud(), narrow, ids[row : row + 1])
+        expected.append((alone, narrow.paged_layers[0].keys))
 
     def work(row):
         fed(loud(), caches[row], ids[row : row + 1])
@@ -258,8 +260,9 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
     for thread in threads:
         thread.join()
     assert len({tuple(formats_of(one)) for one in caches}) == 1
-    for one, exact in zip(caches, expected, strict=True):
+    for one, (exact, keys) in zip(caches, expected, strict=True):
         one.check_integrity()
+        assert torch.equal(one.paged_layers[0].keys, keys)  # of the tokens alone
         if widened(one):
             assert damage(one, exact).max() < 0.05
 

@@ -3,7 +3,7 @@
  * torch's OpenMP threads spin for a while between two parallel regions, so that a second set of threads would
  * have to compete with them for the cores. Where torch's OpenMP is at hand, kv_hf_use_openmp() hands over its
  * GOMP_parallel and the same threads serve both. Elsewhere (in a forked process, whose OpenMP threads are gone) each call
- * makes threads and joins them, which takes some tens of microseconds. */
+ * makes threads and joins them. */
 #include "kv_hf.h"
 
 #include <pthread.h>

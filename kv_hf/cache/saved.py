@@ -186,8 +186,11 @@ def opened_state(
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CacheFileError("it is not a regular file")
-        with safe_open(path, "pt") as file, persistent_tensors():
-            yield _read(file, model, chosen, kernel)
+        with open(path, "rb") as held, persistent_tensors():
+            # safetensors opens by name twice: a file that takes the place of this one in between has another name
+            name = f"/dev/fd/{held.fileno()}" if os.path.isdir("/dev/fd") else path
+            with safe_open(name, "pt") as file:
+                yield _read(file, model, chosen, kernel)
     except SafetensorError as error:
         raise CacheFileError(
             f"{path} cannot be loaded: it is cut off or no saved cache ({error})"

@@ -344,6 +344,25 @@ def test_saves_to_one_path_at_once_leave_one_whole_file(model, tmp_path):
     assert kv_hf.PagedCache.load(path, model).get_seq_length() in lengths
 
 
+@pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="needs names of open files")
+def test_a_file_replaced_while_it_is_opened_is_loaded_whole(model, tmp_path, monkeypatch):
+    """The library reads the header, and opens the tensors by name: they were those of another file."""
+    path, other = tmp_path / "cache", tmp_path / "other"
+    for place, length in ((path, 40), (other, 70)):
+        filled(model, {"input_ids": tokens(1, length)}, keys="int8")[0].save(place, model)
+    from_file, replaced = torch.UntypedStorage.from_file, []
+
+    def late(*args, **kwargs):
+        if other.exists():
+            replaced.append(os.replace(other, path))
+        return from_file(*args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    short = kv_hf.PagedCache.load(path, model).get_seq_length()
+    assert replaced == [None]
+    assert kv_hf.PagedCache.load(path, model).get_seq_length() == short + 30
+
+
 def test_a_link_stays_a_link_and_long_names_fit(model, tmp_path):
     cache, _ = filled(model, {"input_ids": tokens(1, 40)})
     target, link = tmp_path / ("n" * 250), tmp_path / "link"

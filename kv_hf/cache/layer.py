@@ -1,6 +1,6 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..pages.step import Step
 from ..pages.storage import PageArena, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
-from .state import LayerState
+from .state import CacheState
 from .store import LayerStore, Residual
 
 
@@ -276,18 +276,17 @@ class PagedLayer(DynamicLayer):
         """Make the handles of before stale."""
         self.revision += 1
 
-    def resume(
-        self, state: LayerState, tensors: Mapping[str, torch.Tensor], num_pages: int
-    ) -> None:
-        """Take over what another layer left, and stand where the group stands, which was restored before.
+    def resume(self, state: CacheState, num_pages: int) -> None:
+        """Take over what `state` holds of this layer, and stand where the group stands, which was restored before.
 
         Args:
-            tensors: of a state, [pages, ..] and [rows, num_kv_heads, slots, head_dim] by name.
             num_pages: pages that the group holds.
         """
-        self.lazy_initialization(*state.empty())
+        keys, values = state.windows(self.layer_idx)
+        device = state.devices[self.layer_idx]
+        self.lazy_initialization(keys[:1, :, :0].to(device), values[:1, :, :0].to(device))
         assert self.store is not None
-        self.store.fill(tensors, num_pages)
+        self.store.fill(state.tensors, num_pages)
         self.seen = self.group.seen
         self.revision += 1
 

@@ -26,10 +26,10 @@ from ..errors import (
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadArena
-from ..pages.rows import Rows, held_pages
+from ..pages.rows import Rows, RowsState, held_pages
 from ..pages.step import FixedStep, Row
 from ..printable import short
-from ..spec import MemoryReport
+from ..spec import MemoryReport, PageSpec
 from . import compiled
 from .build import MadeOfOptions, make_room, page_layers
 from .identity import ModelId
@@ -53,8 +53,6 @@ from .prefix_store import HeldRow, PrefixStore
 from .report import LayerReport, measure_memory, one_line, report_layers, tensor_bytes
 from .state import (
     CacheState,
-    LayerPages,
-    LayerState,
     in_rows,
     portable,
     tensors_of,
@@ -561,7 +559,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             with_wider(portable(self.options), self.paged_layers),
             self.model_signature,
             groups,
-            LayerState.of(tensors, lambda index: held[index].store.device),
+            {index: one.device for index, one in held.items()},
             tensors,
             self.computed_by,
             {index: in_rows(one.spec) for index, one in held.items()},
@@ -594,7 +592,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
             )
 
-    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+    def _take_over(self, state: CacheState) -> None:
         most = self.options.max_length
         for group, theirs in zip(self.groups, state.groups, strict=True):
             if most is not None and theirs.seen > most:
@@ -606,12 +604,11 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 if (row.pages or row.dropped) and row.exact < group.sink_tokens:
                     raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
             group.restore(theirs)
-        for one in state.layers:
-            layer: Any = self.layers[one.layer]
-            num_pages = state.groups[pages[one.layer].group].num_pages
-            layer.resume(one, state.tensors, num_pages)
-        self.forward.resume(len(state.layers))
-        self.started, self.tokens_on = bool(self.group.seen), state.layers[0].device
+        for index in state.devices:
+            layer: Any = self.layers[index]
+            layer.resume(state, state.groups[self._group_number(layer)].num_pages)
+        self.forward.resume(len(state.devices))
+        self.started, self.tokens_on = bool(self.group.seen), next(iter(state.devices.values()))
         self.check_integrity()
 
     def _group_number(self, layer: Any) -> int:
@@ -789,13 +786,12 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
     def take_over(self, state: CacheState) -> None:
         """Hold what another cache held: done once, by `from_state`."""
         self.check_signature(state.signature)
-        pages = self._pages_of(state)
-        state.check(pages)
-        self._take_over(state, pages)
+        state.check(self._pages_of(state))
+        self._take_over(state)
         self.computed_by = state.computed_by
 
-    def _pages_of(self, state: CacheState) -> dict[int, LayerPages]:
-        """Return what the pages of the state's layers are like here. Raises CacheMismatchError for other layers or groups."""
+    def _pages_of(self, state: CacheState) -> dict[int, tuple[PageSpec, RowsState]]:
+        """Return what the pages of the state's layers are like here, and their rows. Raises CacheMismatchError for other layers or groups."""
         windows = [group.window for group in self.groups]
         claimed = [group.window for group in state.groups]
         if windows != claimed:
@@ -803,27 +799,22 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 f"its groups have the windows {short(claimed)}, this model's {windows}"
             )
         paged = {layer.layer_idx: layer for layer in self.paged_layers}
-        found = {}
-        for one in state.layers:
-            layer = paged.get(one.layer)
+        found, empty = {}, dict(enumerate(windows))
+        for index in state.devices:
+            layer, (keys, values) = paged.get(index), state.windows(index)
             if layer is None:
                 raise CacheMismatchError(
-                    f"it holds layer {one.layer}, which is no paged layer of this model"
+                    f"it holds layer {index}, which is no paged layer of this model"
                 )
-            if not one.value_dim and layer.formats.latent is None:
-                raise CacheMismatchError(f"it holds layer {one.layer} with values of no channels")
-            spec = layer.formats.spec(
-                num_kv_heads=one.num_kv_heads,
-                key_dim=one.key_dim,
-                value_dim=one.value_dim,
-                dtype=one.key_dtype,
-                value_dtype=one.value_dtype,
-            )
-            found[one.layer] = LayerPages(in_rows(spec), self._group_number(layer))
-        held = {one.group for one in found.values()}
-        empty = [window for number, window in enumerate(windows) if number not in held]
+            if not values.shape[3] and layer.formats.latent is None:
+                raise CacheMismatchError(f"it holds layer {index} with values of no channels")
+            number = self._group_number(layer)
+            empty.pop(number, None)
+            found[index] = in_rows(layer.formats.spec_of(keys, values)), state.groups[number]
         if empty:
-            raise CacheMismatchError(f"it holds no layer of the groups with windows {empty}")
+            raise CacheMismatchError(
+                f"it holds no layer of the groups with windows {[*empty.values()]}"
+            )
         return found
 
 

@@ -11,7 +11,6 @@ that overlap, leave holes or end after the file. What the description claims is 
 of the format: https://huggingface.co/docs/safetensors
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -40,7 +39,7 @@ from ..version import __version__
 from .identity import ModelId, adapters_of
 from .model_shape import decoder_config, signature
 from .origin import check_token_ids
-from .state import CacheState, LayerState
+from .state import CacheState, layers_of
 
 FORMAT, VERSION = "kv_hf.PagedCache", "5"
 TOKEN_IDS = "token_ids"
@@ -255,7 +254,7 @@ def _read(
         _claimed_options(found.options, kernel),
         signature(decoder_config(model.config)),  # the same in the file
         found.groups,
-        LayerState.of(tensors, functools.partial(_device_of, model, asked=device)),
+        {layer: device or _device_of(model, layer) for layer in layers_of(tensors)},
         tensors,
         (adapters_of(model),),
     )
@@ -315,10 +314,8 @@ def _device(asked: torch.device | str | None) -> torch.device | None:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _device_of(model: Any, layer: int, asked: torch.device | None) -> torch.device:
-    """Return the device of a layer's keys: `asked`, or where the model's layer is."""
-    if asked is not None:
-        return asked
+def _device_of(model: Any, layer: int) -> torch.device:
+    """Return the device of a layer of a model."""
     own = getattr(model.get_decoder(), "layers", None) if hasattr(model, "get_decoder") else None
     block = own[layer] if own is not None and layer < len(own) else model
     devices = [parameter.device for parameter in block.parameters() if not parameter.is_meta]

@@ -4,7 +4,7 @@ Knows neither files nor caches. Pages and exact tokens are tensors by the names 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from ..config import CacheConfig, names_of
 from ..errors import CacheMismatchError
 from ..pages.rows import RowsState
+from ..pages.storage import Pair
 from ..printable import short
 from ..quant.codec import is_order, lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
 from .identity import Adapters
 
-WINDOW = re.compile(r"layers\.(\d{1,5})\.(keys|latent)\.window")
+WINDOW = re.compile(r"layers\.(\d{1,5})\.(?:keys|latent)\.window")
 SECOND = {"keys": "values", "latent": "k_rope"}
 MOST_SIZE = 1 << 16  # kv heads, channels of a head
 
@@ -29,69 +30,6 @@ def tensor_name(layer: int, side: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class LayerPages:
-    """The form of a layer's pages, in layout ROWS, and the place of its group in `CacheState.groups`."""
-
-    spec: PageSpec
-    group: int
-
-
-@dataclass(frozen=True)
-class LayerState:
-    """The sizes of a layer's keys and values, and where they were.
-
-    Attributes:
-        layer: position in the model.
-        num_kv_heads: of both sides.
-        key_dim, value_dim: channels of a head.
-        key_dtype, value_dtype: of the exact tokens.
-        device: where the layer lies, or shall lie.
-    """
-
-    layer: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    key_dtype: torch.dtype
-    value_dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls, tensors: Mapping[str, torch.Tensor], device_of: Callable[[int], torch.device]
-    ) -> "tuple[LayerState, ...]":
-        """Return the layers that have windows [rows, num_kv_heads, slots, head_dim] among `tensors`, by their shapes and dtypes.
-
-        Raises: CacheMismatchError for impossible ones.
-        """
-        found = {}
-        for number, first in (m.groups() for m in map(WINDOW.fullmatch, tensors) if m):
-            layer = int(number)
-            second = tensor_name(layer, SECOND[first], "window")
-            if second not in tensors:
-                raise CacheMismatchError(f"tensor {second!r} is missing")
-            keys, values = tensors[tensor_name(layer, first, "window")], tensors[second]
-            sizes = (*keys.shape[1::2], *values.shape[3:])
-            if len(sizes) != 3 or min(sizes[:2]) < 1 or max(sizes) > MOST_SIZE:
-                raise CacheMismatchError(
-                    f"layer {layer} has windows {[*keys.shape]}, {[*values.shape]}"
-                )
-            found[layer] = cls(layer, *sizes, keys.dtype, values.dtype, device_of(layer))
-        if not found:
-            raise CacheMismatchError("it holds no layer")
-        return tuple(found[layer] for layer in sorted(found))
-
-    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of no token, [1, num_kv_heads, 0, head_dim]."""
-        sides = ((self.key_dim, self.key_dtype), (self.value_dim, self.value_dtype))
-        keys, values = (
-            torch.empty((1, self.num_kv_heads, 0, dim), dtype=dtype, device=self.device)
-            for dim, dtype in sides
-        )
-        return keys, values
-
-
-@dataclass(frozen=True)
 class CacheState:
     """All that a cache needs to go on as another one would have.
 
@@ -99,7 +37,7 @@ class CacheState:
         options: of the cache, without the local ones (Option.kinds).
         signature: sizes of the model that the cache was built for (model_shape.signature).
         groups: full attention first, as in PagedCache.groups.
-        layers: those that hold something.
+        devices: of each layer that holds something, where it lies, or shall lie.
         tensors: by `tensor_name`: of each field all pages [pages, ..] in layout ROWS, in the order of rows and tokens, and the
             exact tokens "window" [rows, num_kv_heads, longest row, head_dim], zero after a row's own.
         computed_by: states of adapters in which the tokens were computed, as far as was noted.
@@ -109,22 +47,39 @@ class CacheState:
     options: CacheConfig
     signature: Mapping[str, Any]
     groups: tuple[RowsState, ...]
-    layers: tuple[LayerState, ...]
+    devices: Mapping[int, torch.device]
     tensors: Mapping[str, torch.Tensor]
     computed_by: tuple[Adapters, ...] = ()
     specs: Mapping[int, PageSpec] = field(default_factory=dict)
 
-    def check(self, pages: Mapping[int, LayerPages]) -> None:
-        """Raise CacheMismatchError unless these are the tensors of layers with such pages, and of no others."""
-        differing = [i for i, spec in self.specs.items() if i in pages and pages[i].spec != spec]
+    def windows(self, layer: int) -> Pair:
+        """Return the exact tokens of a layer, as in `tensors`. Raises CacheMismatchError for missing ones, and impossible sizes."""
+        first = next(side for side in SECOND if tensor_name(layer, side, "window") in self.tensors)
+        second = tensor_name(layer, SECOND[first], "window")
+        if second not in self.tensors:
+            raise CacheMismatchError(f"tensor {second!r} is missing")
+        keys, values = self.tensors[tensor_name(layer, first, "window")], self.tensors[second]
+        sizes = (*keys.shape[1::2], *values.shape[3:])
+        if len(sizes) != 3 or min(sizes[:2]) < 1 or max(sizes) > MOST_SIZE:
+            raise CacheMismatchError(
+                f"layer {layer} has windows {[*keys.shape]}, {[*values.shape]}"
+            )
+        return keys, values
+
+    def check(self, pages: Mapping[int, tuple[PageSpec, RowsState]]) -> None:
+        """Raise CacheMismatchError unless these are the tensors of layers with such pages, and of no others.
+
+        Args:
+            pages: of each layer, what its pages are like in layout ROWS, and the rows that hold them.
+        """
+        differing = [i for i, spec in self.specs.items() if i in pages and pages[i][0] != spec]
         if differing:
             raise CacheMismatchError(
                 f"layers {differing} of this state hold pages of other formats or sizes than its options and this model give"
             )
         expected: dict[str, tuple[torch.dtype, list[int]]] = {}
-        for layer, one in pages.items():
-            group = self.groups[one.group]
-            for side in one.spec.sides:
+        for layer, (spec, group) in pages.items():
+            for side in spec.sides:
                 for part, (shape, dtype) in side.fields.items():
                     name = tensor_name(layer, side.side, part)
                     expected[name] = (dtype, [group.num_pages, *shape])
@@ -143,6 +98,14 @@ class CacheState:
             raise CacheMismatchError(
                 f"it holds tensors that belong to no cache: {short(min(extra))}"
             )
+
+
+def layers_of(tensors: Iterable[str]) -> list[int]:
+    """Return the layers that have windows among tensors of these names. Raises CacheMismatchError without any."""
+    found = sorted({int(match[1]) for match in map(WINDOW.fullmatch, tensors) if match})
+    if not found:
+        raise CacheMismatchError("it holds no layer")
+    return found
 
 
 def portable(options: CacheConfig) -> CacheConfig:

@@ -1,8 +1,8 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
-from ..spec import SideSpec
+from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats
 from .state import field_from_rows, tensor_name
 from .widening import may_wait, widen
@@ -170,8 +170,6 @@ class LayerStore:
         pages: storage of the sealed pages, which other caches may share.
         kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
         formats: of the layer, which its first pages may find too narrow; None: it keeps those that it has.
-    Attributes:
-        spec: of the pages; another one where the first of them, which another cache may bring, call for wider ones.
     """
 
     def __init__(
@@ -182,11 +180,11 @@ class LayerStore:
         kernel: str = "auto",
         formats: LayerFormats | None = None,
     ) -> None:
-        self.spec, self.device = spec, device = pages.spec, pages.device
+        device = self.device = pages.device
         self.on_host = device.type == "cpu"
         self.asked_kernel = kernel
         self.formats = formats
-        self.kernel = choose(kernel, device, spec)
+        self.kernel = choose(kernel, device, pages.spec)
         self.layer_idx = layer_idx
         self.pages = pages
         self.sink_tokens = sink_tokens
@@ -195,7 +193,7 @@ class LayerStore:
         self._fitted = _NOTHING  # windows, and the rows and slots that they have room for
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with persistent_tensors():
-            self.residuals = (Residual(spec.keys, device), Residual(spec.values, device))
+            self.residuals = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
             self.damaged = torch.zeros(
                 (), dtype=torch.uint8, device=device
             )  # 1: numbers were made finite
@@ -210,7 +208,6 @@ class LayerStore:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
         left_out = ("kernel", "launches", "_checked", "_fitted")
-        self._follow()
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**state, "at_home": self.residuals[0].tokens.device == self.device}
 
@@ -223,18 +220,10 @@ class LayerStore:
             self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
-    def _follow(self) -> None:
-        """Take over the spec of the pages, where the first of them have called for a wider one."""
-        if self.pages.spec is not self.spec:
-            self.spec, self.launches, self._checked = self.pages.spec, {}, ()
-            self.kernel = choose(self.asked_kernel, self.device, self.spec)
-
-    @contextmanager
-    def _sealing(self) -> Iterator[None]:
-        """Hold the lock of the storage that pages are written to."""
-        with persistent_tensors(), self.pages.lock:
-            self._follow()
-            yield
+    @property
+    def spec(self) -> PageSpec:
+        """What the pages are like: wider than before, once the first of them, which another cache may bring, called for it."""
+        return self.pages.spec
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether keys and values [rows, num_kv_heads, q_len, head_dim] have this layer's heads, dtype and device."""
@@ -282,7 +271,7 @@ class LayerStore:
             self.make_room(step.capacity)
         if step.plain:
             return self._write(step, new, slots)
-        with self._sealing():
+        with persistent_tensors(), self.pages.lock:
             if step.first is not None:
                 windows = self.residuals[0].tokens, self.residuals[1].tokens
                 self._seal(step.first, windows)
@@ -307,14 +296,12 @@ class LayerStore:
             self._fitted = keys.fit(*size), values.fit(*size), size
         windows, pages, view = (keys.tokens, values.tokens), self.pages, step.view
         assert view is not None
-        if pages.spec is not self.spec:
-            self._follow()
         if not self.on_host:
             view = view.on(self.device)
         if step.plain and pages.resident:
             fields = pages.keys.fields, pages.values.fields
             self.kernel.write_pair(
-                windows, new, view.starts, view.skips, None, fields, self.spec, self.damaged, self.launches
+                windows, new, view.starts, view.skips, None, fields, pages.spec, self.damaged, self.launches
             )  # fmt: skip
         else:
             pages.write_pair(
@@ -333,7 +320,7 @@ class LayerStore:
     def make_room(self, capacity: int) -> None:
         """Make room for `capacity` pages."""
         if capacity > self.pages.capacity:
-            with self._sealing():
+            with persistent_tensors(), self.pages.lock:
                 self.pages.grow(capacity)
         self._room = capacity
 
@@ -348,8 +335,7 @@ class LayerStore:
         self.pages.sealed = True
         if first and self.formats is not None:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
-            if self.pages.spec is not self.spec:
-                self._follow()
+            if self.pages.wider is not None:
                 self._seal(jobs, tokens)
 
     def select_rows(self, step: Step) -> None:
@@ -387,8 +373,6 @@ class LayerStore:
             columns: that the forward may see.
         """
         pages = self.pages
-        if pages.spec is not self.spec:
-            self._follow()
         table = view if self.on_host else view.on(self.device)
         if pages.resident:
             keys, values = pages.keys.fields, pages.values.fields
@@ -398,7 +382,7 @@ class LayerStore:
         return PagedKV(  # by position, which takes a third of the time
             found.keys,
             found.values,
-            self.spec,
+            pages.spec,
             found.block_table,
             table.num_pages,
             residual_keys,

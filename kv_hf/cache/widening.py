@@ -124,11 +124,11 @@ def widen(
     """
     places = list(dict.fromkeys(map(tuple, jobs.jobs[[0, -1]].tolist())))
     sample = sample_of(tokens, places, asked.page_size)
-    if not sample.says_something:
-        return
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]
     if all(sample.most_damage(fields, spec) <= limit(spec) for fields, spec in sides):
+        return
+    if not sample.says_something:
         return
     formats = WiderFormats(asked, kernel.name, pages.device)
     wider = formats.choose(sample, pages.spec)

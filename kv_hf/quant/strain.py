@@ -57,13 +57,7 @@ class Sample:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        pages = keys.float(), values.float()
-        sizes = [one.abs().amax((1, 2, 3)) for one in pages]
-        finite = (sizes[0] <= SCALE_MAX) & (sizes[1] <= SCALE_MAX)  # not where one is nan
-        here = finite[:, None, None, None]
-        self.pages = tuple(one.where(here, 0.0) for one in pages)
-        self.sizes = tuple(one.where(finite & (one > 0), 1.0) for one in sizes)
-        self._finite = finite
+        self._given = keys.float(), values.float()
 
     def most_damage(self, fields: dict[str, torch.Tensor], side: SideSpec) -> float:
         """Return the largest damage of a head in one page as it was sealed: at least the level of `strain`, without quantizing once more.
@@ -71,15 +65,27 @@ class Sample:
         Args:
             fields: of these pages as they were sealed, [n, ..].
             side: of keys or of values.
-        Returns: inf where scales are so small that they may have lost digits; waits for the device.
+        Returns: inf where scales are so small that they may have lost digits, nan where a number is; waits for the device.
         """
         if side.scheme.is_exact:
             return 0.0
-        pages = self.pages[side.side == "values"]
+        pages = self._given[side.side == "values"]
         noise = (decode(fields, side, torch.float32) - pages).square()
         most, smallest = _of_channels(noise, pages, side).amax(), _smallest_scale(fields, pages)
         damage, least = torch.stack([most, smallest]).tolist()
         return damage if least >= SMALLEST_SCALE else math.inf
+
+    @cached_property
+    def _finite(self) -> torch.Tensor:
+        """[n], bool: which pages hold numbers within float16's range alone."""
+        sizes = [one.abs().amax((1, 2, 3)) for one in self._given]
+        return (sizes[0] <= SCALE_MAX) & (sizes[1] <= SCALE_MAX)  # not where one is nan
+
+    @cached_property
+    def pages(self) -> tuple[torch.Tensor, ...]:
+        """Keys and values, [n, num_kv_heads, page_size, head_dim] fp32; zero in pages that are not finite."""
+        here = self._finite[:, None, None, None]
+        return tuple(one.where(here, 0.0) for one in self._given)
 
     @cached_property
     def counts(self) -> torch.Tensor:
@@ -108,7 +114,8 @@ class Sample:
         if least >= SMALLEST_SCALE:
             return Strain(found, 1.0)
         # a power of two changes no digit; the largest number becomes one of 16 to 32
-        ordinary = pages * torch.exp2(4 - self.sizes[side].log2().floor())[:, None, None, None]
+        sizes = pages.abs().amax((1, 2, 3), keepdim=True)
+        ordinary = pages * torch.exp2(4 - sizes.where(sizes > 0, 1.0).log2().floor())
         usual = _noise(quantize(ordinary, one)[0], ordinary, one)
         level = self._mean(_of_channels(usual, ordinary, one))
         shares = (self._mean(_of_tokens(*pair)) for pair in ((noise, pages), (usual, ordinary)))

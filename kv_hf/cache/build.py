@@ -75,48 +75,6 @@ class MadeOfOptions:
         raise NotImplementedError
 
 
-def paged_formats(
-    classes: Sequence[str],
-    ranks: Sequence[int | None],
-    options: CacheConfig,
-    model_type: str,
-    windows: Sequence[int | None],
-    kept: Container[int] = (),
-) -> dict[int, LayerFormats]:
-    """Return the formats of each layer that lives in pages.
-
-    Args:
-        classes: names of the classes of the layers in a DynamicCache.
-        ranks: kv_lora_rank of each layer, None of those without latent attention.
-        model_type: of the model, for messages.
-        windows: of each layer, None of those that see everything.
-        kept: layers that stay as they are.
-    Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
-    """
-    count = len(classes)
-    own = sorted(set(classes).difference(_OF_TRANSFORMERS))
-    own_windows = any(
-        name in own and window is not None for name, window in zip(classes, windows, strict=True)
-    )
-    paged = [
-        index
-        for index, name in enumerate(classes)
-        if index not in kept
-        and _can_be_paged(name, ranks[index])
-        # a model makes one mask for all sliding layers: its own kind of them keeps other columns than pages do
-        and not (own_windows and windows[index] is not None)
-    ]
-    if not paged:
-        raise UnsupportedModelError(
-            f"{model_type!r} {_why_no_pages(classes, own)}; use cache_implementation='dynamic'"
-        )
-    if all(rank is None for rank in ranks):
-        _check_no_latent_options(model_type, options)
-    formats = _formats(options, paged, count, ranks)
-    _check_overrides(classes, set(paged), options)
-    return formats
-
-
 def _why_no_pages(classes: Sequence[str], own: Sequence[str]) -> str:
     """Return why none of the layers of these classes can live in pages."""
     if own:
@@ -127,16 +85,6 @@ def _why_no_pages(classes: Sequence[str], own: Sequence[str]) -> str:
             "only"
         )
     return f"has no attention layer that pages could hold (its layers: {', '.join(sorted(set(classes)))})"
-
-
-def _formats(
-    options: CacheConfig, paged: Sequence[int], count: int, ranks: Sequence[int | None]
-) -> dict[int, LayerFormats]:
-    if options.layers:
-        return {index: LayerFormats.of(options, index, count, ranks[index]) for index in paged}
-    alike = {ranks[index]: index for index in reversed(paged)}
-    made = {rank: LayerFormats.of(options, index, count, rank) for rank, index in alike.items()}
-    return {index: made[ranks[index]] for index in paged}
 
 
 def _can_be_paged(name: str, rank: int | None) -> bool:
@@ -187,36 +135,52 @@ def page_layers(
         layer_class: what takes the place of the others.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
-    ranks = latent_ranks(config, len(layers))
-    formats = paged_formats(
-        [type(layer).__name__ for layer in layers],
-        ranks,
-        options,
-        getattr(config, "model_type", config),
-        [getattr(layer, "sliding_window", None) for layer in layers],
-        kept,
-    )
+    count, model_type = len(layers), getattr(config, "model_type", config)
+    ranks = latent_ranks(config, count)
+    classes = [type(layer).__name__ for layer in layers]
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    own = sorted(set(classes).difference(_OF_TRANSFORMERS))
+    # a model makes one mask for all sliding layers: its own kind of them keeps other columns than pages do
+    own_windows = any(classes[i] in own and windows[i] is not None for i in range(count))
+    paged = [
+        index
+        for index, name in enumerate(classes)
+        if index not in kept
+        and _can_be_paged(name, ranks[index])
+        and not (own_windows and windows[index] is not None)
+    ]
+    if not paged:
+        raise UnsupportedModelError(
+            f"{model_type!r} {_why_no_pages(classes, own)}; use cache_implementation='dynamic'"
+        )
+    if all(rank is None for rank in ranks):
+        _check_no_latent_options(model_type, options)
+    first = {ranks[index]: index for index in reversed(paged)}  # without `layers` others are alike
+    by_layer = {
+        index: LayerFormats.of(options, index, count, ranks[index])
+        for index in (paged if options.layers else first.values())
+    }
+    formats = {i: by_layer[i if options.layers else first[ranks[i]]] for i in paged}
+    _check_overrides(classes, set(paged), options)
     planned_specs(page_sizes(config), list(formats.values()))
-    paged = list(formats)
     budget = options.budget_of(
-        getattr(config, "model_type", config),
-        [getattr(layers[index], "sliding_window", None) for index in paged],
+        model_type,
+        [windows[index] for index in paged],
         any(ranks[index] is not None for index in paged),
     )
     arena = _arena(layers, set(paged), config, options)
-    windows = {index: getattr(layers[index], "sliding_window", None) for index in paged}
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
-    kept_windows = {w if options.prefix_store is None else None for w in windows.values()}
+    kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}
     groups = {
         window: _rows(window, options, arena, None if window else budget)
-        for window in sorted(kept_windows, key=lambda window: (window is not None, window))
+        for window in sorted(set(kept_windows.values()), key=lambda w: (w is not None, w))
     }
     forward = Forward(tuple(groups.values()))
     made = list(layers)
-    for index, window in windows.items():
-        group = groups[window if options.prefix_store is None else None]
+    for index, kept_window in kept_windows.items():
+        group, window = groups[kept_window], windows[index]
         rest = (group, forward, arena, formats[index], options.kernel, window)
-        if type(layers[index]).__name__ in HYBRID:
+        if classes[index] in HYBRID:
             states = layers[index].number_of_states
             made[index] = HybridLayer(index, *rest, number_of_states=states)
         elif ranks[index] is None:

@@ -1,6 +1,6 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,28 @@ from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .state import CacheState
 from .store import LayerStore, Residual
+
+
+def _refused(reason: str) -> Callable[..., None]:
+    """Return a method of a layer that raises CacheOptionError, whatever it gets."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise CacheOptionError(reason)
+
+    method.__doc__ = f"Raise CacheOptionError: {reason}."
+    return method
+
+
+def _side(side: str, channels: str) -> Any:
+    """Return the property of a layer that gives its keys or its values."""
+    return property(
+        lambda self: self._read(side),
+        lambda self, value: self._check_unchanged(side, value),
+        doc=f"""All {side} [batch, num_kv_heads, seen, {channels}], or None before the first; nobody can write to them.
+
+        A sliding layer gives the last window - 1 tokens, as transformers' layer does.
+        """,
+    )
 
 
 class PagedLayer(DynamicLayer):
@@ -144,25 +166,12 @@ class PagedLayer(DynamicLayer):
         """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
         return self.window or self.group.max_length or -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
-        raise _of_the_cache("crop")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Raise CacheOptionError for any `beam_idx` [rows]: the cache changes the rows of all layers at once."""
-        raise _of_the_cache("reorder_cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
-        raise _of_the_cache("batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Raise CacheOptionError for any `indices` [n]: the cache changes the rows of all layers at once."""
-        raise _of_the_cache("batch_select_indices")
-
-    def reset(self) -> None:
-        """Raise CacheOptionError: layers share their rows, so the cache changes all of them at once."""
-        raise _of_the_cache("reset")
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = _refused(
+        "layers of a paged cache share their rows: call this method of the cache"
+    )
+    offload = prefetch = _refused(
+        "layers of a paged cache are not moved one by one: make the cache with offload='cpu' or offload='disk'"
+    )
 
     def activate_past_recording(self) -> None:
         """Seal only tokens that a crop has left standing, with room for a page of doubtful ones.
@@ -173,36 +182,7 @@ class PagedLayer(DynamicLayer):
         """
         self.group.record_past()
 
-    def offload(self) -> None:
-        """Move this layer's tensors to the CPU."""
-        if self.store is not None:
-            self.store.to(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        """Move this layer's tensors back to the layer's device."""
-        if self.store is not None:
-            self.store.to(self.device)
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None before the first.
-
-        A sliding layer gives the last window - 1 tokens, as transformers' layer does.
-        """
-        return self._dense("keys")
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._check_unchanged("keys", value)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All values as a dense tensor [batch, num_kv_heads, seen, value_dim] (a copy), or None."""
-        return self._dense("values")
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._check_unchanged("values", value)
+    keys, values = _side("keys", "key_dim"), _side("values", "value_dim")
 
     # -- beside transformers' interface ------------------------------------------------------------------
 
@@ -322,6 +302,10 @@ class PagedLayer(DynamicLayer):
         self.group.stores[self.layer_idx] = store
         self.store = store
 
+    def _read(self, side: str) -> torch.Tensor | None:
+        """Return one side as a dense tensor, a copy."""
+        return self._dense(side)
+
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None:
             return None
@@ -360,61 +344,14 @@ class HandleLayer(PagedLayer):
         """Leave the view out: it refers to tensors and a kernel of this process."""
         return {name: value for name, value in vars(self).items() if name != "_view"}
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys [batch, num_kv_heads, seen, key_dim] as a handle, or None when empty."""
-        return self._read("keys")
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._check_unchanged("keys", value)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All values [batch, num_kv_heads, seen, value_dim] as a handle, or None when empty."""
-        return self._read("values")
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._check_unchanged("values", value)
-
-    def offload(self) -> None:
-        """Move this layer's tensors to the CPU."""
-        self._view = None
-        super().offload()
-
-    def prefetch(self) -> None:
-        """Move this layer's tensors back to the layer's device."""
-        self._view = None
-        super().prefetch()
-
     def _read(self, side: str) -> torch.Tensor | None:
+        """Return one side as a handle."""
         if self.store is None or not self.seen:
             return None
-        if self._view is None:  # one view for both sides: attention takes a pair of one view only
+        # one view for both sides: attention takes a pair of one view only
+        if self._view is None or self._view.revision != self.revision:
             self._view = LayerView(self)
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
             return self._view.dense(side)
         return self._view.handle(side)
-
-    def take_part(self, step: Step) -> None:
-        """Say that all work on the forward in progress is done; the view of before is stale."""
-        self._view = None
-        super().take_part(step)
-
-    def follow(self, step: Step) -> None:
-        """Do to the tensors what another order of rows, or a crop, has done to the rows."""
-        self._view = None
-        super().follow(step)
-
-    def forget(self) -> None:
-        """Hold no tokens and no tensors."""
-        self._view = None
-        super().forget()
-
-
-def _of_the_cache(method: str) -> CacheOptionError:
-    return CacheOptionError(
-        f"layers of a paged cache share their rows: call {method}() of the cache"
-    )

@@ -161,16 +161,6 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
             else:
                 self._index = self._index[list(step.sources)]
 
-    def offload(self) -> None:
-        """Move this layer's tensors to the CPU."""
-        super().offload()
-        self._index = None if self._index is None else self._index.to("cpu")
-
-    def prefetch(self) -> None:
-        """Move this layer's tensors back to the layer's device."""
-        super().prefetch()
-        self._index = None if self._index is None else self._index.to(self.device)
-
     def forget(self) -> None:
         """Hold no tokens and no tensors."""
         super().forget()
@@ -232,16 +222,6 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         """Let pages and convolution states keep what a crop may take back."""
         LinearAttentionLayer.activate_past_recording(self)
         super().activate_past_recording()
-
-    def offload(self) -> None:
-        """Move this layer's tensors to the CPU."""
-        super().offload()
-        LinearAttentionLayer.offload(self)
-
-    def prefetch(self) -> None:
-        """Move this layer's tensors back to the layer's device."""
-        super().prefetch()
-        LinearAttentionLayer.prefetch(self)
 
     def forget(self) -> None:
         """Hold no tokens, no tensors and no state."""

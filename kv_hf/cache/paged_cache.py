@@ -238,10 +238,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             begins = layer.seen == layer.group.seen
             if begins:  # find out whether its pages have room
                 make_room(arena, self.paged_layers, self.groups, key_states, value_states)
-        if self.offloading:  # of whole layers, by transformers
-            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        else:
-            found = layer.update(key_states, value_states, *args, **kwargs)
+        found = layer.update(key_states, value_states, *args, **kwargs)
         if not self.started:
             self.started, self.tokens_on = True, key_states.device
         view = view_of(*found) if self._flex else None
@@ -258,9 +255,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
-        self._straight = self.started and not (
-            self._flex or self.offloading or isinstance(self.arena, OffloadArena)
-        )
+        self._straight = self.started and not (self._flex or isinstance(self.arena, OffloadArena))
         self._prefill.begin(keys.shape[2], keys.device)
 
     def _refuse_layer(self, layer_idx: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..config import READ_LIMITS, CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
-from ..formats import Format, get_format
 from ..geometry import page_start
 from ..notices import warn_once
 from ..pages.prefix_tree import Prefix, PrefixTree
@@ -99,7 +98,6 @@ class PrefixStore:
         self.keep_answers = keep_answers
         self.arena = PageArena()
         self._bound: dict[str, Any] = {}  # options and sizes of the model
-        self._formats: dict[str, Format] = {}
         self._model: weakref.ref[Any] | None = None
         self._weights: dict[str, Any] = {}  # space -> weights seen in it, see ModelId
         self._binding = threading.Lock()
@@ -135,9 +133,8 @@ class PrefixStore:
         Raises: CacheOptionError where the store holds pages of others.
         """
         asked = {**{name: getattr(options, name) for name in _FORMAT}, **signature}
-        formats = _formats_of(options)
         if self._tree is None:
-            self._bound, self._formats = asked, formats
+            self._bound = asked
             pool = self.arena.pool(None)
             self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
         for name, value in self._bound.items():
@@ -145,11 +142,6 @@ class PrefixStore:
                 raise CacheOptionError(
                     f"prefix_store holds pages of {name}={value!r}, this cache has {name}={asked[name]!r}; use "
                     "one store per model and format"
-                )
-        for name, held in self._formats.items():
-            if formats[name] != held:
-                raise CacheOptionError(
-                    f"prefix_store holds pages of another format {name!r} than the one that is registered now; use one store per model and format"
                 )
         return self.arena
 
@@ -453,10 +445,3 @@ def _reads(options: CacheConfig | None) -> str:
 def salted(space: str, salt: str) -> str:
     """Return the space of prefixes that requests of one salt share; "" is `space` itself."""
     return f"{space} salt {salt}" if salt else space
-
-
-def _formats_of(options: CacheConfig) -> dict[str, Format]:
-    """Return the formats that options name."""
-    names = {options.keys, options.values, options.latent, options.k_rope}
-    names |= {name for _, _, sides in options.layer_overrides() for name in sides.values()}
-    return {name: get_format(name) for name in names if name is not None}

@@ -55,10 +55,6 @@ class Residual:
         """Hold a copy of `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
         self.tokens = tokens.to(self.tokens.device, copy=True)
 
-    def to(self, device: torch.device) -> None:
-        """Move the tokens to `device`."""
-        self.tokens = self.tokens.to(device)
-
     def _resized(self, rows: int, slots: int) -> torch.Tensor:
         """Return the tokens in a tensor of at least these sizes; new slots are zero."""
         old = self.tokens
@@ -209,15 +205,13 @@ class LayerStore:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
         left_out = ("kernel", "launches", "_checked", "_fitted")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**state, "at_home": self.residuals[0].tokens.device == self.device}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
-        at_home = state.pop("at_home")
         vars(self).update(state, _room=0, launches={}, _checked=(), _fitted=_NOTHING)
-        if at_home:
-            self.device = self.residuals[0].tokens.device
-            self.on_host = self.device.type == "cpu"
+        self.device = self.residuals[0].tokens.device
+        self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     @property
@@ -396,13 +390,6 @@ class LayerStore:
             budget,
             found.outside,
         )
-
-    def to(self, device: torch.device) -> None:
-        """Move all tensors to `device`."""
-        self.pages.to(device)
-        for window in self.residuals:
-            window.to(device)
-        self.damaged = self.damaged.to(device)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], num_pages: int) -> None:
         """Take over `num_pages` pages [pages, ..] and exact tokens [rows, heads, slots, head_dim], which lie among the `tensors` of a state."""

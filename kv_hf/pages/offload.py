@@ -435,11 +435,6 @@ class OffloadedStorage(PageStorage):
             assert side.host is not None
             side.host.expect_pages(side.fields, some)
 
-    def to(self, device: torch.device) -> None:
-        """Move the pages that are on the device to `device`."""
-        if not self.is_offloaded:
-            super().to(device)
-
 
 class ChosenPages:
     """The offloaded pages of one forward, of which a step may choose some; what PagedKV.outside offers.

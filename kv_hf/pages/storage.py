@@ -171,11 +171,6 @@ class SideStorage:
         tokens = decode({name: t[flat] for name, t in self.fields.items()}, self.spec, dtype)
         return tokens.reshape(*pages.shape, *tokens.shape[1:])
 
-    def to(self, device: torch.device) -> None:
-        """Move all tensors to `device`."""
-        self.fields = PageFields({name: one.to(device) for name, one in self.fields.items()})
-        self._mapped = {}
-
 
 @dataclass(frozen=True)
 class Wider:
@@ -334,11 +329,6 @@ class PageStorage:
         """Return what kernels read of the pages of `view`, in the view's order."""
         table = view.on(self.device).block_table
         return ReadablePages(self.keys.fields, self.values.fields, table, nullcontext)
-
-    def to(self, device: torch.device) -> None:
-        """Move both sides to `device`."""
-        for side in self.sides:
-            side.to(device)
 
 
 # -- all layers ------------------------------------------------------------------------------------------------------

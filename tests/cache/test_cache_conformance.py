@@ -194,12 +194,14 @@ def test_deepcopy_and_pickle_keep_the_contents():
         assert_equal(paged, dynamic)
 
 
-def test_offload_and_prefetch_keep_the_contents():
-    paged, dynamic = filled()
-    for layer in paged.layers:
-        layer.offload()
-        layer.prefetch()
-    assert_equal(paged, dynamic)
+def test_layers_are_not_changed_one_by_one():
+    layer = filled()[0].layers[0]
+    for name in ("crop", "reset", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        with pytest.raises(kv_hf.CacheOptionError, match="call this method of the cache"):
+            getattr(layer, name)(1)
+    for name in ("offload", "prefetch"):
+        with pytest.raises(kv_hf.CacheOptionError, match="offload='cpu'"):
+            getattr(layer, name)()
 
 
 def test_keys_of_a_layer_are_read_only():

@@ -260,7 +260,7 @@ def make_room(
         most = max(page_capacity(len(held) + count), min(reserved, capacity))
         budget = group.reading.usual
         if budget is not None and not whole:
-            most = budget.batch_width(most, batch, group.page_size)
+            most = budget.batch_width(most, batch, group.sizes.page_size)
         for layer in layers:
             if layer.group is group:
                 capacities[layer.layer_idx] = capacity

@@ -238,7 +238,9 @@ class PagedLayer(DynamicLayer):
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore.of(self, pages)
         for side, window in enumerate(store.residuals):
-            window.begin([None if one is None else one[side] for one in sinks], self.group.slots)
+            window.begin(
+                [None if one is None else one[side] for one in sinks], self.group.sizes.slots
+            )
         self.is_initialized = True
         self._take(store)
         self.seen = seen
@@ -247,7 +249,7 @@ class PagedLayer(DynamicLayer):
         """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, ..]."""
         assert self.store is not None
         keys, values = (
-            window.tokens[row, :, : self.group.sink_tokens].clone()
+            window.tokens[row, :, : self.group.sizes.sink_tokens].clone()
             for window in self.store.residuals
         )
         return keys, values
@@ -318,7 +320,7 @@ class PagedLayer(DynamicLayer):
         if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top
-        doubtful = self.seen - self.group.confirmed if self.group.recording else 0
+        doubtful = self.seen - self.group.confirmed if self.group.sizes.recording else 0
         return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
 
     def _view_of(self, kv: PagedKV) -> KVView:

@@ -483,7 +483,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         groups = (layer.group for layer in self.paged_layers)
         return sum(
             (1 if one.is_latent else heads)
-            * (rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.slots))
+            * (rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.sizes.slots))
             for one, group in zip(specs, groups, strict=True)
         )
 
@@ -529,7 +529,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             cache.release_when_gone()
         # last: stopped before, the copy holds no page, and stopped from here on, it gives back what it holds
         for theirs, ours in zip(copied.groups, self.groups, strict=True):
-            theirs.share_rows(ours)
+            theirs.adopt(ours.rows, ours.seen)
         return copied
 
     def __copy__(self) -> Self:
@@ -596,7 +596,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                     "max_length"
                 )
             for index, row in enumerate(theirs.rows):
-                if (row.pages or row.dropped) and row.exact < group.sink_tokens:
+                if (row.pages or row.dropped) and row.exact < group.sizes.sink_tokens:
                     raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
             group.restore(theirs)
         for index in state.devices:

@@ -15,6 +15,7 @@ from ..pages import moved
 from ..pages.moved import persistent_tensors
 from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
+from ..quant.codec import decode
 from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
 from ..spec import PageSpec, SideSpec
@@ -83,7 +84,6 @@ class Residual:
         Args:
             new: [rows, num_kv_heads, q_len, head_dim].
         """
-        assert step.exact_before is not None and step.skip is not None and step.new is not None
         if not (step.exact_before.any() or step.skip.any()):
             return new
         counts = step.exact_before, step.skip, step.new
@@ -133,9 +133,8 @@ class Residual:
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
 
 
-def _without(gone: Numbers | None, sinks: int, slots: int, held: int) -> torch.Tensor:
+def _without(gone: Numbers, sinks: int, slots: int, held: int) -> torch.Tensor:
     """Return [rows, slots]: where each slot's token lies in a run of `held` that loses `gone` [rows] tokens after its sinks."""
-    assert gone is not None
     slot = torch.arange(slots)[None]
     lost = torch.from_numpy(gone)[:, None]
     return _once(torch.where(slot < sinks, slot, slot + lost).clamp(max=held - 1))
@@ -198,7 +197,11 @@ class LayerStore:
     def of(cls, layer: Any, pages: PageStorage) -> "LayerStore":
         """Return the tensors of a PagedLayer with these pages, watched as the layer's formats say."""
         return cls(
-            layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, layer.formats.if_widening
+            layer.layer_idx,
+            pages,
+            layer.group.sizes.sink_tokens,
+            layer.kernel,
+            layer.formats.if_widening,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -347,11 +350,10 @@ class LayerStore:
                     "A crop ended inside a sealed page: its first tokens were decoded back and keep their "
                     "rounding. Call cache.activate_past_recording() before forwards that may be rolled back",
                 )
-            ids = torch.tensor([page], device=self.device)
             with persistent_tensors():
                 for pages, window in zip(self.pages.sides, self.residuals, strict=True):
-                    tokens = pages.read(ids, pages.spec.dtype)[0, :, :count]
-                    window.reopen(tokens, index, self.sink_tokens)
+                    tokens = decode(pages.take([page]), pages.spec, pages.spec.dtype)[0]
+                    window.reopen(tokens[:, :count], index, self.sink_tokens)
 
     def kv(
         self,
@@ -397,7 +399,9 @@ class LayerStore:
         for side, window in zip(self.pages.sides, self.residuals, strict=True):
             name = functools.partial(tensor_name, self.layer_idx, side.spec.side)
             for field in side.fields:
-                side.put(field, field_from_rows(field, tensors[name(field)], side.spec))
+                side.put(
+                    range(num_pages), field, field_from_rows(field, tensors[name(field)], side.spec)
+                )
             window.hold(tensors[name("window")])
 
     def _look_for_damage(self) -> None:

@@ -95,10 +95,8 @@ class Forward:
                 stack.enter_context(group.pool.lock)
             try:
                 plans = [group.plan(count, q_len) for group in groups]
-                taken = [
-                    [] if p.plain else g.pool.allocate(p.num_pages)
-                    for g, p in zip(groups, plans, strict=True)
-                ]
+                pairs = zip(groups, plans, strict=True)
+                taken = [group.pool.allocate(plan.num_pages) for group, plan in pairs]
                 for group, plan, ids in zip(groups, plans, taken, strict=True):
                     group.make_room(plan, ids)
             except BaseException:  # stopped anywhere: what no row holds was not handed out

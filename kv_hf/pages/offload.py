@@ -16,7 +16,6 @@ import torch
 
 from ..errors import CacheOptionError, DeviceBudgetError
 from ..page_summary import RANGED_PAGES, Summary, part_bytes, part_fields, spread, summary_of
-from ..quant.codec import decode
 from ..quant.page_parts import part_of, words_to_read
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import DiskMemory, HostMemory, Run, runs_of
@@ -266,18 +265,11 @@ class OffloadedSide(SideStorage):
         self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
         return found
 
-    def put(self, field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to the ids 0 .. n - 1 of storage that nothing was read from yet."""
+    def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to n ids of storage that nothing was read from yet."""
         if self.host is None:
-            return super().put(field, pages)
-        self.host.store({field: pages}, [(0, 0, len(pages))], self.fields)
-
-    def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
-        if self.host is None:
-            return super().read(pages, dtype)
-        tokens = decode(self.take(pages.reshape(-1).tolist()), self.spec, dtype)
-        return tokens.reshape(*pages.shape, *tokens.shape[1:])
+            return super().put(ids, field, pages)
+        self.host.store({field: pages}, runs_of(enumerate(ids)), self.fields)
 
 
 class OffloadedStorage(PageStorage):

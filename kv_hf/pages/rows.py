@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -79,6 +79,12 @@ class Batch:
             for pages, (padding, exact, dropped, ahead) in zip(self.pages, numbers, strict=True)
         )
 
+    def grown(self, tokens: int) -> "Batch":
+        """Return the rows with so many tokens more in each window."""
+        grown = replace(self, exact=self.exact + tokens)
+        vars(grown)["counts"] = self.counts
+        return grown
+
     @cached_property
     def counts(self) -> Numbers:
         """[rows], sealed pages that each row holds."""
@@ -127,47 +133,28 @@ def renumbered(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, pages=tuple(new[page] for page in row.pages)) for row in rows)
 
 
-class Store(Protocol):
-    """A layer's tensors, as far as a step is concerned that is not in force yet."""
-
-    def make_room(self, capacity: int) -> None:
-        """Make room for `capacity` pages."""
-        ...
-
-
 @dataclass(eq=False)
 class Append:
     """An append of columns to rows, planned and not in force: arrays [rows].
 
     Attributes:
-        before: the rows as they are found.
-        seen, q_len: columns before it, and appended.
-        padding, dropped, ahead: as in Row, after it.
-        exact_before, exact_after, skip, new: as in Step; tokens in the window after it.
+        before, after: the rows as they are found, and as they will be but for their pages.
+        step: what it does, as far as no page id says it.
         first, last: pages to seal before and after the new tokens arrive.
         passed: full pages that no later query can see: not sealed, in front of `last`.
-        plain: it adds its tokens to the window of every row, and does nothing else.
     """
 
     before: Batch
-    seen: int
-    q_len: int
-    padding: Numbers
-    dropped: Numbers
-    ahead: Numbers
-    exact_before: Numbers
-    exact_after: Numbers
-    skip: Numbers
-    new: Numbers
+    after: Batch
+    step: Step
     first: Numbers
     last: Numbers
     passed: Numbers
-    plain: bool = False
 
     @property
     def num_pages(self) -> int:
         """Page ids that it takes."""
-        return 0 if self.plain else int(self.first.sum() + self.last.sum())
+        return 0 if self.step.plain else int(self.first.sum() + self.last.sum())
 
 
 def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed: int) -> Append:
@@ -182,6 +169,9 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         confirmed: columns that a crop has left standing (past recording).
     """
     exact, nothing = batch.exact, np.zeros_like(batch.exact)
+    step = Step(
+        seen, seen + q_len, len(batch), exact_before=exact, skip=nothing, new=nothing + q_len
+    )
     if (
         sizes.window is None
         and not sizes.recording
@@ -189,21 +179,18 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         and int(batch.padding.max()) <= seen
         and not batch.ahead.any()
     ):
-        return Append(
-            batch, seen, q_len, batch.padding, batch.dropped, nothing, exact, exact + q_len, nothing, nothing + q_len,
-            nothing, nothing, nothing, plain=True,
-        )  # fmt: skip
+        step.plain = True  # it adds its tokens to the window of every row, and does nothing else
+        return Append(batch, batch.grown(q_len), step, nothing, nothing, nothing)
     size, seen_after = sizes.page_size, seen + q_len
     padding = np.minimum(batch.padding, seen_after)
     skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
-    new = q_len - skip
+    new, first = q_len - skip, nothing
     if sizes.recording:
         doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
         first = sizes.sealed(exact - doubtful)
         exact = exact - first * size
         last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
-        first = nothing
         last = sizes.sealed(exact + new)
     dropped, passed = batch.dropped, nothing
     if sizes.window is not None:
@@ -212,10 +199,10 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         hidden = sizes.out_of_sight(horizon - padding)
         dropped = np.maximum(dropped, np.minimum(hidden, before + last))
         passed = np.maximum(0, dropped - before)
-    ahead, exact_after = np.maximum(0, batch.ahead - q_len), exact + new - last * size
-    return Append(
-        batch, seen, q_len, padding, dropped, ahead, exact, exact_after, skip, new, first, last - passed, passed
-    )  # fmt: skip
+    step.exact_before, step.skip, step.new = exact, skip, new
+    ahead = np.maximum(0, batch.ahead - q_len)
+    after = Batch(padding, exact + new - last * size, dropped, ahead, batch.pages)
+    return Append(batch, after, step, first, last - passed, passed)
 
 
 class Rows:
@@ -258,7 +245,7 @@ class Rows:
         self.batch = NO_ROWS
         self.seen = self.confirmed = 0
         self.step: Any = None  # a Step, once there was one
-        self.stores: dict[int, Store] = {}
+        self.stores: dict[int, Any] = {}  # each has make_room(pages)
         self.touched = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
@@ -277,29 +264,9 @@ class Rows:
         return len(self.batch)
 
     @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return self.sizes.page_size
-
-    @property
-    def sink_tokens(self) -> int:
-        """First tokens of each row, which stay exact."""
-        return self.sizes.sink_tokens
-
-    @property
     def window(self) -> int | None:
         """Tokens that a query sees, itself included; None for all."""
         return self.sizes.window
-
-    @property
-    def recording(self) -> bool:
-        """Return whether past recording is on."""
-        return self.sizes.recording
-
-    @property
-    def slots(self) -> int:
-        """Exact tokens that a row's window has room for."""
-        return self.sizes.slots
 
     @property
     def offset(self) -> int:
@@ -309,7 +276,7 @@ class Rows:
     def _offset(self, batch: Batch) -> int:
         if self.window is None or self.max_length is not None or not batch.dropped.any():
             return 0
-        return int((batch.padding + batch.dropped * self.page_size).min())
+        return int((batch.padding + batch.dropped * self.sizes.page_size).min())
 
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row, those of dropped pages included."""
@@ -318,7 +285,7 @@ class Rows:
     def lengths(self, batch: Batch | None = None) -> Numbers:
         """Return [rows], the real tokens of each row of `batch` (None: of these), dropped ones included."""
         batch = self.batch if batch is None else batch
-        return batch.exact + (batch.dropped + batch.counts) * self.page_size
+        return batch.exact + (batch.dropped + batch.counts) * self.sizes.page_size
 
     def view(self) -> TableView:
         """Return where the tokens of the rows lie now, as tensors on the CPU."""
@@ -341,7 +308,7 @@ class Rows:
         """
         offset = self._offset(batch)
         if self.window is not None:
-            padding = padding + batch.dropped * self.page_size - offset
+            padding = padding + batch.dropped * self.sizes.page_size - offset
         return TableView.build(tables, (batch.counts, exact, padding, *rest), len(batch), offset)
 
     # -- left padding --------------------------------------------------------------------------------------
@@ -442,33 +409,24 @@ class Rows:
         self, plan: Append, ids: Sequence[int], tables: Tables
     ) -> tuple[Step, Batch, tuple[PageIds, ...]]:
         """Return the step of a plan whose new pages are `ids`, the rows after it, and pages of no row that its forward may read."""
-        before, q_len = plan.before, plan.q_len
-        step = Step(
-            plan.seen,
-            plan.seen + q_len,
-            len(before.pages),
-            capacity=max(self._room, self.capacity(len(before.pages))) if ids else self._room,
-            exact_before=plan.exact_before,
-            skip=plan.skip,
-            new=plan.new,
-        )
-        if plan.plain:
-            after = replace(before, exact=plan.exact_after)
-            vars(after)["counts"] = before.counts
+        before, after, step = plan.before, plan.after, plan.step
+        step.capacity = max(self._room, self.capacity(step.rows)) if ids else self._room
+        if step.plain:
             last = self.step
             if last is not None and last.plain and self.batch.pages is before.pages is self._shown:
-                step.view = last.view.advance(plan.exact_after, plan.exact_before)
+                step.view = last.view.advance(after.exact, before.exact)
             else:
                 shown = tables.show(before.pages)
                 step.view = self._view(
-                    shown, before, plan.exact_after, plan.padding, plan.exact_before, plan.skip
+                    shown, before, after.exact, before.padding, before.exact, step.skip
                 )
                 self._shown = before.pages
-            step.plain, step.columns = True, self.max_length or step.seen_after
+            step.columns = self.max_length or step.seen_after
             return step, after, ()
+        size, sinks = self.sizes.page_size, self.sizes.sink_tokens
         found, kept, leaving = list(before.pages), list(before.pages), []
         first, last = {}, {}
-        gone = plan.dropped - before.dropped - plan.passed
+        gone = after.dropped - before.dropped - plan.passed
         given = iter(ids)
         for row in np.flatnonzero(plan.first + plan.last + np.maximum(gone, 0)).tolist():
             first[row] = tuple(next(given) for _ in range(int(plan.first[row])))
@@ -478,35 +436,33 @@ class Rows:
             leaving += [found[row][: gone[row]]] if gone[row] else []
         sealed_first = plan.first.any()
         reads = replace(before, pages=tuple(found)) if sealed_first else before
-        exact_read = plan.exact_before + plan.new
+        exact_read = step.exact_before + step.new
         step.view = self._view(
-            tables.show(reads.pages), reads, exact_read, plan.padding, plan.exact_before, plan.skip
+            tables.show(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
         )
         step.columns = self.max_length or step.seen_after - step.view.offset
-        step.leaving = (plan.last + plan.passed) * self.page_size
-        step.fits = int(exact_read.max()) <= self.slots
-        step.moves_rest = bool(((step.leaving > 0) & (plan.exact_after > self.sink_tokens)).any())
+        step.leaving = (plan.last + plan.passed) * size
+        step.fits = int(exact_read.max()) <= self.sizes.slots
+        step.moves_rest = bool(((step.leaving > 0) & (after.exact > sinks)).any())
         if sealed_first:
-            step.first = SealJobs.build(first, self.page_size, self.sink_tokens)
-            step.first_leaving = plan.first * self.page_size
-        step.seal = SealJobs.build(last, self.page_size, self.sink_tokens, plan.passed)
+            step.first = SealJobs.build(first, size, sinks)
+            step.first_leaving = plan.first * size
+        step.seal = SealJobs.build(last, size, sinks, plan.passed)
         step.begins = bool(ids) and self.pool.num_held == len(ids)
         stays = step.fits and not step.moves_rest
         step.plain, self._shown = stays and not (step.seal or step.first), ()
-        pages = tuple(kept) if first else before.pages
-        after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages)
-        return step, after, tuple(leaving)
+        return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)
 
     # -- past recording ------------------------------------------------------------------------------------
 
     def record_past(self) -> None:
         """Turn past recording on: from now on only columns that a crop has left standing are sealed."""
-        if not self.recording:
+        if not self.sizes.recording:
             self.sizes, self.confirmed = replace(self.sizes, recording=True), self.seen
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again."""
-        if self.recording:
+        if self.sizes.recording:
             self.sizes = replace(self.sizes, recording=False)
 
     def confirm(self) -> None:
@@ -575,9 +531,9 @@ class Rows:
 
     def _cropped(self, row: Row, seen: int) -> tuple[Row, tuple[int, int] | None]:
         """Return `row` cropped to `seen` columns, and (page id, tokens) of the page that it decodes back, or None."""
-        size, kept = self.page_size, max(0, seen - row.padding)
+        size, kept = self.sizes.page_size, max(0, seen - row.padding)
         pages, cut = row.pages, None
-        in_front = page_start(row.dropped, page_size=size, sink_tokens=self.sink_tokens)
+        in_front = page_start(row.dropped, page_size=size, sink_tokens=self.sizes.sink_tokens)
         if kept < in_front + len(pages) * size:
             whole, rest = divmod(max(0, kept - in_front), size)
             if rest:
@@ -615,7 +571,7 @@ class Rows:
         """Return rows and lengths as they are between two steps; see `restore`."""
         rows, held = self.rows, held_pages(self.rows)
         return RowsState(
-            self.window, len(held), renumbered(rows), self.seen, self.confirmed, self.recording, self._padding_seen
+            self.window, len(held), renumbered(rows), self.seen, self.confirmed, self.sizes.recording, self._padding_seen
         )  # fmt: skip
 
     def restore(self, state: RowsState) -> None:
@@ -635,20 +591,13 @@ class Rows:
         return [*self.batch.pages, *self._leaving]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that holds no rows yet: pages are shared by `share_rows`, when the whole cache is copied."""
+        """Return a copy that holds no rows yet: `adopt` shares its pages, when the whole cache is copied."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         rest = {name: value for name, value in vars(self).items() if name not in ("batch", "step")}
         vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), batch=NO_ROWS, step=None)
         copied.pool.register(copied)
         return copied
-
-    def share_rows(self, source: "Rows") -> None:
-        """Hold the rows of `source`, which this one is a copy of."""
-        with self.pool.lock:
-            self.batch = source.batch
-            for pages in self.batch.pages:
-                self.pool.share(pages)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the last step out: it refers to tensors of this process."""
@@ -672,7 +621,7 @@ class Rows:
                 raise ValueError(
                     f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
                 )
-            slots = self.sizes.kept + 2 * self.page_size  # past recording may just have ended
+            slots = self.sizes.kept + 2 * self.sizes.page_size  # past recording may just have ended
             if row.exact > slots:
                 raise ValueError(f"row {index} has {row.exact} exact tokens in {slots} slots")
             if row.dropped > self.sizes.out_of_sight(self.seen - row.padding):

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CacheMismatchError
-from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from .cpu_memory import AHEAD, advise, mapped_zeros
 from .moved import persistent_tensors
@@ -141,12 +140,6 @@ class SideStorage:
         new[:held] = old
         return new
 
-    def check_integrity(self) -> None:
-        """Raise ValueError unless every field has room for equally many pages."""
-        room = {name: tensor.shape[0] for name, tensor in self.fields.items()}
-        if len(set(room.values())) > 1:
-            raise ValueError(f"{self.spec.side} have room for different numbers of pages: {room}")
-
     def take(
         self, pages: Sequence[int], names: Sequence[str] | None = None
     ) -> dict[str, torch.Tensor]:
@@ -157,19 +150,9 @@ class SideStorage:
         """
         return {name: self.fields[name][list(pages)] for name in names or self.fields}
 
-    def put(self, field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to the ids 0 .. n - 1, which must have room."""
-        self.fields[field][: len(pages)].copy_(pages)
-
-    def put_at(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
+    def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
         """Write one field of encoded pages [n, ..] to these n ids, which must have room."""
         self.fields[field][list(ids)] = pages.to(self.fields[field].device)
-
-    def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
-        flat = pages.reshape(-1)
-        tokens = decode({name: t[flat] for name, t in self.fields.items()}, self.spec, dtype)
-        return tokens.reshape(*pages.shape, *tokens.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -277,13 +260,10 @@ class PageStorage:
 
     def check_integrity(self) -> None:
         """Raise ValueError unless all fields of both sides have room for equally many pages."""
-        for side in self.sides:
-            side.check_integrity()
-        if self.keys.capacity != self.values.capacity:
-            raise ValueError(
-                f"{self.keys.spec.side} have room for {self.keys.capacity} pages, {self.values.spec.side} for "
-                f"{self.values.capacity}"
-            )
+        names = ((side, name) for side in self.sides for name in side.fields)
+        room = {f"{side.spec.side}.{name}": len(side.fields[name]) for side, name in names}
+        if len(set(room.values())) > 1:
+            raise ValueError(f"fields have room for different numbers of pages: {room}")
 
     def write_pair(
         self,

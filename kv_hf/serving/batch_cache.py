@@ -133,7 +133,7 @@ class BatchCache:
         assert asked is not None
         pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
         pages.keeps = KEPT
-        store = BatchStore(layer, pages, self.room.rows, group.slots)
+        store = BatchStore(layer, pages, self.room.rows, group.sizes.slots)
         store.make_room(self.room.pages[layer.window])
         return store
 
@@ -158,7 +158,7 @@ class BatchCache:
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        return self.room.pages[None] * full.page_size + full.slots - 1
+        return self.room.pages[None] * full.sizes.page_size + full.sizes.slots - 1
 
     def _needed(self, request: Request, tokens: int) -> int:
         """Return the pages of the full-attention layers that a request lacks for `tokens` tokens."""

@@ -50,7 +50,9 @@ class BatchStore(LayerStore):
 
     def __init__(self, layer: PagedLayer, pages: PageStorage, rows: int, slots: int) -> None:
         formats = layer.formats.if_widening
-        super().__init__(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, formats)
+        super().__init__(
+            layer.layer_idx, pages, layer.group.sizes.sink_tokens, layer.kernel, formats
+        )
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.windows = self.residuals
@@ -160,7 +162,7 @@ class BatchStore(LayerStore):
         """Let a row, whose pages these are, hold what `to_host` has returned."""
         for side, fields in zip(self.pages.sides, held.pages, strict=True):
             for name, encoded in fields.items():
-                side.put_at(pages, name, encoded)
+                side.put(pages, name, encoded)
         for residual, tokens in zip(self.windows, held.windows, strict=True):
             residual.tokens[row].copy_(tokens)
 

@@ -196,7 +196,13 @@ def test_deepcopy_and_pickle_keep_the_contents():
 
 def test_layers_are_not_changed_one_by_one():
     layer = filled()[0].layers[0]
-    for name in ("crop", "reset", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+    for name in (
+        "crop",
+        "reset",
+        "reorder_cache",
+        "batch_select_indices",
+        "batch_repeat_interleave",
+    ):
         with pytest.raises(kv_hf.CacheOptionError, match="call this method of the cache"):
             getattr(layer, name)(1)
     for name in ("offload", "prefetch"):

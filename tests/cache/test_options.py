@@ -321,7 +321,7 @@ def _observe(**options):
         "formats": [(row.keys, row.values) for row in cache.report()],
         "pages": [len(row.pages) for row in cache.group.rows],
         "exact": [row.exact for row in cache.group.rows],
-        "sinks": cache.group.sink_tokens,
+        "sinks": cache.group.sizes.sink_tokens,
         "scales": [
             {name: tuple(t.shape[1:]) for name, t in side.fields.items() if name != "codes"}
             for layer in layers

@@ -57,7 +57,7 @@ class Layer:
         self.windows = self.seal(step.seal, leaving, runs)
         assert step.capacity > max(self.pages, default=-1)
         # what stays is written in place: all must fit, and nothing may move
-        assert step.fits == (max(map(len, runs)) <= self.group.slots)
+        assert step.fits == (max(map(len, runs)) <= self.group.sizes.slots)
         stays = all(run[: len(w)] == w for run, w in zip(runs, self.windows, strict=True))
         assert step.moves_rest or stays
         self.take_part(step)
@@ -73,7 +73,7 @@ class Layer:
         for row, slot, page in [] if jobs is None else jobs.jobs.tolist():
             self.pages[page] = runs[row][slot : slot + PAGE]
             assert len(self.pages[page]) == PAGE
-        sinks = self.group.sink_tokens
+        sinks = self.group.sizes.sink_tokens
         return [run[:sinks] + run[sinks + gone :] for run, gone in zip(runs, leaving, strict=True)]
 
     def follow(self):
@@ -82,7 +82,7 @@ class Layer:
         assert all(0 <= source < len(self.windows) for source in step.sources)
         self.windows = [list(self.windows[source]) for source in step.sources]
         for row, page, tokens in step.reopened:
-            sinks = self.group.sink_tokens
+            sinks = self.group.sizes.sink_tokens
             self.windows[row] = self.windows[row][:sinks] + self.pages[page][:tokens]
         self.windows = [
             w[: row.exact] for w, row in zip(self.windows, self.group.rows, strict=True)
@@ -90,7 +90,7 @@ class Layer:
         self.seen = step.seen_after
 
     def in_order(self, pages, window):
-        sinks = self.group.sink_tokens
+        sinks = self.group.sizes.sink_tokens
         return window[:sinks] + [n for page in pages for n in self.pages[page]] + window[sinks:]
 
     def tokens(self):

@@ -469,8 +469,12 @@ def test_pages_of_a_format_that_is_gone_are_not_given_to_another_of_its_name(nf4
         model(tiny_models.tokens(1, PROMPT), past_key_values=alone)
     kv_hf.unregister_format("nf4")
     kv_hf.register_format(Halved)
-    with pytest.raises(CacheOptionError, match="store holds pages of another format 'nf4'"):
-        kv_hf.PagedCache(model.config, keys="nf4", page_size=16, prefix_store=store)
+    other = kv_hf.PagedCache(model.config, keys="nf4", page_size=16, prefix_store=store)
+    with (
+        pytest.raises(CacheMismatchError, match="shared with a cache of other formats"),
+        torch.no_grad(),
+    ):
+        model(tiny_models.tokens(1, PROMPT), past_key_values=other)
     with pytest.raises(CacheOptionError, match="'nf4' of this cache's pages is not the one"):
         alone.save(tmp_path / "cache.safetensors", model)
     with pytest.raises(CacheMismatchError, match="hold pages of other formats"):

@@ -60,7 +60,7 @@ def own_answers():
     [
         batching(),
         batching(blocks=9),  # requests leave, and are computed anew
-        batching(blocks=9, cpu_offload_space=1.0),  # requests leave for the host
+        batching(blocks=9, cpu_offload_space=1.0),  # as well: pages are not moved to the host
         batching(allow_block_sharing=False),
         batching(scheduler_type="prefill_first"),
         batching(max_batch_tokens=16),
@@ -274,10 +274,11 @@ def test_counts_of_a_manager_add_up(manager):
     cache = manager.batch_processor.cache
     assert (counts.requests, counts.tokens, counts.pages_shared) == (0, 0, 0)
     assert counts.pages == counts.pages_kept == 4
-    assert (counts.prompts, counts.prompts_hit, counts.prompt_tokens) == (2, 1, 600)
-    assert counts.prompt_tokens_computed == 300 + 40
+    found = counts.prefixes
+    assert (found.rows, found.rows_hit, found.tokens) == (2, 1, 600)
+    assert found.tokens_computed == 300 + 40
     assert counts.bytes_pages + counts.bytes_exact == cache.room.nbytes
-    assert counts.as_metrics()["kv_hf.cache.pages_allocated"] == 64
+    assert counts.pages_allocated == 64
 
 
 def test_generate_and_batches_share_one_prefix_store():

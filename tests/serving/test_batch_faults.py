@@ -5,14 +5,12 @@ import re
 import time
 import weakref
 
-import pytest
 import torch
 from test_batch import answers, batching, collected, config, prompts, started
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kv_hf
-from kv_hf.errors import UnsupportedModelError
 
 TEXT = prompts()[3]
 
@@ -133,18 +131,6 @@ def test_managers_leave_a_model_its_eager_attention():
     )
     assert own == ours
     assert model.config._attn_implementation == "eager"
-
-
-def test_16_bit_pages_are_refused_while_a_manager_reads_pages_eagerly():
-    model = eager_model()
-    manager = started(model, config("paged_int8", 60))
-    try:
-        begun(manager, "a")
-        with pytest.raises(UnsupportedModelError, match="stop it first"):
-            model.generate_batch([[5, 6]], config(new=2), batching())
-        assert collected(manager, 1)["a"].error is None
-    finally:
-        manager.stop()
 
 
 def test_an_attention_that_is_changed_under_a_manager_is_named():

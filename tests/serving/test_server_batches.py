@@ -69,7 +69,7 @@ def test_batched_answers_are_those_of_requests_that_run_alone(server, folder):
     check_idle(server)
     (model,) = server.get("/kv_hf/stats")["models"].values()
     assert model["batches"]["requests"] == 0
-    assert model["batches"]["prompts"] >= 16
+    assert model["batches"]["prefixes"]["rows"] >= 16
     assert 0 < model["batches"]["pages_kept"] == model["batches"]["pages"]
 
 

@@ -37,11 +37,6 @@ class KVView:
         self.kernel = kernel
         self.sliding_window = sliding_window  # tokens that a query sees, itself included
 
-    @property
-    def mla(self) -> str:
-        """CacheConfig.mla, of a layer that holds latents."""
-        return getattr(self.layer, "mla", "auto")
-
     def check(self) -> None:
         """Raise StaleHandleError when the layer has moved on since."""
         if self.layer.revision != self.revision:
@@ -121,16 +116,9 @@ class LazyKV(_ReadOnly):
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv, made = view.kv, []
-        rows, seen, device = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
-        # not by __new__: every layer comes here in every step
-        make = torch.Tensor._make_wrapper_subclass
-        for side, spec in (("keys", kv.spec.keys), ("values", kv.spec.values)):
-            shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
-            handle: Any = make(cls, shape, dtype=spec.dtype, device=device)
-            handle.view_of_pages, handle.side = view, side
-            made.append(handle)
-        return made[0], made[1]
+        kv, tokens = view.kv, view.kv.residual_keys
+        size = tokens.shape[0], kv.seen, tokens.device
+        return cls(view, "keys", kv.spec.keys, *size), cls(view, "values", kv.spec.values, *size)
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""
@@ -262,8 +250,7 @@ def view_of(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
     view = keys.view_of_pages
     if view is not values.view_of_pages or keys.side != "keys" or values.side != "values":
         return None
-    if view.layer.revision != view.revision:
-        view.check()
+    view.check()
     return view
 
 

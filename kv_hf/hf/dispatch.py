@@ -126,10 +126,7 @@ def _mask_of_pages(
     # transformers never lets the mask of a single query on a preallocated cache be skipped
     plain = may_skip or kwargs.get("mask_function") is causal_mask_function
     if not (same and plain and length.cache.masks_skippable):
-        made = original(*args, **kwargs)
-        if made is None:
-            return None
-        return LazyMask(tuple(made.shape), made.device, lambda: made, read=True)
+        return original(*args, **kwargs)
     if may_skip and full and new == 1 and kwargs.get("attention_mask") is None:
         return None
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -61,9 +61,15 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
             )
         if given is None:
             return WITHOUT_NAME
-    elif name is not None or not _names_ours(options):
+    elif name is not None or not (isinstance(options, Mapping) and options.keys() <= _OPTIONS):
         return name
-    _say_unread(options, given)
+    if options:
+        warn_once(
+            "cache_config unread",
+            f"cache_config={short(options)} is not read: transformers reads it beside a cache_implementation. Pass one of "
+            f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name; a cache that was passed "
+            "has options of its own, which are given where it is made",
+        )
     return name
 
 
@@ -89,22 +95,6 @@ def with_hint(error: ValueError) -> ValueError:
     except CacheOptionError as ours:
         return ours
     return error
-
-
-def _names_ours(options: Any) -> bool:
-    return isinstance(options, Mapping) and bool(options) and set(options) <= _OPTIONS
-
-
-def _say_unread(options: Any, given: Any) -> None:
-    shown = options if isinstance(options, CacheConfig) else dict(options)
-    if given is None:
-        remedy = (
-            "transformers reads it beside a cache_implementation, and none was given. Pass one of "
-            f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name"
-        )
-    else:
-        remedy = f"the {type(given).__name__} that was passed has options of its own. Give them where it is made"
-    warn_once("cache_config unread", f"cache_config={short(shown)} is not read: {remedy}")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def uninstall() -> None:
     """Take the names back, unpatch generate(), and put the registered attention back where nobody has wrapped it since."""
     restore_expansion()
     named.unwatch(_add_names)
-    _set_names(_others())
+    _set_names(())
     for owner, name, original in _originals:
         setattr(owner, name, original)
     _originals.clear()
@@ -90,19 +90,16 @@ def uninstall() -> None:
 
 def _add_names() -> None:
     """Put the cache names that there are now behind those of others."""
-    others = _others()
-    _set_names((*others, *(name for name in cache_names() if name not in others)))
+    _set_names(cache_names())
     _added.update(cache_names())
 
 
-def _others() -> tuple[str, ...]:
-    """Return the names that transformers, or others, have put there."""
+def _set_names(names: Sequence[str]) -> None:
+    """Let transformers know `names` behind those that it, or others, have put there."""
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    return tuple(name for name in known if name not in _added)
-
-
-def _set_names(names: tuple[str, ...]) -> None:
-    vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = names
+    others = tuple(name for name in known if name not in _added)
+    found = (*others, *(name for name in names if name not in others))
+    vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = found
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,12 +111,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         name = asked_name(generation_config, given)
         paged = any(half is not None for half in paged_halves(given))
         if paged and name is not None and getattr(generation_config, "is_assistant", False):
-            # an assistant is called many times with the target's options and its own cache of the last call
-            generation_config.cache_implementation = None
-            try:
-                return original(self, generation_config, model_kwargs, *args, **kwargs)
-            finally:
-                generation_config.cache_implementation = name
+            return None  # called many times with the target's options and its own cache of the last call
         if paged and name is None:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             _check_given(given, asked)
@@ -187,15 +179,10 @@ def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
     model, generation_config = asked.model, asked.config
     name = generation_config.cache_implementation or WITHOUT_NAME
     is_mamba = "mamba" in type(model).__name__.lower()
-    if is_mamba or not model._supports_default_dynamic_cache():
+    if is_mamba or not (model._supports_default_dynamic_cache() and _takes_a_cache(model)):
         raise UnsupportedModelError(
-            f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
-            "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
-        )
-    if not _takes_a_cache(model):
-        raise UnsupportedModelError(
-            f"cache_implementation={name!r}: no forward of {type(model).__name__} takes past_key_values, through which "
-            "generate() passes a cache, so pages would stay empty; leave cache_implementation out"
+            f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a transformers Cache "
+            "that generate() passes as past_key_values, so that pages cannot hold them; leave cache_implementation out"
         )
     options = given_options(generation_config.cache_config)
     if getattr(generation_config, "is_assistant", False):

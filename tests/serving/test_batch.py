@@ -350,6 +350,30 @@ def test_batches_that_cannot_be_are_refused_before_the_model_is_touched(
     assert model.config._attn_implementation == before
 
 
+def mixed(module, args, out):
+    return out + out.mean(1, keepdim=True)
+
+
+def stopped(module, args, out):
+    if out.shape[1] == 9:  # both requests of the trial
+        raise RuntimeError("a row is one text")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("hook", "match"),
+    [
+        (mixed, "computes other numbers for two requests in one row"),
+        (stopped, "cannot take the tokens of several requests .* RuntimeError: a row is one text"),
+    ],
+)
+def test_models_that_take_a_row_for_one_text_are_refused(hook, match):
+    model = make_model("llama")
+    model.model.norm.register_forward_hook(hook)
+    with pytest.raises(UnsupportedModelError, match=match):
+        model.generate_batch([[5, 6], [7]], config("paged_int8"), batching())
+
+
 def test_generate_batch_takes_the_name_of_a_cache_as_an_argument():
     model, texts = make_model("llama"), prompts((5, 90))
     found = model.generate_batch(

@@ -193,7 +193,8 @@ def check_hidden(padding: Numbers, mask: torch.Tensor, seen: int) -> None:
     longest = min(int(padding.max()), mask.shape[-1])
     if mask.shape[0] not in (1, len(padding)) or not longest:
         return
-    visible, known = mask[..., :longest], _column(padding, mask.device)[:, None, None]
+    known = _column(padding, mask.device)[:, None, None]
+    visible = mask[..., :longest]
     visible = visible if mask.dtype == torch.bool else visible > HIDDEN
     queries = torch.arange(seen - mask.shape[2], seen, device=mask.device)[:, None]
     columns = torch.arange(longest, device=mask.device)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers.generation import configuration_utils
 
-from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.identity import virtual_owner
 from ..cache.layer import HandleLayer, PagedLayer
 from ..cache.layer_kinds import LatentLayer
@@ -265,7 +264,7 @@ def is_assisted(generation_mode: Any) -> bool:
     return "assisted" in str(getattr(generation_mode, "value", generation_mode))
 
 
-def check_length(cache: PagedCache, asked: Generation, model_kwargs: dict[str, Any]) -> None:
+def check_length(cache: PagedCache, asked: Generation) -> None:
     """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
     model, length, most = asked.model, asked.length, cache.max_length
     assert most is not None
@@ -278,15 +277,6 @@ def check_length(cache: PagedCache, asked: Generation, model_kwargs: dict[str, A
         raise CacheOptionError(
             f"prompt and new tokens are up to {length} long, and cache_config max_length is {most}: raise "
             "max_length or generate fewer tokens (max_new_tokens)"
-        )
-    chunk = asked.config.prefill_chunk_size
-    if chunk is None or chunk <= MAX_DECODE_QUERIES:
-        return
-    given = {**model_kwargs, "past_key_values": cache}
-    if model._valid_auto_compile_criteria(given, asked.config):
-        raise CacheOptionError(
-            f"prefill_chunk_size={chunk}: transformers compiles each chunk, which takes chunks of at most "
-            f"{MAX_DECODE_QUERIES} tokens on a cache with max_length. Pass disable_compile=True, or leave prefill_chunk_size out"
         )
 
 

@@ -27,7 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import READ_LIMITS, CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
-from ..notices import forget, warn_once
+from ..notices import forget
 from . import dispatch
 from .generation import (
     WITHOUT_NAME,
@@ -129,20 +129,6 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _before_drafts(model: Any, own: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
-    """Prepare for assisted decoding, which has no prefill of its own.
-
-    A prefix store does nothing there, which is said once, and the first forward is the prompt's.
-    """
-    if own.prefix_store is not None:
-        warn_once(
-            "prefix_store assisted",
-            "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
-        )
-    own.read_next_as_prompt()
-    expect_drafts(model, cache, own, model_kwargs)
-
-
 def _check_given(given: Any, asked: Generation) -> None:
     """Raise CacheMismatchError where the user's cache does not fit the model."""
     model = asked.model
@@ -214,7 +200,7 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
         if half.max_length is None:
             refuse_growing(half.options)
         elif half is cache:
-            check_length(half, asked, model_kwargs)
+            check_length(half, asked)
         warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)
@@ -222,7 +208,7 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
     if own is not None and is_assisted(asked.mode):
-        _before_drafts(model, own, cache, model_kwargs)
+        expect_drafts(model, cache, own, model_kwargs)
 
 
 PATCHES: Sequence[Patch] = (

@@ -206,11 +206,19 @@ def note_origin(model: Any, cache: Any) -> None:
 def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:
     """Prepare a cache for assisted decoding, which has no prefill of its own: the text is noted at the end of the call.
 
+    A prefix store does nothing there, which is said once, and the first forward is the prompt's.
+
     Args:
         cache, own: as `Text` takes them.
         inputs: of the model.
     Raises: CacheMismatchError where another model has filled the cache.
     """
+    if own.prefix_store is not None:
+        warn_once(
+            "prefix_store assisted",
+            "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
+        )
+    own.read_next_as_prompt()
     note_origin(model, own)
     own_loop = type(model)._assisted_decoding is GenerationMixin._assisted_decoding
     if own_loop and comes_from_ids(model, cache, own, inputs) and not own.get_seq_length():

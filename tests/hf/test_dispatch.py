@@ -301,6 +301,12 @@ def test_masks_of_columns_that_reach_attention_hide_what_comes_later_too(new, op
     for mask in (columns, shown):
         outs.append(kv_hf_attention(module, query, keys, values, mask)[0])
     assert torch.equal(*outs)
+    every = torch.arange(40 + new).expand(2, new, 40 + new)  # all columns are chosen
+    chosen, plain = (
+        kv_hf_attention(module, query, keys, values, None, indices=indices)[0]
+        for indices in (every, None)
+    )
+    rounding.assert_close(chosen, plain)
 
 
 def test_long_chunks_under_flash_attention_keep_windows_and_hidden_columns(flash):

@@ -137,7 +137,7 @@ class _Devices(TorchFunctionMode):
             if wanted == tensor.device:
                 return tensor
             make = lambda: tensor.dense().to(wanted)  # noqa: E731
-            return LazyMask(tuple(tensor.shape), wanted, make, tensor.causal, tensor.read)
+            return LazyMask(tuple(tensor.shape), wanted, make, tensor.causal)
         kwargs.pop("non_blocking", None)
         moved = inner.to(*others, **kwargs) if others or kwargs else inner
         if wanted == tensor.device and moved is inner:

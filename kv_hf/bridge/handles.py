@@ -20,27 +20,15 @@ from ..notices import warn_once
 from ..spec import SideSpec
 
 
+@dataclass(eq=False)
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
-    def __init__(
-        self,
-        kv: PagedKV,
-        layer: Any,
-        revision: object,
-        kernel: Backend,
-        sliding_window: int | None = None,
-    ) -> None:
-        self.kv = kv
-        self.layer = layer
-        self.revision = revision
-        self.kernel = kernel
-        self.sliding_window = sliding_window  # tokens that a query sees, itself included
-
-    @property
-    def mla(self) -> str:
-        """CacheConfig.mla, of a layer that holds latents."""
-        return getattr(self.layer, "mla", "auto")
+    kv: PagedKV
+    layer: Any
+    revision: object
+    kernel: Backend
+    sliding_window: int | None = None  # tokens that a query sees, itself included
 
     def check(self) -> None:
         """Raise StaleHandleError when the layer has moved on since."""
@@ -64,14 +52,12 @@ class LayerView(KVView):
         self.revision = layer.revision
         self.kernel = layer.store.kernel
         self.sliding_window = layer.window
-        self._gathered: PagedKV | None = None
 
-    @property
+    @functools.cached_property
     def kv(self) -> PagedKV:  # type: ignore[override]
         """The pages. Raises InterruptedForwardError where a forward has not reached the layer yet."""
-        if self._gathered is None:
-            self._gathered = self.layer.current_kv()
-        return self._gathered
+        found: PagedKV = self.layer.current_kv()
+        return found
 
     def handle(self, side: str) -> "LazyKV":
         """Return the handle [rows, num_kv_heads, seen, head_dim] of one side."""
@@ -121,16 +107,11 @@ class LazyKV(_ReadOnly):
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv, made = view.kv, []
-        rows, seen, device = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
-        # not by __new__: every layer comes here in every step
-        make = torch.Tensor._make_wrapper_subclass
-        for side, spec in (("keys", kv.spec.keys), ("values", kv.spec.values)):
-            shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
-            handle: Any = make(cls, shape, dtype=spec.dtype, device=device)
-            handle.view_of_pages, handle.side = view, side
-            made.append(handle)
-        return made[0], made[1]
+        kv = view.kv
+        tokens = kv.residual_keys
+        size = tokens.shape[0], kv.seen, tokens.device
+        keys = cls(view, "keys", kv.spec.keys, *size)
+        return keys, cls(view, "values", kv.spec.values, *size)
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""
@@ -262,8 +243,7 @@ def view_of(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
     view = keys.view_of_pages
     if view is not values.view_of_pages or keys.side != "keys" or values.side != "values":
         return None
-    if view.layer.revision != view.revision:
-        view.check()
+    view.check()
     return view
 
 

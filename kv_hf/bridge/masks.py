@@ -28,14 +28,13 @@ class LazyMask(torch.Tensor):
     Attributes:
         make: builds the mask.
         causal: it hides nothing but later tokens: query i of q_len sees all columns but the last q_len - 1 - i.
-        read: it hides more, or some code may have written to it.
+        read: some code may have written to it, so that it hides more.
     """
 
     make: Callable[[], torch.Tensor]
     causal: bool
     read: bool
     _made: torch.Tensor | None
-    _owned: bool
 
     # shape, dtype and device are then answered in C++ without coming back to Python
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -47,12 +46,11 @@ class LazyMask(torch.Tensor):
         device: torch.device,
         make: Callable[[], torch.Tensor],
         causal: bool = False,
-        read: bool = False,
     ) -> "LazyMask":
         """Stand for what `make()` returns."""
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make, mask.causal, mask.read = make, causal, read
-        mask._made, mask._owned = None, False
+        mask.make, mask.causal, mask.read = make, causal, False
+        mask._made = None
         return mask
 
     def dense(self) -> torch.Tensor:
@@ -80,10 +78,10 @@ class LazyMask(torch.Tensor):
 
     def _own(self) -> torch.Tensor:
         """Return the mask as a tensor that code may write to; attention has to read it from now on."""
-        if not self._owned:
+        if not self.read:
             # rows of an expanded mask share their memory, which nobody could write to
             self._made = self.dense().clone(memory_format=torch.contiguous_format)
-            self._owned = self.read = True
+            self.read = True
         return self.dense()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -125,10 +123,7 @@ class MaskLength(int):
 
     def stored(self) -> Any:
         """Return the first rows that hold tokens, so that attention gets handles; None where none does."""
-        for group in self.cache.groups:
-            if group.seen:
-                return group
-        return None
+        return next((group for group in self.cache.groups if group.seen), None)
 
     def ends_with(self, new: int) -> bool:
         """Say whether the newest of `new` columns is the last one, and no row begins with padding."""
@@ -198,7 +193,8 @@ def check_hidden(padding: Numbers, mask: torch.Tensor, seen: int) -> None:
     longest = min(int(padding.max()), mask.shape[-1])
     if mask.shape[0] not in (1, len(padding)) or not longest:
         return
-    visible, known = mask[..., :longest], _column(padding, mask.device)[:, None, None]
+    known = _column(padding, mask.device)[:, None, None]
+    visible = mask[..., :longest]
     visible = visible if mask.dtype == torch.bool else visible > HIDDEN
     queries = torch.arange(seen - mask.shape[2], seen, device=mask.device)[:, None]
     columns = torch.arange(longest, device=mask.device)

@@ -1,13 +1,12 @@
 """Attention over pages, and the masks for it: what transformers' functions are wrapped with (dispatch.py)."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..backends.base import AttentionCall, Backend
+from ..backends.base import AttentionCall
 from ..backends.dispatch import paged_attention
 from ..bridge.handles import KVView, LazyKV, TracedView, taken, view_of, warn_read_whole
 from ..bridge.masks import LazyMask, check_hidden
@@ -18,7 +17,6 @@ from .dense import causal_mask, dense_attention, is_causal
 from .latent import (
     absorbed_query,
     absorbs,
-    expanded,
     from_latent,
     is_latent_attention,
     shrink_of,
@@ -59,6 +57,7 @@ def kv_hf_attention(
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+    named = {name: given for name, given in named.items() if given is not None}
     batched = getattr(kwargs.get("cache"), "paged_attend", None)
     if batched is not None:  # continuous batching: the tokens of many requests in one row
         kwargs.update(dropout=dropout, scaling=scaling, dense=dense, indices=indices)
@@ -71,7 +70,9 @@ def kv_hf_attention(
     elif mask is not None and view is not None:
         mask = _checked_mask(mask, view, query, key.shape[2], causal)
     if indices is not None:
-        mask = _chosen(mask, indices, query, key.shape[2], _end(view, key.shape[2]), causal)
+        if mask is None and causal:
+            mask = _causal(view, query, key.shape[2])
+        mask = _chosen(mask, indices, key.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if type(view) is TracedView:
         if position_bias is not None or dropout or kwargs.get("output_attentions"):
@@ -88,15 +89,17 @@ def kv_hf_attention(
     if view is not None:
         latent = view.kv.spec.is_latent
         if latent:  # other modules' keys merely have the size of latents
-            pages = is_latent_attention(module) and absorbs(module, view.mla, query)
+            pages = is_latent_attention(module) and absorbs(module, view.layer.mla, query)
         else:
             pages = q_len <= view.kernel.max_queries
         weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
         if pages and (dropout or weights or (latent and softcap is not None)):
-            pages, reason = False, _why_weights(dropout, weights)
+            pages, reason = False, "no kernel knows a softcap for latents"
+            if dropout or weights:
+                asked = f"dropout={dropout}" if dropout else "output_attentions=True"
+                reason = f"{asked} needs the attention weights"
     if view is None or not pages:
-        kwargs.update({name: given for name, given in named.items() if given is not None})
-        kwargs = {"dropout": dropout, "scaling": scaling, **kwargs}
+        kwargs.update(named, dropout=dropout, scaling=scaling)
         if view is not None:
             key, value = _written_out(module, view, reason)
         return dense_attention(dense, module, query, key, value, mask, kwargs)
@@ -104,35 +107,19 @@ def kv_hf_attention(
         mask, causal = None, q_len > 1
     if mask is not None or position_bias is not None or (q_len > 1 and not causal):
         mask = _kernel_mask(mask, view, query, position_bias, causal)
+    if latent:  # the query takes the key projection, the result the value projection
+        query, scale = absorbed_query(module, query), scale / shrink_of(query)
     call = AttentionCall(query, view.kv, scale, mask, softcap, s_aux, view.sliding_window)
     if latent:
-        return _attend_latent(module, call, view.kernel), None
+        return from_latent(module, paged_attention(call, view.kernel)), None
     return paged_attention(call, view.kernel).transpose(1, 2).contiguous(), None
-
-
-def _why_weights(dropout: float, weights: Any) -> str:
-    """Return why pages that could be read are not."""
-    if dropout:
-        return f"dropout={dropout} needs the attention weights"
-    if weights:
-        return "output_attentions=True needs the attention weights"
-    return "no kernel knows a softcap for latents"
 
 
 # -- latents, and dense keys and values -----------------------------------------------------------------------------
 
 
-def _attend_latent(module: torch.nn.Module, call: AttentionCall, kernel: Backend) -> torch.Tensor:
-    """Attend over pages of latents: the query takes the key projection, the result the value projection."""
-    query = absorbed_query(module, call.query)
-    scale = call.softmax_scale / shrink_of(call.query)
-    return from_latent(
-        module, paged_attention(replace(call, query=query, softmax_scale=scale), kernel)
-    )
-
-
 def _written_out(
-    module: torch.nn.Module, view: KVView, reason: str | None
+    module: Any, view: KVView, reason: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of all tokens, with one warning where a reason made a decode step take this path."""
     if reason is not None:
@@ -143,7 +130,7 @@ def _written_out(
         warn_read_whole(view, reason)
     key, value = view.dense("keys"), view.dense("values")
     if view.kv.spec.is_latent and is_latent_attention(module):
-        key, value = expanded(module, key, value)
+        key, value = module.expand_kv(key, value)  # by the heads, as the model does
     return key, value
 
 
@@ -157,8 +144,12 @@ def _checked_mask(
 
     Raises: CacheMismatchError where it shows left padding, which was not stored.
     """
-    if mask.ndim == 2:
-        mask = _of_columns(mask, query, kv_len, _end(view, kv_len), causal)
+    if mask.ndim == 2:  # the columns, as flash attention takes them
+        columns = mask[:, -kv_len:].bool()
+        missing = kv_len - columns.shape[1]
+        mask = torch.nn.functional.pad(columns, (0, missing))[:, None, None]
+        if causal:
+            mask = mask & _causal(view, query, kv_len)
     group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
     # a check waits for the device, which a graph that is recorded cannot: the step before it was checked
     if group is not None and group.batch.padding.any() and not moved.is_recorded(mask.device):
@@ -170,37 +161,23 @@ def _checked_mask(
     return mask
 
 
-def _end(view: View | None, kv_len: int) -> int:
-    """Return the columns up to the newest query's: fewer than there is room for (kv_len) in a cache with max_length."""
+def _causal(view: View | None, query: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """Return [1, 1, q_len, kv_len], bool: what the newest queries see; a cache with max_length has room for more columns."""
     group = getattr(getattr(view, "layer", None), "group", None)
-    return kv_len if group is None or group.max_length is None else int(group.seen)
+    end = kv_len
+    if group is not None and group.max_length is not None:
+        end = int(group.seen)
+    return causal_mask(query.shape[2], kv_len, end, query.device)
 
 
-def _of_columns(
-    columns: torch.Tensor, query: torch.Tensor, kv_len: int, end: int, causal: bool
-) -> torch.Tensor:
-    """Return the mask [batch, 1, 1 or q_len, kv_len] of the mask [batch, columns] that flash attention takes."""
-    there = min(kv_len, columns.shape[1])
-    mask = torch.nn.functional.pad(columns[:, -kv_len:].bool(), (0, kv_len - there))[:, None, None]
-    return mask & causal_mask(query.shape[2], kv_len, end, query.device) if causal else mask
-
-
-def _chosen(
-    mask: torch.Tensor | None,
-    indices: torch.Tensor,
-    query: torch.Tensor,
-    kv_len: int,
-    end: int,
-    causal: bool,
-) -> torch.Tensor:
+def _chosen(mask: torch.Tensor | None, indices: torch.Tensor, kv_len: int) -> torch.Tensor:
     """Hide from `mask` all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
-    q_len = query.shape[2]
-    shape = (indices.shape[0], 1, q_len, kv_len + 1)
-    chosen = torch.zeros(shape, dtype=torch.bool, device=query.device)
-    columns = indices.long().masked_fill(indices < 0, kv_len)[:, None]
-    chosen = chosen.scatter_(-1, columns, True)[..., :kv_len]
+    shape = *indices.shape[:2], kv_len + 1
+    chosen = torch.zeros(shape, dtype=torch.bool, device=indices.device)
+    chosen.scatter_(-1, indices.long().masked_fill(indices < 0, kv_len), True)
+    chosen = chosen[:, None, :, :kv_len]
     if mask is None:
-        return chosen & causal_mask(q_len, kv_len, end, query.device) if causal else chosen
+        return chosen
     mask = mask[..., :kv_len]
     if mask.dtype == torch.bool:
         return mask & chosen
@@ -231,7 +208,7 @@ def _kernel_mask(
         if not causal:
             mask = torch.ones(1, 1, 1, kv_len, dtype=torch.bool, device=query.device)
         elif bias is not None:
-            mask = causal_mask(q_len, kv_len, _end(view, kv_len), query.device)
+            mask = _causal(view, query, kv_len)
     if bias is None or mask is None:
         return mask if bias is None else bias
     mask = mask[..., : bias.shape[-1]]

@@ -9,18 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..bridge.handles import plain_tensor
 from ..bridge.masks import LazyMask
-from ..notices import warn_once
 
 
 def is_causal(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -76,10 +72,10 @@ def takes_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
 
     Those for NVIDIA do. Elsewhere torch makes a mask of the bias in every layer (CPU), or hands it to kernels that align
     causality to the first key (flash attention on ROCm): there one mask for all layers is better. Autocast, which does
-    not see the bias, has to have nothing left to do.
+    not see the bias, has to have nothing left to do, and torch makes no bias while a dispatch mode watches all operators.
     """
     kind = query.device.type
-    if kind != "cuda" or torch.version.hip is not None:
+    if kind != "cuda" or torch.version.hip is not None or _get_current_dispatch_mode() is not None:
         return False
     wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     return all(x.dtype == wanted for x in (query, key, value))
@@ -104,32 +100,18 @@ def causal_attention(
     """
     if not takes_bias(query, key, value):
         return None
-    try:
-        bias = causal_lower_right(query.shape[2], key.shape[2])
-    except RuntimeError:  # torch makes none while a dispatch mode watches all operators
-        warn_once(
-            "causal bias",
-            "Long chunks take a mask of queries x keys, because torch makes no causal bias under a TorchDispatchMode (a "
-            "counter of operations, for example): under such a mode they are slower than without it",
-        )
-        return None
     heads, shared = query.shape[1], key.shape[1]
     flash = can_use_flash_attention(
         SDPAParams(query, key, value, None, dropout, False, heads != shared)
     )
     if not flash:
-        # memory-efficient attention takes as many keys as query heads; whether it takes the rest is asked before the copy
-        first = query[:, :shared]
-        if not can_use_efficient_attention(
-            SDPAParams(first, key, value, None, dropout, False, False)
-        ):
-            return None
+        # memory-efficient attention takes as many keys as query heads
         key, value = (x.repeat_interleave(heads // shared, 1) for x in (key, value))
     out = scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=bias,
+        attn_mask=causal_lower_right(query.shape[2], key.shape[2]),
         dropout_p=dropout,
         scale=scaling,
         enable_gqa=heads != key.shape[1],

@@ -92,10 +92,13 @@ def _over_attention(original: Function, flash: bool = False) -> Function:
 
 
 def _over_mask(original: Function, flash: bool) -> Function:
-    """Wrap a mask function: ours where the length of the keys is that of a paged cache; else the original."""
+    """Wrap a mask function: ours where the length of the keys is that of a paged cache; else the original.
+
+    Ours returns None where nothing is hidden from a single query, else a lazy mask, which is not built where pages hide the
+    same by themselves. Masks that hide more are made at once.
+    """
     eager = original is eager_mask
-    # masks of four dimensions; eager attention knows no causality beside them
-    made = sdpa_mask if flash else _whole_mask if eager else original
+    made = sdpa_mask if flash or eager else original  # of four dimensions
 
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -104,43 +107,31 @@ def _over_mask(original: Function, flash: bool) -> Function:
             return original(*args, **kwargs)
         kwargs["kv_length"] = int(length)
         given, new = kwargs.get("attention_mask"), kwargs["q_length"]
-        same = length.observe(given, new, kwargs.get("device", "cpu"))
+        device = torch.device(kwargs.get("device", "cpu"))
+        same = length.observe(given, new, device)
         if same is None or (eager and not reads_eagerly(type(kwargs.get("config")))):
             return original(*args, **kwargs)
-        return _mask_of_pages(made, length, same, *args, **kwargs)
+        full = kwargs.get("local_size") is None
+        may_skip = kwargs.get("allow_is_causal_skip", True)
+        # transformers never lets the mask of a single query on a preallocated cache be skipped
+        plain = may_skip or kwargs.get("mask_function") is causal_mask_function
+        # eager attention knows no causality beside its mask, and a lazy one stands for all of it
+        whole = {**kwargs, "allow_is_causal_skip": False}
+        if not (same and plain and length.cache.masks_skippable):
+            return made(*args, **(whole if eager else kwargs))
+        if may_skip and full and new == 1 and given is None:
+            return None
+        whole["allow_is_bidirectional_skip"] = False
+        make: Function = functools.partial(sdpa_mask, *args, **whole)
+        return LazyMask(
+            (kwargs["batch_size"], 1, new, int(length)),
+            device,
+            make,
+            causal=full and new > 1 and length.ends_with(new),
+        )
 
     mask.takes_handles = True  # type: ignore[attr-defined]
     return mask
-
-
-def _mask_of_pages(
-    original: Function, length: MaskLength, same: bool, *args: Any, **kwargs: Any
-) -> torch.Tensor | None:
-    """Return the mask of a forward on stored tokens: None where nothing is hidden from a single query, else a lazy one.
-
-    Args:
-        same: whether the pages hide the padding that the 2D mask hides, and nothing else.
-    """
-    full, new = kwargs.get("local_size") is None, kwargs["q_length"]
-    may_skip = kwargs.get("allow_is_causal_skip", True)
-    # transformers never lets the mask of a single query on a preallocated cache be skipped
-    plain = may_skip or kwargs.get("mask_function") is causal_mask_function
-    if not (same and plain and length.cache.masks_skippable):
-        made = original(*args, **kwargs)
-        if made is None:
-            return None
-        return LazyMask(tuple(made.shape), made.device, lambda: made, read=True)
-    if may_skip and full and new == 1 and kwargs.get("attention_mask") is None:
-        return None
-    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    make: Function = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
-    shape = (kwargs["batch_size"], 1, new, int(length))
-    later = full and new > 1 and length.ends_with(new)
-    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal=later)
-
-
-def _whole_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
 # -- families without sdpa -------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers.generation import configuration_utils
 
-from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.identity import virtual_owner
 from ..cache.layer import HandleLayer, PagedLayer
 from ..cache.layer_kinds import LatentLayer
@@ -61,9 +60,15 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
             )
         if given is None:
             return WITHOUT_NAME
-    elif name is not None or not _names_ours(options):
+    elif name is not None or not (isinstance(options, Mapping) and options.keys() <= _OPTIONS):
         return name
-    _say_unread(options, given)
+    if options:
+        warn_once(
+            "cache_config unread",
+            f"cache_config={short(options)} is not read: transformers reads it beside a cache_implementation. Pass one of "
+            f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name; a cache that was passed "
+            "has options of its own, which are given where it is made",
+        )
     return name
 
 
@@ -89,22 +94,6 @@ def with_hint(error: ValueError) -> ValueError:
     except CacheOptionError as ours:
         return ours
     return error
-
-
-def _names_ours(options: Any) -> bool:
-    return isinstance(options, Mapping) and bool(options) and set(options) <= _OPTIONS
-
-
-def _say_unread(options: Any, given: Any) -> None:
-    shown = options if isinstance(options, CacheConfig) else dict(options)
-    if given is None:
-        remedy = (
-            "transformers reads it beside a cache_implementation, and none was given. Pass one of "
-            f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name"
-        )
-    else:
-        remedy = f"the {type(given).__name__} that was passed has options of its own. Give them where it is made"
-    warn_once("cache_config unread", f"cache_config={short(shown)} is not read: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -275,7 +264,7 @@ def is_assisted(generation_mode: Any) -> bool:
     return "assisted" in str(getattr(generation_mode, "value", generation_mode))
 
 
-def check_length(cache: PagedCache, asked: Generation, model_kwargs: dict[str, Any]) -> None:
+def check_length(cache: PagedCache, asked: Generation) -> None:
     """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
     model, length, most = asked.model, asked.length, cache.max_length
     assert most is not None
@@ -288,15 +277,6 @@ def check_length(cache: PagedCache, asked: Generation, model_kwargs: dict[str, A
         raise CacheOptionError(
             f"prompt and new tokens are up to {length} long, and cache_config max_length is {most}: raise "
             "max_length or generate fewer tokens (max_new_tokens)"
-        )
-    chunk = asked.config.prefill_chunk_size
-    if chunk is None or chunk <= MAX_DECODE_QUERIES:
-        return
-    given = {**model_kwargs, "past_key_values": cache}
-    if model._valid_auto_compile_criteria(given, asked.config):
-        raise CacheOptionError(
-            f"prefill_chunk_size={chunk}: transformers compiles each chunk, which takes chunks of at most "
-            f"{MAX_DECODE_QUERIES} tokens on a cache with max_length. Pass disable_compile=True, or leave prefill_chunk_size out"
         )
 
 

@@ -4,11 +4,9 @@ Looks at ids at the beginning and the end of a call, never in a decode step.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,75 +33,56 @@ def first_difference(
     differs = known[:, :columns].to(given.device) != given[:, :columns]
     if mask is not None:
         differs &= mask[:, :columns].to(given.device, torch.bool)
-    if not bool(differs.any()):
-        return None
-    column = int(differs.any(0).nonzero()[0])
-    return int(differs[:, column].nonzero()[0]), column
+    places = differs.T.nonzero()[:1].tolist()  # by columns first
+    return (places[0][1], places[0][0]) if places else None
 
 
-@dataclass(frozen=True)
 class Text:
     """The text that a call of generate() is given, beside the cache that it is given.
 
+    Args:
+        cache: as it was given, one of an encoder-decoder too.
+        own: the paged half of `cache`, or the cache itself.
+        ids: [rows, columns] token ids, or those of new tokens alone.
+        inputs: the other inputs of the model, as `_prefill` gets them.
     Attributes:
         cache: of the text's own tokens.
-        ids: [rows, columns] token ids, or those of new tokens alone.
         mask: [rows, columns of the whole text], 0 or False = padding, or None.
         seen: columns that the cache holds.
         is_whole: whether the ids are the whole text: where the mask is longer they are new tokens alone.
         is_comparable: whether keys and values come from these ids alone, one column each; drafts for another model are not asked.
-        is_embedded: whether embeddings are given in place of ids.
         is_known: whether the ids of the tokens that come will be known, too.
         may_be_short: whether the text may be no longer than the cache: columns may come from elsewhere.
     """
 
-    cache: Any
-    ids: torch.Tensor
-    mask: torch.Tensor | None
-    seen: int
-    is_whole: bool
-    is_comparable: bool
-    is_embedded: bool
-    is_known: bool
-    may_be_short: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: Any,
         cache: Any,
         own: Any,
         ids: torch.Tensor,
         generation_config: Any,
         inputs: dict[str, Any],
-    ) -> "Text":
-        """Take over the arguments of `_prefill`.
-
-        Args:
-            own: the paged half of `cache`, or the cache itself.
-            ids: [rows, columns] token ids.
-            inputs: the other inputs of the model.
-        """
-        mask = inputs.get("attention_mask") if own is cache else None  # a pair's is the encoder's
+    ) -> None:
+        self.cache = own
+        self.ids = ids
+        self.seen = own.get_seq_length()
+        # a pair's mask is the encoder's
+        mask = self.mask = inputs.get("attention_mask") if own is cache else None
         width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-        cuts = type(model).prepare_inputs_for_generation
-        # a model that cuts the text by itself may have put columns in front that the text does not have (CPMAnt)
-        cuts_by_itself = cuts is not GenerationMixin.prepare_inputs_for_generation
-        seen = own.get_seq_length()
+        self.is_whole = width in (-1, ids.shape[1])
         # a drafting model is called every few tokens by another one, which crops what it refuses
         drafts = bool(getattr(generation_config, "is_assistant", False))
-        embedded = own is cache and not drafts and inputs.get("inputs_embeds") is not None
-        comparable = (
-            comes_from_ids(model, cache, own, inputs)
-            and not drafts
-            and ids.ndim == 2
-            and (mask is None or mask.ndim == 2)
-        )
-        usual = type(model)._sample is GenerationMixin._sample
-        known = comparable and usual and (generation_config.num_beams or 1) <= 1
-        may_be_short = own is not cache or cuts_by_itself or inputs.get("inputs_embeds") is not None
-        is_whole = width in (-1, ids.shape[1])
-        return cls(own, ids, mask, seen, is_whole, comparable, embedded, known, may_be_short)
+        flat = ids.ndim == 2 and (mask is None or mask.ndim == 2)
+        self.is_comparable = comes_from_ids(model, cache, own, inputs) and not drafts and flat
+        kind = type(model)
+        usual = kind._sample is GenerationMixin._sample
+        self.is_known = self.is_comparable and usual and (generation_config.num_beams or 1) <= 1
+        # a model that cuts the text by itself may have put columns in front that the text does not have (CPMAnt)
+        cuts = kind.prepare_inputs_for_generation
+        cuts_by_itself = cuts is not GenerationMixin.prepare_inputs_for_generation
+        embedded = inputs.get("inputs_embeds") is not None
+        self.may_be_short = own is not cache or cuts_by_itself or embedded
 
     def check(self) -> None:
         """Compare this text with what the cache knows of the one that it holds; warn once where it does not know all.
@@ -111,20 +90,20 @@ class Text:
         Raises: CacheMismatchError where the cache holds another text, or more of this one than is given.
         """
         cache, columns = self.cache, self.ids.shape[1]
-        if not self.seen or not (self.is_whole or self.is_embedded):
+        if not (self.seen and self.is_whole):
             return
         known = cache.token_ids
         held = 0 if known is None else min(self.seen, cache.known_columns)
         if self.is_comparable and known is not None and known.shape[0] == len(self.ids):
             self._check_same(known[:, :held])
-        if self.is_embedded or (self.is_comparable and held < self.seen):
+        if self.is_comparable and held < self.seen:
             warn_once(
                 "unknown columns",
-                "A cache holds columns of which it does not know the token ids, or the new text has none: the model was called "
-                "without generate(), with embeddings or beams, or a call was stopped. They are not compared with the text that "
-                "generate() is given: call cache.note(ids) after such calls",
+                "A cache holds columns of which it does not know the token ids: the model was called without generate(), with "
+                "embeddings or beams, or a call was stopped. They are not compared with the text that generate() is given: "
+                "call cache.note(ids) after such calls",
             )
-        if self.is_whole and 0 < columns <= self.seen and not self.may_be_short:
+        if 0 < columns <= self.seen and not self.may_be_short:
             raise CacheMismatchError(
                 f"input_ids of {columns} tokens do not continue a cache that has seen {self.seen}: pass the whole text so "
                 "far and at least one new token, or the new tokens with an attention_mask of the whole text; to go back "
@@ -167,7 +146,7 @@ def comes_from_ids(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> 
     """Say whether a decoder's keys and values come from token ids: not from embeddings, or peft's virtual tokens.
 
     Args:
-        cache, own: as `Text.of` takes them.
+        cache, own: as `Text` takes them.
         inputs: of the model.
     """
     return own is cache and inputs.get("inputs_embeds") is None and virtual_owner(model) is None
@@ -193,15 +172,14 @@ def note_at_end(cache: Any, columns_in_front: int, kept: bool = False) -> None:
 
 def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap GenerationMixin.generate."""
-    place = list(inspect.signature(original).parameters).index("streamer") - 1
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        streamer = args[place] if len(args) > place else kwargs.get("streamer")
         filled: list[tuple[Any, int, bool]] = []
         before = _filled.set(filled)
         try:
-            with nullcontext() if streamer is None else held_back(), within_generate():
+            streams = kwargs.get("streamer") is not None
+            with held_back() if streams else nullcontext(), within_generate():
                 result = original(self, *args, **kwargs)
         except ValueError as error:
             told = with_hint(error)

@@ -27,7 +27,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import READ_LIMITS, CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
-from ..notices import forget, warn_once
+from ..notices import forget
 from . import dispatch
 from .generation import (
     WITHOUT_NAME,
@@ -80,7 +80,7 @@ def uninstall() -> None:
     """Take the names back, unpatch generate(), and put the registered attention back where nobody has wrapped it since."""
     restore_expansion()
     named.unwatch(_add_names)
-    _set_names(_others())
+    _set_names(())
     for owner, name, original in _originals:
         setattr(owner, name, original)
     _originals.clear()
@@ -90,19 +90,16 @@ def uninstall() -> None:
 
 def _add_names() -> None:
     """Put the cache names that there are now behind those of others."""
-    others = _others()
-    _set_names((*others, *(name for name in cache_names() if name not in others)))
+    _set_names(cache_names())
     _added.update(cache_names())
 
 
-def _others() -> tuple[str, ...]:
-    """Return the names that transformers, or others, have put there."""
+def _set_names(names: Sequence[str]) -> None:
+    """Let transformers know `names` behind those that it, or others, have put there."""
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    return tuple(name for name in known if name not in _added)
-
-
-def _set_names(names: tuple[str, ...]) -> None:
-    vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = names
+    others = tuple(name for name in known if name not in _added)
+    found = (*others, *(name for name in names if name not in others))
+    vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = found
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,12 +111,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         name = asked_name(generation_config, given)
         paged = any(half is not None for half in paged_halves(given))
         if paged and name is not None and getattr(generation_config, "is_assistant", False):
-            # an assistant is called many times with the target's options and its own cache of the last call
-            generation_config.cache_implementation = None
-            try:
-                return original(self, generation_config, model_kwargs, *args, **kwargs)
-            finally:
-                generation_config.cache_implementation = name
+            return None  # called many times with the target's options and its own cache of the last call
         if paged and name is None:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             _check_given(given, asked)
@@ -135,20 +127,6 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, generation_config, model_kwargs, *args, **kwargs)
 
     return prepare
-
-
-def _before_drafts(model: Any, own: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
-    """Prepare for assisted decoding, which has no prefill of its own.
-
-    A prefix store does nothing there, which is said once, and the first forward is the prompt's.
-    """
-    if own.prefix_store is not None:
-        warn_once(
-            "prefix_store assisted",
-            "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
-        )
-    own.read_next_as_prompt()
-    expect_drafts(model, cache, own, model_kwargs)
 
 
 def _check_given(given: Any, asked: Generation) -> None:
@@ -187,15 +165,10 @@ def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
     model, generation_config = asked.model, asked.config
     name = generation_config.cache_implementation or WITHOUT_NAME
     is_mamba = "mamba" in type(model).__name__.lower()
-    if is_mamba or not model._supports_default_dynamic_cache():
+    if is_mamba or not (model._supports_default_dynamic_cache() and _takes_a_cache(model)):
         raise UnsupportedModelError(
-            f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
-            "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
-        )
-    if not _takes_a_cache(model):
-        raise UnsupportedModelError(
-            f"cache_implementation={name!r}: no forward of {type(model).__name__} takes past_key_values, through which "
-            "generate() passes a cache, so pages would stay empty; leave cache_implementation out"
+            f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a transformers Cache "
+            "that generate() passes as past_key_values, so that pages cannot hold them; leave cache_implementation out"
         )
     options = given_options(generation_config.cache_config)
     if getattr(generation_config, "is_assistant", False):
@@ -227,7 +200,7 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
         if half.max_length is None:
             refuse_growing(half.options)
         elif half is cache:
-            check_length(half, asked, model_kwargs)
+            check_length(half, asked)
         warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)
@@ -235,7 +208,7 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
     if own is not None and is_assisted(asked.mode):
-        _before_drafts(model, own, cache, model_kwargs)
+        expect_drafts(model, cache, own, model_kwargs)
 
 
 PATCHES: Sequence[Patch] = (

@@ -10,7 +10,6 @@ somebody else's is called as it is.
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,6 @@ _SIZES = ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _originals: dict[type, Callable[..., Any]] = {}
-_patching = threading.Lock()
 
 
 def is_latent_attention(module: torch.nn.Module) -> bool:
@@ -51,10 +49,9 @@ def hand_latents_through(config: Any) -> None:
     A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
     """
     for kind in _expanding(type(config)):
-        with _patching:
-            if kind not in _originals:
-                _originals[kind] = vars(kind)["expand_kv"]
-                kind.expand_kv = _passing_handles(_originals[kind])  # type: ignore[attr-defined]
+        if kind not in _originals:  # of two threads, both patch the same function
+            original = _originals.setdefault(kind, vars(kind)["expand_kv"])
+            kind.expand_kv = _passing_handles(original)  # type: ignore[attr-defined]
 
 
 def _expanding(config_class: type) -> tuple[type, ...]:
@@ -102,22 +99,9 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
 def restore_expansion() -> None:
     """Give all classes their own `expand_kv` back, and change no others."""
     before_latents.clear()
-    with _patching:
-        for kind, original in _originals.items():
-            kind.expand_kv = original  # type: ignore[attr-defined]
-        _originals.clear()
-
-
-def expanded(
-    module: Any, latent: torch.Tensor, k_rope: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the keys and values of dense latents by the model's own `expand_kv`.
-
-    Args:
-        latent: [batch, 1, kv_len, kv_lora_rank]; k_rope: [batch, 1, kv_len, rope channels].
-    Returns: keys [batch, num_heads, kv_len, key channels] and values [batch, num_heads, kv_len, v_head_dim].
-    """
-    return module.expand_kv(latent, k_rope)
+    for kind, original in _originals.items():
+        kind.expand_kv = original  # type: ignore[attr-defined]
+    _originals.clear()
 
 
 def why_not_absorbed(module: torch.nn.Module) -> str | None:
@@ -125,9 +109,7 @@ def why_not_absorbed(module: torch.nn.Module) -> str | None:
     foreign = _why_expansion_is_foreign(module)
     if foreign:
         return foreign
-    projection = getattr(module, "kv_b_proj", None)
-    if not isinstance(projection, torch.nn.Module):
-        return "it has no kv_b_proj"
+    projection: Any = getattr(module, "kv_b_proj", None)
     name = type(projection).__name__
     if hasattr(projection, "base_layer"):
         return f"kv_b_proj is wrapped by an adapter ({name}); merge it into the weights"

@@ -1,6 +1,6 @@
 """generate()'s first forward, and what happens around it: prompts that share a prefix skip it, and virtual tokens go into pages."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +76,13 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap GenerationMixin._prefill: texts are compared and noted, known prefixes attached before it, new pages kept after it."""
 
     def prefill(
-        self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         def run(ids: torch.Tensor) -> Any:
             return original(self, ids, generation_config, model_kwargs, *args, **kwargs)
 
@@ -88,7 +92,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         if own is None:
             check_made(self, generation_config, cache)
             return run(input_ids)
-        text = Text.of(self, cache, own, input_ids, generation_config, model_kwargs)
+        text = Text(self, cache, own, input_ids, generation_config, model_kwargs)
         text.check()
         note_origin(self, own)
         with own.reading_everything():
@@ -111,8 +115,13 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share(
-    model: Any, cache: PagedCache, prompt: Prompt, generation_config: Any, input_ids: torch.Tensor, run: Callable[..., Any],
-) -> Any:  # fmt: skip
+    model: Any,
+    cache: PagedCache,
+    prompt: Prompt,
+    generation_config: Any,
+    input_ids: torch.Tensor,
+    run: Callable[..., Any],
+) -> Any:
     """Run the prefill after what the store of an empty cache knows of `prompt`; keep its pages."""
     store: Any = cache.prefix_store
     space = _space_of(model, cache, store)
@@ -120,20 +129,18 @@ def _share(
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     skipped = attach_prefix(model, cache, prompt, space, chunk)
     logger.info("kv_hf: %d of %d columns were in the prefix store", skipped, input_ids.shape[1])
-    try:
-        outputs = run(input_ids[:, skipped:])
-    except BaseException:
-        # where no layer has run, what is known of this prompt must not stay
-        if not cache.forward.arrived:
-            cache.reset()
-        raise
+    outputs = run(input_ids[:, skipped:])
     store.add(cache, prompt.rows, space)
     return outputs
 
 
 def _prompt_to_share(
-    model: Any, cache: PagedCache, input_ids: torch.Tensor, generation_config: Any, inputs: dict[str, Any],
-) -> Prompt | None:  # fmt: skip
+    model: Any,
+    cache: PagedCache,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    inputs: dict[str, Any],
+) -> Prompt | None:
     """Return the prompt of an empty cache with a store; None where prefixes cannot be shared, which is said once."""
     prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
     if getattr(generation_config, "prefill_chunk_size", None) is None or CHUNKS_BEHIND_A_CACHE:
@@ -171,14 +178,14 @@ def attach_prefix(
     return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
 
 
-def common_tokens(rows: Sequence[Sequence[int]], page_size: int, sink_tokens: int) -> list[int]:
+def common_tokens(rows: list[list[int]], page_size: int, sink_tokens: int) -> list[int]:
     """Return the longest common prefix of all rows that fills whole pages and leaves each row a token to compute."""
-    longest = min(map(len, rows)) - 1
-    columns = enumerate(zip(*rows, strict=False))
-    alike = next((place for place, ids in columns if len(set(ids)) > 1), longest)
-    pages = full_pages(min(alike, longest) - sink_tokens, page_size)
+    first, last = min(rows), max(rows)  # all others lie between them
+    most = min(map(len, rows)) - 1
+    alike = next((place for place in range(most) if first[place] != last[place]), most)
+    pages = full_pages(alike - sink_tokens, page_size)
     end = page_start(pages, page_size=page_size, sink_tokens=sink_tokens)
-    return list(rows[0][:end]) if pages else []
+    return first[:end] if pages else []
 
 
 def note_origin(model: Any, cache: Any) -> None:
@@ -199,11 +206,19 @@ def note_origin(model: Any, cache: Any) -> None:
 def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:
     """Prepare a cache for assisted decoding, which has no prefill of its own: the text is noted at the end of the call.
 
+    A prefix store does nothing there, which is said once, and the first forward is the prompt's.
+
     Args:
-        cache, own: as `Text.of` takes them.
+        cache, own: as `Text` takes them.
         inputs: of the model.
     Raises: CacheMismatchError where another model has filled the cache.
     """
+    if own.prefix_store is not None:
+        warn_once(
+            "prefix_store assisted",
+            "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
+        )
+    own.read_next_as_prompt()
     note_origin(model, own)
     own_loop = type(model)._assisted_decoding is GenerationMixin._assisted_decoding
     if own_loop and comes_from_ids(model, cache, own, inputs) and not own.get_seq_length():
@@ -252,6 +267,7 @@ def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
     if prepare is None or virtual_owner(model) is None:
         yield
         return
+
     if getattr(cache, "max_length", None) is not None:
         raise UnsupportedModelError(
             "peft puts no virtual tokens in front of prompts of a preallocated cache (it fails on the mask, with transformers' "

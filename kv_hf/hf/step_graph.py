@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..cache.paged_cache import PagedCache
+from ..errors import first_line
 from ..notices import say_once, warn_once
 from ..pages.step import FixedStep
 
@@ -158,7 +159,7 @@ class StepGraph:
                 cache.fixed = None
         except (RuntimeError, ValueError, NotImplementedError) as error:
             self._rewind(steps, after=True)
-            self._give_up(f"it cannot be captured ({_first_line(error)})")
+            self._give_up(f"it cannot be captured ({first_line(error)})")
             return expected
         self._rewind(steps)  # captured, not run
         self._run()
@@ -230,11 +231,6 @@ def _agree(expected: Any, found: Any) -> bool:
     )  # -inf hides a part of the vocabulary
     same = (got == wanted) | ((got - wanted).abs() <= bound) | (got.isnan() & wanted.isnan())
     return bool(same.all())
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 def capture(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,20 +16,11 @@ from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row, Step
 from ..pages.storage import PageArena
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
-from .batch_store import BatchStore, HostLayer
+from .batch_store import BatchStore
 
 NO_LIMIT = 2**31 - 1
 NO_TOKENS = Row(0, (), 0)
-NO_STATS = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 KEPT = "continuous batching allocates all pages when it starts, in formats that its first tokens have called for"
-
-
-class HostRows(NamedTuple):
-    """What a request holds on the host: its row in each window, and the tensors of it in each layer, of `nbytes` bytes."""
-
-    rows: Mapping[int | None, Row]
-    layers: Sequence[HostLayer]
-    nbytes: int
 
 
 class Salted(str):
@@ -37,7 +28,7 @@ class Salted(str):
 
     salt: str
 
-    def __new__(cls, name: str, salt: str = "") -> "Salted":
+    def __new__(cls, name: str, salt: str) -> "Salted":
         """Make the id `name` of a request with this salt."""
         self = super().__new__(cls, name)
         self.salt = salt
@@ -50,24 +41,20 @@ class Request:
 
     Attributes:
         name: its id.
-        salt: of the prefixes that it may share.
         row: in all layers; None where it holds nothing in them.
         prompt: tokens of its prompt.
         space: the state of the model in which it began, which its prefixes depend on; None before.
         promised: pages that it takes in the next forward.
         held, coming: tokens that it holds before the next forward, and that this one adds.
-        host: what it holds on the host.
     """
 
     name: str
-    salt: str = ""
     row: int | None = None
     prompt: int = 0
     space: str | None = None
     promised: int = 0
     held: int = 0
     coming: int = 0
-    host: HostRows | None = None
 
 
 class BatchCache:
@@ -86,7 +73,8 @@ class BatchCache:
         known: id -> request, from its first mention to its end.
         requests: those that have a row, in the order of their rows.
         stream: of the forwards, on devices that have streams: all work on the tensors goes there, in order.
-        requests_evicted, requests_moved: that left a full cache, to be computed anew and for the host.
+        scheduler: transformers' one, once the cache is that of a batch processor.
+        requests_evicted: that left a full cache, to be computed anew.
         layers_reached: by the last forward.
     Raises: UnsupportedModelError for layers that hold more than keys and values in pages.
     """
@@ -96,7 +84,7 @@ class BatchCache:
     max_decode_fast_path_length = 0
     read_cache_limit = None
     max_tokens_read = NO_LIMIT
-    bytes_per_sector = 1
+    bytes_per_sector = 2**62  # more than cpu_offload_space: transformers says that none is used
 
     def __init__(
         self, model: Any, template: PagedCache, room: BatchRoom, store: PrefixStore | None
@@ -106,11 +94,10 @@ class BatchCache:
         self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
         self.use_prefix_sharing = store is not None
-        self.kinds = kinds_of(template)
         self.arena = template.arena if store is not None else PageArena()
         self.groups = {
             window: BatchRows(kind.sizes, self.arena.pool(window))
-            for window, kind in self.kinds.items()
+            for window, kind in kinds_of(template).items()
         }
         layers: Sequence[Any] = template.layers
         self.device = layers[0].device
@@ -118,8 +105,8 @@ class BatchCache:
         self.known: dict[str, Request] = {}
         self.requests: list[Request] = []
         self.stream: Any = None
-        self.requests_evicted = self.requests_moved = 0
-        self._promised = 0  # pages, to all requests
+        self.scheduler: Any = None
+        self.requests_evicted = 0
         self._space: str | None = None  # the state of the model that prefixes depend on; None: look
         self._next: list[Request] = []  # of the next forward, in its order
         self._forward: Forward | None = None
@@ -139,11 +126,7 @@ class BatchCache:
 
     def request(self, request_id: str) -> Request:
         """Return what is known of a request; it is known from now on."""
-        found = self.known.get(request_id)
-        if found is None:
-            salt = getattr(request_id, "salt", "")
-            found = self.known[request_id] = Request(request_id, salt)
-        return found
+        return self.known.setdefault(request_id, Request(request_id))
 
     # -- what fits -------------------------------------------------------------------------------------------
 
@@ -177,7 +160,8 @@ class BatchCache:
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        return self.room.pages[None] - len(set().union(*full.batch.pages)) - self._promised
+        promised = sum(request.promised for request in self.requests)
+        return self.room.pages[None] - len(set().union(*full.batch.pages)) - promised
 
     def _make_free(self, pages: int) -> bool:
         """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
@@ -187,35 +171,31 @@ class BatchCache:
             lacking -= store.give_up(lacking)
         return lacking <= 0
 
-    def _promise(self, request: Request, pages: int) -> None:
-        self._promised += pages - request.promised
-        request.promised = pages
-
     def can_store_request_tokens(self, state: Any, request_len: int) -> bool:
         """Say whether `request_len` more tokens of a request have room; if so they are promised it."""
         tokens = state.current_len() + request_len
         request = self.request(state.request_id)
-        self._promise(request, 0)
-        request.prompt = len(state.initial_tokens)
+        request.promised, request.prompt = 0, len(state.initial_tokens)
         needed = self._needed(request, tokens)
         if request.row is None and len(self.requests) >= self.room.rows:
             return False
         if needed and not self._make_free(needed):
             return False
         if request.row is None:
-            self._come(request)
-            needed = self._needed(request, tokens)
-        self._promise(request, needed)
+            if self.prefix_store is not None:  # which knows nothing of its prompt
+                self.prefix_store.count_prompt(request.prompt, 0)
+            self.admit(request)
+        request.promised = needed
         return True
 
-    def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
-        """Return how many of (request, its tokens behind the next forward), in order, would find room one after the other."""
-        free = self._left()
-        for count, (request_id, tokens) in enumerate(needs):
-            free -= self._needed(self.known[request_id], tokens)
+    def count_storable_requests(self, blocks: Any) -> int:
+        """Return how many requests of those that found no room would find it now, in order, one after the other."""
+        free, starved = self._left(), self.scheduler.starved_requests
+        for count, (state, new) in enumerate(starved):
+            free -= self._needed(self.known[state.request_id], state.current_len() + new)
             if free < 0:
                 return count
-        return len(needs)
+        return len(starved)
 
     def compute_free_capacity(self) -> float:
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
@@ -246,41 +226,13 @@ class BatchCache:
         )
         return stream
 
-    def _come(self, request: Request) -> None:
-        """Give a request a row behind the others, with what it left on the host."""
-        held, request.host = request.host, None
-        if held is None:
-            if self.prefix_store is not None:  # which knows nothing of its prompt
-                self.prefix_store.count_prompt(request.prompt, 0)
-            self.admit(request)
-            return
-        row = self.admit(request, held.rows, copied=True)
-        with self.in_order():
-            for store, layer in zip(self.stores.values(), held.layers, strict=True):
-                store.from_host(row, self.groups[store.window].batch.pages[row], layer)
-
-    def admit(
-        self,
-        request: Request,
-        rows: Mapping[int | None, Row] | None = None,
-        *,
-        copied: bool = False,
-    ) -> int:
-        """Give a request a row behind the others, with the pages of `rows` or as many of its own; return its number."""
-        for window, group in self.groups.items():
-            group.admit(NO_TOKENS if rows is None else rows[window], copied=copied)
+    def admit(self, request: Request, row: Row = NO_TOKENS) -> int:
+        """Give a request a row behind the others, which shares the pages of `row`; return its number."""
+        for group in self.groups.values():
+            group.admit(row)
         request.row = len(self.requests)
         self.requests.append(request)
         return request.row
-
-    def _drop(self, request: Request) -> None:
-        """Let go of the row of a request, if it has one; the last row takes its place."""
-        self._promise(request, 0)
-        if request.row is not None:
-            order = list(range(len(self.requests)))
-            order[request.row] = order[-1]
-            self._arrange(order[:-1])
-            request.row = None
 
     def _arrange(self, order: Sequence[int], forked: Sequence[Request] = ()) -> None:
         """Let row i continue the former row order[i], the last ones as `forked`; rows that are not named let go of their pages."""
@@ -312,11 +264,27 @@ class BatchCache:
     # -- requests that come and go -----------------------------------------------------------------------------
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
-        request = self.known.pop(request_id, None)
-        if request is not None:
-            self._drop(request)
-            self._next = [one for one in self._next if one is not request]
+        """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one.
+
+        Args:
+            no_cache: the request comes back, and is computed anew.
+        """
+        request = self.known.get(request_id)
+        if request is None:
+            return
+        if no_cache:
+            self.requests_evicted += 1
+        else:
+            del self.known[request_id]
+        self._next = [one for one in self._next if one is not request]
+        if request.row is not None:  # the last row takes its place
+            order = list(range(len(self.requests)))
+            order[request.row] = order[-1]
+            self._arrange(order[:-1])
+            request.row = None
+        if not self.requests and self.scheduler is not None:
+            # transformers lets waiting requests in where one finishes, and not where the last is cancelled
+            self.scheduler.block_new_requests = False
 
     def free_all_requests(self) -> None:
         """Let go of all requests."""
@@ -325,13 +293,17 @@ class BatchCache:
 
     reset = free_all_requests
 
-    def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
-        """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
-        parent, children = self.known[state.request_id], list(map(self.request, new_ids))
+    def prepare_fork_request(self, state: Any, new_ids: list[str], copies: Any) -> list[str]:
+        """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those.
+
+        Args:
+            new_ids: become ids with the salt of `state`: one without a row waits, and shares pages later.
+        """
+        parent = self.known[state.request_id]
         assert parent.row is not None
-        for child in children:
-            child.salt = parent.salt  # one without a row waits, and shares pages later
-        forked = children[: self.room.rows - len(self.requests)]
+        if salt := getattr(parent.name, "salt", ""):
+            new_ids[:] = [Salted(name, salt) for name in new_ids]
+        forked = [self.request(name) for name in new_ids[: self.room.rows - len(self.requests)]]
         for child in forked:
             child.prompt, child.space = parent.prompt, parent.space
         self._arrange([*range(len(self.requests)), *(parent.row for _ in forked)], forked)
@@ -339,39 +311,6 @@ class BatchCache:
 
     def perform_cache_copy(self, copies: Any) -> None:
         """Do nothing: `prepare_fork_request` has copied."""
-
-    # -- requests that wait on the host --------------------------------------------------------------------------
-
-    def bytes_away(self) -> int:
-        """Bytes of requests that wait on the host."""
-        waiting = [request.host for request in list(self.known.values())]
-        return sum(held.nbytes for held in waiting if held is not None)
-
-    def take_away(self, request_id: str, most: int) -> bool:
-        """Take its row and its pages from a request, which goes on later; say whether it is moved to the host.
-
-        Args:
-            most: bytes that requests may take on the host; without room there the request is to be computed anew.
-        """
-        request = self.known[request_id]
-        assert request.row is not None
-        rows = {window: group.rows[request.row] for window, group in self.groups.items()}
-        nbytes = sum(
-            len(rows[window].pages) * kind.page_bytes + kind.window_bytes
-            for window, kind in self.kinds.items()
-        )
-        moved = self.bytes_away() + nbytes <= most
-        if moved:  # its pages stay those of the weights that made them: it keeps its space
-            with self.in_order():
-                held = [
-                    store.to_host(request.row, rows[store.window].pages)
-                    for store in self.stores.values()
-                ]
-            request.host = HostRows(rows, held, nbytes)
-        self._drop(request)
-        self.requests_moved += moved
-        self.requests_evicted += not moved
-        return moved
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -385,7 +324,7 @@ class BatchCache:
             if self._space is None:  # pages of other weights are let go of
                 self._space = store.bind_model(self.model, self.options)
             request.space = self._space
-        return salted(request.space, request.salt)
+        return salted(request.space, getattr(request.name, "salt", ""))
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
@@ -399,7 +338,7 @@ class BatchCache:
             if not found.pages:
                 return 0
             store.count_prompt(len(prompt_ids), found.tokens)
-            row = self.admit(request, {None: Row(0, found.pages, store.tree.sink_tokens)})
+            row = self.admit(request, Row(0, found.pages, store.tree.sink_tokens))
         with self.in_order():
             for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
                 one.put_sinks(row, sinks)
@@ -454,7 +393,6 @@ class BatchCache:
         coming, self._next = self._next, []
         for request in self.requests:
             request.promised = 0
-        self._promised = 0
         lengths = next(iter(self.groups.values())).lengths().tolist()
         reads_part = self.options.reads_part
         places: dict[Request, int] = {}
@@ -528,11 +466,8 @@ class BatchCounts:
         pages_shared: pages that two requests or more hold.
         pages_kept: pages that the prefix store alone holds; they give way to requests.
         bytes_pages, bytes_exact: allocated for sealed pages, and for the exact tokens of all rows.
-        bytes_host: of requests that wait on the host.
-        prompts, prompts_hit, prompt_tokens, prompt_tokens_computed: that the prefix store was asked for, those of which it had
-            a page, their tokens, and those that went through the model.
-        pages_evicted: pages that the prefix store gave up.
-        requests_evicted, requests_moved: that left a full cache to be computed anew, and for the host.
+        requests_evicted: that left a full cache, to be computed anew.
+        prefixes: counts of the prefix store, None without one.
     """
 
     requests: int
@@ -544,14 +479,8 @@ class BatchCounts:
     pages_kept: int
     bytes_pages: int
     bytes_exact: int
-    bytes_host: int
-    prompts: int
-    prompts_hit: int
-    prompt_tokens: int
-    prompt_tokens_computed: int
-    pages_evicted: int
     requests_evicted: int
-    requests_moved: int
+    prefixes: PrefixStats | None
 
     @classmethod
     def of(cls, manager: Any) -> "BatchCounts":
@@ -569,7 +498,6 @@ class BatchCounts:
             batch, held = group.batch, group.pool.num_held
         uses = Counter(page for pages in batch.pages for page in pages)
         stores, kept = list(cache.stores.values()), cache.prefix_store
-        stats = NO_STATS if kept is None else kept.stats()
         return cls(
             requests=len(batch),
             rows=cache.room.rows,
@@ -580,16 +508,6 @@ class BatchCounts:
             pages_kept=max(0, held - len(uses)),
             bytes_pages=sum(one.pages.capacity * one.pages.spec.page_bytes for one in stores),
             bytes_exact=sum(side.tokens.nbytes for one in stores for side in one.windows),
-            bytes_host=cache.bytes_away(),
-            prompts=stats.rows,
-            prompts_hit=stats.rows_hit,
-            prompt_tokens=stats.tokens,
-            prompt_tokens_computed=stats.tokens_computed,
-            pages_evicted=stats.evictions,
             requests_evicted=cache.requests_evicted,
-            requests_moved=cache.requests_moved,
+            prefixes=None if kept is None else kept.stats(),
         )
-
-    def as_metrics(self) -> dict[str, int]:
-        """Return the counts under names for OpenTelemetry or Prometheus: "kv_hf.cache.pages" and so on."""
-        return {f"kv_hf.cache.{name}": value for name, value in asdict(self).items()}

@@ -1,12 +1,14 @@
 """Make the cache of a manager of continuous batching: formats from a few first tokens, room from its budget, and a trial."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.cache import get_device_and_memory_breakdown
 
+from ..cache.layer import PagedLayer
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
@@ -14,7 +16,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..hf.prefill import last_logit
 from .batch_cache import BatchCache
-from .batch_rows import BatchRoom, check_layer, kinds_of
+from .batch_rows import BatchRoom, kinds_of
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 
@@ -40,7 +42,9 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     if budget is not None or None not in kinds:
         pages = None
     if budget is None and pages is None:
-        budget = _free_bytes(batching.max_memory_percent)
+        # as transformers measures what is free
+        _, total, reserved, allocated = get_device_and_memory_breakdown()
+        budget = int((total - max(allocated, reserved)) * batching.max_memory_percent)
     most_rows = min(batching.max_requests_per_batch, batch_tokens)
     room = BatchRoom.of(kinds, most_rows, batch_tokens, budget or 0, pages)
     if store is not None and options.prefix_store is None:
@@ -62,12 +66,10 @@ def _probed(
     plain = replace(options, prefix_store=None, max_pages=None, max_bytes=None, cuda_graph="never")
     config = model.config.get_text_config(decoder=True)
     cache = PagedCache.from_options(config, plain)
-    for index, layer in enumerate(cache.layers):
-        check_layer(index, layer)
-    sliding = any(group.window is not None for group in cache.groups)
-    if sliding or not batching.allow_block_sharing:
+    full = all(type(one) is PagedLayer and one.window is None for one in cache.layers)
+    if not (full and batching.allow_block_sharing):
         if store is not None:
-            why = "this model has sliding-window layers" if sliding else "allow_block_sharing=False"
+            why = "allow_block_sharing=False" if full else "this model has sliding-window layers"
             raise CacheOptionError(
                 f"prefix_store shares pages between requests, and {why}; leave one of them out"
             )
@@ -82,17 +84,9 @@ def _probed(
     return cache, store
 
 
-def _free_bytes(part: float) -> int:
-    """Return `part` of the memory that is free on the device, as transformers measures it."""
-    _, total, reserved, allocated = get_device_and_memory_breakdown()
-    return int((total - max(allocated, reserved)) * part)
-
-
 # -- the trial of a model before it serves -----------------------------------------------------------------------------
 
-# tokens of two requests, and those of them that each of two forwards takes
-_TEXTS = ([1, 4, 2, 5, 3], [3, 5, 1, 2])
-_FIRST, _REST = ((0, 3), (0, 2)), ((3, 5), (2, 4))
+_TEXTS = ([1, 4, 2, 5, 3], [3, 5, 1, 2])  # tokens of two requests
 # of the logits' standard deviation, root mean square: attention that mixes two requests up is off by 0.5 and more
 _MOST = {torch.float64: 0.01, torch.float32: 0.02}
 _MOST_OTHERS = 0.2  # half precision rounds in another order
@@ -106,10 +100,21 @@ def try_model(model: Any, cache: BatchCache) -> None:
     name = type(model).__name__
     most = model.config.get_text_config(decoder=True).vocab_size - 1
     texts = [[min(token, most) for token in text] for text in _TEXTS[: cache.room.rows]]
-    found: list[Sequence[torch.Tensor]] = []
-    failed = None
+    for text in texts:
+        request = cache.request(f"trial {len(cache.requests)}")
+        cache.admit(request)
+        cache.extend_read_and_write_indices(request.name, 0, len(text))
+    together = failed = None
     try:
-        found = [_forward(model, cache, texts, spans) for spans in (_FIRST, _REST)]
+        cache.begin()
+        row = _row(model, itertools.chain(*texts))
+        together = model(
+            input_ids=row,
+            position_ids=_row(model, itertools.chain(*map(range, map(len, texts)))),
+            attention_mask=row.new_zeros((1, 1, row.shape[1], 0), dtype=torch.bool),
+            use_cache=False,
+            cache=cache,
+        ).logits[0]
     except UnsupportedModelError:
         raise
     except Exception as raised:
@@ -127,9 +132,10 @@ def try_model(model: Any, cache: BatchCache) -> None:
             f"{name} cannot take the tokens of several requests in one row, as continuous batching passes them: "
             f"{type(failed).__name__}: {failed}"
         ) from failed
-    together = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
-    rows = [_row(model, text) for text in texts]
-    alone = torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
+    assert together is not None
+    alone = torch.cat(
+        [model(input_ids=_row(model, text), use_cache=False).logits[0] for text in texts]
+    )
     error = (together - alone).float().square().mean().sqrt()
     far = float(error / alone.float().std().clamp(min=1e-6))
     if not far <= _MOST.get(model.dtype, _MOST_OTHERS):
@@ -139,31 +145,6 @@ def try_model(model: Any, cache: BatchCache) -> None:
         )
 
 
-def _forward(
-    model: Any, cache: BatchCache, texts: Sequence[list[int]], spans: Sequence[tuple[int, int]]
-) -> Sequence[torch.Tensor]:
-    """Run the tokens first .. last - 1 of each text in one row; return the logits [tokens, vocabulary] of each."""
-    ids: list[int] = []
-    positions: list[int] = []
-    for number, (text, (first, last)) in enumerate(zip(texts, spans, strict=False)):
-        request = cache.request(f"trial {number}")
-        if request.row is None:
-            cache.admit(request)
-        cache.extend_read_and_write_indices(request.name, first, last - first)
-        ids += text[first:last]
-        positions += range(first, last)
-    cache.begin()
-    row = _row(model, ids)
-    out = model(
-        input_ids=row,
-        position_ids=_row(model, positions),
-        attention_mask=row.new_zeros((1, 1, len(ids), 0), dtype=torch.bool),
-        use_cache=False,
-        cache=cache,
-    )
-    return out.logits[0].split([last - first for first, last in spans[: len(texts)]])
-
-
-def _row(model: Any, numbers: list[int]) -> torch.Tensor:
+def _row(model: Any, numbers: Iterable[int]) -> torch.Tensor:
     """Return [1, n], int64, on the model's device."""
-    return torch.tensor([numbers], device=model.device)
+    return torch.tensor([list(numbers)], device=model.device)

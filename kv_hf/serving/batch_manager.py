@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from ..cache.model_shape import attention_config, is_encoder_decoder
+from ..cache.model_shape import is_encoder_decoder
 from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
@@ -26,7 +24,6 @@ from .batch_making import new_cache
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
-_managers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # on quantized pages
 _numbers = itertools.count()  # of requests with a salt and without an id
 
 
@@ -109,16 +106,6 @@ def _check_model(model: Any) -> None:
     raise UnsupportedModelError(f"continuous batching {why}")
 
 
-def _check_attention(model: Any) -> None:
-    """Raise UnsupportedModelError where the attention of `model` is no longer one that reads pages."""
-    reason = why_not_pages(model)
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} was changed, while continuous batching runs on its pages: {reason}; stop the "
-            "manager first"
-        )
-
-
 # -- transformers' manager -------------------------------------------------------------------------------------------------
 
 
@@ -138,23 +125,13 @@ class BatchManager(Manager):
             _check_batching(continuous_batching_config)
         super().__init__(model, generation_config, continuous_batching_config, **kwargs)
         if options is not None:
-            _managers.add(self)
             batching = self.continuous_batching_config = copy.copy(self.continuous_batching_config)
-            self._host_space = batching.cpu_offload_space
-            batching.cpu_offload_space = 0.0  # no buffer of 16-bit pages
             vars(batching)["kv_hf_make"] = functools.partial(new_cache, model, options, batching)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a model its attention, which reads these pages; transformers' own method knows a closed list of them."""
-        if self.kv_hf_options is not None:
-            return
-        others = (one for one in list(_managers) if one.model is model and one.is_running())
-        if attention_config(model.config)._attn_implementation == "eager" and any(others):
-            raise UnsupportedModelError(
-                f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
-                "not read by; stop it first"
-            )
-        super().switch_to_cb_friendly_attn(model, *args, **kwargs)
+        if self.kv_hf_options is None:
+            super().switch_to_cb_friendly_attn(model, *args, **kwargs)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -171,10 +148,7 @@ class BatchManager(Manager):
         """Make the batch processor with its cache, or empty the one that is there."""
         known, processor = self.batch_processor, super()._create_batch_processor()
         if self.kv_hf_options is not None and processor is not known:
-            # the bytes that transformers would take: its sectors are bytes here
-            most = self.continuous_batching_config.cpu_offload_space_safety_threshold
-            manager: Any = processor.offloading_manager
-            _join(processor, manager._compute_num_cpu_sectors(self._host_space, most))
+            _join(processor)
         return processor
 
     def add_request(
@@ -243,21 +217,15 @@ def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- its batch processor ---------------------------------------------------------------------------------------------------
 
 
-def _join(processor: Any, host_bytes: int) -> None:
-    """Let a batch processor run its forwards on the BatchCache that it was made with.
-
-    Args:
-        host_bytes: that requests may take on the host.
-    """
+def _join(processor: Any) -> None:
+    """Let a batch processor run its forwards on the BatchCache that it was made with."""
     cache: BatchCache = processor.cache
-    cache.stream = processor.inputs_and_outputs.compute_stream
     scheduler, compute = processor.scheduler, processor.model_runner.compute_batch
-    processor.offloading_manager = BatchOffload(cache, scheduler, host_bytes)
+    cache.stream, cache.scheduler = processor.inputs_and_outputs.compute_stream, scheduler
     enqueue = scheduler.add_waiting_request
 
     def run(model: Any, batch: dict[str, Any]) -> None:
-        """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
-        _check_attention(model)
+        """Plan and run a forward. A mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
         with cache.in_order():
             cache.begin()
         count = batch["input_ids"].shape[1]
@@ -266,9 +234,12 @@ def _join(processor: Any, host_bytes: int) -> None:
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
         try:
             compute(model, batch)
-        except Exception:
-            _check_attention(model)  # in the middle of a forward
-            raise
+        finally:  # another thread may have changed it, before this forward or in the middle
+            if (reason := why_not_pages(model)) is not None:
+                raise UnsupportedModelError(
+                    f"the attention of {type(model).__name__} was changed, while continuous batching runs on its pages: "
+                    f"{reason}; stop the manager first"
+                )
 
     def add(state: Any) -> None:
         """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
@@ -298,70 +269,6 @@ def _check_length(cache: BatchCache, state: Any) -> None:
                 "one request: its answer ends there",
             )
         state._new_tokens_limit = most - prompt
-
-
-class BatchOffload:
-    """What transformers' continuous batching asks of its OffloadingManager (5.23), for a BatchCache.
-
-    A request that leaves is the newest of those that found no room. On the host it keeps its pages as they are stored, so
-    that it goes on later as if it had never left; computed anew, its sealed pages are found again if the prefix store still
-    has them.
-
-    Args:
-        host_bytes: that requests may take on the host; 0: they are computed anew.
-    """
-
-    def __init__(self, cache: BatchCache, scheduler: Any, host_bytes: int) -> None:
-        self.cache, self.scheduler, self.host_bytes = cache, scheduler, host_bytes
-
-    def offload_requests(self) -> bool:
-        """Let the newest starved requests leave until the others find room; say whether one left."""
-        starved = self.scheduler.starved_requests
-        needs = [(state.request_id, state.current_len() + count) for state, count in starved]
-        active = len(self.scheduler.active_requests)
-        gone: list[tuple[RequestState, RequestState]] = []
-        while starved and active - len(gone) > 1:
-            if self.cache.count_storable_requests(needs) == len(starved):
-                break
-            state, _ = starved.pop()
-            needs.pop()
-            gone.append((state, self._leave(state)))
-        for old, new in reversed(gone):
-            self.scheduler.active_requests.pop(old.request_id, None)
-            self.scheduler.add_waiting_request(new)
-        if gone:
-            self.scheduler.block_new_requests = True
-        return bool(gone)
-
-    def _leave(self, state: RequestState) -> RequestState:
-        """Take a request's row from it; return the request that waits in its place."""
-        if not self.cache.take_away(state.request_id, self.host_bytes):
-            fresh = state.create_equivalent_initial_request()
-            state._status = RequestStatus.FINISHED
-            return fresh
-        if state._status == RequestStatus.DECODING:
-            # the next token is known: computed again on return, it goes on where it was
-            state.remaining_prefill_tokens = state.tokens_to_process[:]
-        state._status = RequestStatus.PENDING  # not by the setter, which stamps times
-        state.is_cpu_offloaded = True
-        return state
-
-    def restore_scheduled_requests(self, requests_in_batch: Sequence[Any]) -> None:
-        """Note which requests are back; the cache took them in when it promised them room."""
-        for future in requests_in_batch:
-            future.state.is_cpu_offloaded = False
-
-    def free_request_cpu_cache(self, state: RequestState) -> None:
-        """Let waiting requests in where all others were cancelled: transformers does so where one finishes."""
-        if not self.scheduler.active_requests:
-            self.scheduler.block_new_requests = False
-
-    def reset(self) -> None:
-        """Forget all requests on the host."""
-        for request_id in list(self.scheduler.waiting_requests):
-            self.cache.free_blocks(request_id)
-
-    free_all_waiting_cpu_caches = reset
 
 
 PATCHES: Sequence[Patch] = (

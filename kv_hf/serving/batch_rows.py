@@ -68,13 +68,10 @@ class BatchRows(Rows):
     its own, whose rows are padded on the left up to the longest: kernels read it as they read any batch.
     """
 
-    def admit(self, row: Row, *, copied: bool) -> None:
-        """Add `row` behind the others with its pages, or as many pages of its own."""
+    def admit(self, row: Row) -> None:
+        """Add `row` behind the others; it shares its pages with whoever holds them."""
         with self.pool.lock:
-            if copied:
-                row = replace(row, pages=tuple(self.pool.allocate(len(row.pages))))
-            else:
-                self.pool.share(row.pages)
+            self.pool.share(row.pages)
             self.batch = Batch.of((*self.batch.rows, row))
 
     def grow(self, first: int, last: int, q_len: int) -> Step:
@@ -143,29 +140,21 @@ Kinds = Mapping[int | None, LayersOfKind]
 def kinds_of(template: PagedCache) -> dict[int | None, LayersOfKind]:
     """Return the layers of each sliding window, full attention first.
 
-    Raises: UnsupportedModelError where a layer holds no keys and values of its own. `check_layer` has passed.
+    Raises: UnsupportedModelError where a layer holds more than keys and values in pages, or none of its own.
     """
     specs: dict[int | None, list[PageSpec]] = {}
     layers: Sequence[Any] = template.layers
     for index, layer in enumerate(layers):
-        if layer.spec is None:
+        if type(layer) is not PagedLayer or layer.spec is None:
             raise UnsupportedModelError(
-                f"layer {index} of this model stores no keys and values of its own; use generate()"
+                f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
+                f"{type(layer).__name__}, or stores none of its own; use generate()"
             )
         specs.setdefault(layer.window, []).append(layer.spec)
     options = template.options
     numbers = options.page_size, options.sink_tokens, options.recent_tokens
     ordered = sorted(specs, key=lambda window: window or 0)
     return {window: LayersOfKind(RowSizes(*numbers, window), specs[window]) for window in ordered}
-
-
-def check_layer(index: int, layer: object) -> None:
-    """Raise UnsupportedModelError where a layer holds more than keys and values in pages."""
-    if type(layer) is not PagedLayer:
-        raise UnsupportedModelError(
-            f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
-            f"{type(layer).__name__}; use generate()"
-        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The tensors of one layer in a batch that requests join and leave, and attention over them: each part as a batch of its own."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,24 +17,6 @@ from ..pages.moved import persistent_tensors
 from ..pages.step import Step
 from ..pages.storage import PageStorage, Pair
 from .batch_rows import Forward, Part
-
-# what transformers' continuous batching hands down for attention functions of its own
-FOR_OTHERS = (
-    "cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal",
-)  # fmt: skip
-
-
-class HostLayer(NamedTuple):
-    """What a row holds in one layer, on the host.
-
-    Attributes:
-        pages: side -> field -> encoded pages [n, ..].
-        windows: exact keys and values [num_kv_heads, slots, head_dim].
-    """
-
-    pages: Sequence[Mapping[str, torch.Tensor]]
-    windows: Sequence[torch.Tensor]
 
 
 class BatchStore(LayerStore):
@@ -83,7 +65,8 @@ class BatchStore(LayerStore):
                 f"continuous batching passes {forward.tokens} tokens in one row, and attention of layer {self.layer_idx} got queries "
                 f"{tuple(query.shape)} and keys {tuple(key.shape)}: this model changes them on the way. Use generate()"
             )
-        given = {name: one for name, one in kwargs.items() if name not in FOR_OTHERS}
+        # what transformers' batches hand down for attention of their own; functions drop the rest
+        given = {name: one for name, one in kwargs.items() if name not in ("cache", "is_causal")}
         out = None
         for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
             keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
@@ -151,20 +134,6 @@ class BatchStore(LayerStore):
         """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, head_dim]."""
         keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.windows)
         return keys, values
-
-    def to_host(self, row: int, pages: Sequence[int]) -> HostLayer:
-        """Return copies on the host of a row's window, and of its sealed `pages` as they are stored."""
-        sides = [side.take(pages) for side in self.pages.sides]
-        fields = [{name: field.cpu() for name, field in side.items()} for side in sides]
-        return HostLayer(fields, [one.tokens[row].to("cpu", copy=True) for one in self.windows])
-
-    def from_host(self, row: int, pages: Sequence[int], held: HostLayer) -> None:
-        """Let a row, whose pages these are, hold what `to_host` has returned."""
-        for side, fields in zip(self.pages.sides, held.pages, strict=True):
-            for name, encoded in fields.items():
-                side.put(pages, name, encoded)
-        for residual, tokens in zip(self.windows, held.windows, strict=True):
-            residual.tokens[row].copy_(tokens)
 
 
 def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -144,10 +145,15 @@ def mixed_prompts(ids: list[int], requests: int, least: int, most: int) -> Promp
     return prompts
 
 
+def step_ms(stamps: list[float]) -> float:
+    """Return the median milliseconds between two of the times when tokens were there, in seconds."""
+    return 1e3 * statistics.median(later - one for one, later in itertools.pairwise(stamps))
+
+
 def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int) -> Fields:
     """Run requests that all come at once through continuous batching, on a paged cache or OWN, of `budget` bytes.
 
-    Returns: seconds, tokens_per_s (new tokens), first_token_s (median), and capacity_tokens.
+    Returns: seconds, tokens_per_s (new tokens), first_token_s (median), step_ms (median), and capacity_tokens.
     """
     generation = GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=answer
@@ -183,6 +189,7 @@ def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int)
         "seconds": seconds,
         "tokens_per_s": sum(len(one.generated_tokens) for one in results) / seconds,
         "first_token_s": statistics.median(one.timestamps[0] - begin for one in results),
+        "step_ms": step_ms(results[0].timestamps),
         "capacity_tokens": capacity,
     }
 
@@ -235,3 +242,45 @@ def batches(
             "ratio_to_transformers": found["tokens_per_s"] / own["tokens_per_s"],
             "first_token_ratio": found["first_token_s"] / own["first_token_s"],
         }
+
+
+@workload(
+    "serving/steps",
+    grid=[{"model": "smollm2-135m", "requests": 16, "prompt": 256, "answer": 128, "rounds": 3}],
+    file="batch_steps",
+    columns="cache generate_ms batch_ms ratio",
+)
+def steps(
+    device: Device, model: str, requests: int, prompt: int, answer: int, rounds: int
+) -> Iterator[Fields]:
+    """A decode step of continuous batching beside one of generate() on the same prompts as one batch, in turns."""
+    loaded = shapes.load(model, device, "bfloat16")
+    prompts = over_one_prefix(text_ids(model), requests, 0, prompt)
+    ids, cache = torch.tensor(prompts, device=device), "paged_int4"
+    stamps: list[float] = []
+
+    def stamp(text: Tensor, scores: Tensor) -> Tensor:
+        stamps.append(time.perf_counter())
+        return torch.zeros(len(text), dtype=torch.bool, device=device)
+
+    whole, batch = [], []
+    for _ in range(rounds):
+        stamps.clear()
+        loaded.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=answer,
+            do_sample=False,
+            eos_token_id=None,
+            cache_implementation=cache,
+            stopping_criteria=[stamp],
+        )
+        whole.append(step_ms(stamps))
+        batch.append(run_load(loaded, prompts, answer, cache, 256 << 20)["step_ms"])
+    yield {
+        "cache": cache,
+        "dtype": "bfloat16",
+        "generate_ms": statistics.median(whole),
+        "batch_ms": statistics.median(batch),
+        "ratio": statistics.median(two / one for one, two in zip(whole, batch, strict=True)),
+    }

@@ -170,19 +170,13 @@ def test_chunked_prefill_compiles_on_an_initialized_cache(chunk):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("ready", [False, True])
-def test_chunked_prefill_that_cannot_be_traced_is_refused(ready):
+def test_chunks_of_a_prompt_that_cannot_be_traced_run_as_they_are():
     model, cache = shared_model("llama"), preallocated(shared_model("llama"))
-    if ready:
-        cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
-    with pytest.raises(kv_hf.CacheOptionError, match="prefill_chunk_size=20"):
-        model.generate(
-            **INPUTS["padded"],
-            max_new_tokens=4,
-            prefill_chunk_size=20,
-            past_key_values=cache,
-            compile_config=compiling(),
-        )
+    options = {"max_new_tokens": 4, "prefill_chunk_size": 20, "do_sample": False}
+    given = {"past_key_values": cache, "compile_config": compiling()}
+    found = model.generate(**INPUTS["padded"], **options, **given)
+    assert torch.equal(found, model.generate(**INPUTS["padded"], **options))
+    cache.check_integrity()
 
 
 def test_a_reset_cache_runs_the_code_that_is_there():

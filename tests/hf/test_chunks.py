@@ -1,5 +1,7 @@
 """Chunks of many queries on a filled cache read the pages in slices; the reference takes them whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import rounding
 import torch
@@ -85,7 +87,6 @@ def pretend_fused(monkeypatch, flash=True):
 
     monkeypatch.setattr(dense, "takes_bias", lambda *tensors: True)
     monkeypatch.setattr(dense, "can_use_flash_attention", lambda params: flash)
-    monkeypatch.setattr(dense, "can_use_efficient_attention", lambda params: True)
     monkeypatch.setattr(dense, "scaled_dot_product_attention", noted)
     return taken
 
@@ -112,12 +113,13 @@ def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
     assert taken == [given]
 
 
-def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
+def test_tensors_take_a_causal_bias_on_one_kind_of_device_and_outside_of_dispatch_modes():
     """torch cannot make its bias while a mode such as a counter of operations is active."""
-    pretend_fused(monkeypatch)
-    x = torch.randn(1, 2, 50, 16)
-    with FlopCounterMode(display=False), pytest.warns(kv_hf.KVCacheWarning, match="no causal bias"):
-        assert dense.causal_attention(x, x, x) is None
+    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert dense.takes_bias(x, x, x)
+    assert not dense.takes_bias(*(SimpleNamespace(device=torch.device("cpu")),) * 3)
+    with FlopCounterMode(display=False):
+        assert not dense.takes_bias(x, x, x)
 
 
 def two_turns(model, stock, first, later, kernel="reference"):

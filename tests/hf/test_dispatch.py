@@ -1,6 +1,7 @@
 """Attention finds pages by the handle: plain models run as without kv_hf, paged ones read pages by the attention they have."""
 
 import threading
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -17,6 +18,7 @@ import kv_hf
 from kv_hf.bridge import handles
 from kv_hf.bridge.handles import EAGER, reads_eagerly
 from kv_hf.hf import latent
+from kv_hf.hf.attention import kv_hf_attention
 from kv_hf.hf.models import takes_handles, why_not_pages
 
 ATTENTION = AttentionInterface._global_mapping
@@ -212,6 +214,20 @@ def test_table_of_eager_families_names_those_without_sdpa():
         assert not base._supports_sdpa and base._can_set_attn_implementation()
 
 
+def test_attention_refuses_handles_of_an_earlier_forward():
+    model = make_model("llama")
+    cache, sides = kv_hf.PagedCache(model.config, page_size=16), torch.randn(2, 1, 2, 30, 16)
+    cache.update(*sides, 0)
+    cache.update(*sides, 1)
+    older = cache.update(*sides[..., :1, :], 0)
+    cache.update(*sides[..., :1, :], 1)
+    newer = cache.update(*sides[..., :1, :], 0)
+    module, query = model.model.layers[0].self_attn, torch.randn(1, 4, 1, 16)
+    kv_hf_attention(module, query, *newer, None)
+    with pytest.raises(kv_hf.StaleHandleError, match="an earlier forward"):
+        kv_hf_attention(module, query, *older, None)
+
+
 # -- flash attention ------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +265,7 @@ def test_models_with_flash_attention_read_pages(family, lengths, flash, kernels)
 
 
 def test_chunks_and_masks_of_flash_attention(flash, kernels):
-    """Chunks behind stored tokens, a step that hides a column, and a mask of two dimensions that reaches attention as it is."""
+    """Chunks behind stored tokens, and a step that hides a column."""
     model, inputs = make_model("llama"), left_padded([40, 9])
     model.config._attn_implementation = flash
     kv_hf.install()
@@ -266,9 +282,31 @@ def test_chunks_and_masks_of_flash_attention(flash, kernels):
         logits.append(torch.cat(run, 1))
     rounding.assert_close(logits[1], logits[0])
     assert len(kernels) == 2 * model.config.num_hidden_layers
-    assert kv_hf.hf.attention._of_columns(
-        torch.tensor([[0, 1, 1]]), torch.empty(1, 2, 2, 4), 3, 3, True
-    ).tolist() == [[[[False, True, False], [False, True, True]]]]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 48}], ids=str)
+@pytest.mark.parametrize("new", [1, 5])
+def test_masks_of_columns_that_reach_attention_hide_what_comes_later_too(new, options):
+    """As models that make no mask of queries x keys pass them on with flash attention."""
+    model, outs = make_model("llama"), []
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    module, query = model.model.layers[0].self_attn, torch.randn(2, 4, new, 16)
+    for index in (0, 1):
+        cache.update(*torch.randn(2, 2, 2, 40, 16), index)
+    keys, values = cache.update(*torch.randn(2, 2, 2, new, 16), 0)
+    columns = torch.ones(2, 40 + new)
+    columns[0, 7] = columns[1, 41:] = 0
+    shown = columns[:, None, None].bool() & torch.ones(new, 40 + new).bool().tril(40)
+    shown = torch.nn.functional.pad(shown, (0, keys.shape[2] - 40 - new))
+    for mask in (columns, shown):
+        outs.append(kv_hf_attention(module, query, keys, values, mask)[0])
+    assert torch.equal(*outs)
+    every = torch.arange(40 + new).expand(2, new, 40 + new)  # all columns are chosen
+    chosen, plain = (
+        kv_hf_attention(module, query, keys, values, None, indices=indices)[0]
+        for indices in (every, None)
+    )
+    rounding.assert_close(chosen, plain)
 
 
 def test_long_chunks_under_flash_attention_keep_windows_and_hidden_columns(flash):
@@ -302,3 +340,19 @@ def test_compiled_forward_of_a_model_that_attends_by_itself_is_refused():
         step = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(Exception, match="computes attention by itself"):
             step(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"dropout": 0.1}, {"output_attentions": True}, {"position_bias": torch.zeros(1)}],
+    ids=str,
+)
+def test_compiled_forward_that_needs_weights_or_a_bias_is_refused(asked):
+    """It would attend without them, and say nothing."""
+    module, query = make_model("llama").model.layers[0].self_attn, torch.empty(1, 4, 1, 8)
+    view = handles.TracedView(*torch.empty(2, 1, 2, 4, 8), attend=lambda *given: given[0])
+    for how in ({}, asked):
+        keys, values = handles.hand_over(view)
+        refused = pytest.raises(kv_hf.UnsupportedModelError, match="Run it without torch.compile")
+        with refused if how else nullcontext():
+            kv_hf_attention(module, query, keys, values, None, **how)

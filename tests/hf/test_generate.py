@@ -382,40 +382,22 @@ def test_cache_filled_in_inference_mode_goes_on_outside_of_it(model, implementat
 # -- names and options ------------------------------------------------------------------------------------------
 
 
-def test_cache_config_is_not_consumed(model):
-    config = {"page_size": 32, "sink_tokens": 2}
+def test_names_and_options_outlive_calls_and_files(tmp_path):
+    model, ids, kept = make_model("llama"), tokens(1, 40), {"return_dict_in_generate": True}
+    options = {"page_size": 32, "sink_tokens": 2}
+    given = {"cache_implementation": "paged_int4", "cache_config": options}
     for _ in range(2):
-        out = model.generate(
-            tokens(1, 40),
-            max_new_tokens=3,
-            cache_implementation="paged_int4",
-            cache_config=config,
-            return_dict_in_generate=True,
-        )
-        assert out.past_key_values.options.page_size == 32
-    assert config == {"page_size": 32, "sink_tokens": 2}
-
-
-def test_generation_config_with_our_name_survives_saving(tmp_path, model):
-    config = GenerationConfig(
-        cache_implementation="paged_int4", cache_config={"page_size": 32}, pad_token_id=0
-    )
-    config.save_pretrained(tmp_path)
-    loaded = GenerationConfig.from_pretrained(tmp_path)
-    out = model.generate(
-        tokens(1, 40), loaded, max_new_tokens=3, return_dict_in_generate=True, eos_token_id=None
-    )
-    assert out.past_key_values.options.page_size == 32
-    assert out.past_key_values.options.keys == "int4"
-
-
-def test_model_saved_with_our_name_generates_after_loading(tmp_path):
-    model = make_model("llama")
-    model.generation_config.cache_implementation = "paged_int4"
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    out = loaded.generate(tokens(1, 40), max_new_tokens=3, return_dict_in_generate=True)
-    assert isinstance(out.past_key_values, kv_hf.PagedCache)
+        found = [model.generate(ids, max_new_tokens=3, **given, **kept)]
+    assert options == {"page_size": 32, "sink_tokens": 2}  # not consumed
+    GenerationConfig(**given, pad_token_id=0).save_pretrained(tmp_path / "config")
+    loaded = GenerationConfig.from_pretrained(tmp_path / "config")
+    found.append(model.generate(ids, loaded, max_new_tokens=3, eos_token_id=None, **kept))
+    model.generation_config.update(**given)
+    model.save_pretrained(tmp_path / "model")
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    found.append(loaded.generate(ids, max_new_tokens=3, **kept))
+    for one in found:
+        assert one.past_key_values.options == kv_hf.CacheConfig("int4", "int4", **options)
 
 
 def test_layer_overrides_of_the_target_do_not_reach_its_assistant():

@@ -1,4 +1,4 @@
-"""Models that look at their masks or their attention's name, and that attend by themselves."""
+"""Models that attend by themselves, or keep keys and values in their own way."""
 
 import pytest
 import rounding
@@ -9,26 +9,6 @@ from tiny_models import tokens
 from transformers import DynamicCache
 
 import kv_hf
-
-
-def make(config, options):
-    if not hasattr(transformers, config):
-        pytest.skip("the installed transformers has no such family")
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**options)
-    model = transformers.AutoModelForCausalLM.from_config(made).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.08)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
-# -- models that ask for the attention's name -----------------------------------------------------------------
-
-
-# -- models that do not read the interface ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -42,7 +22,9 @@ def test_model_without_an_argument_for_a_cache_is_refused(config, name):
     """Flaubert keeps its keys and values in a transformers Cache, but takes it under another name."""
     cls = getattr(transformers, name)
     model = cls(cls.config_class(vocab_size=97, **config)).eval()
-    with pytest.raises(kv_hf.UnsupportedModelError, match=f"no forward of {name} takes past_key"):
+    with pytest.raises(
+        kv_hf.UnsupportedModelError, match=f"{name} does not keep .* as past_key_values"
+    ):
         model.generate(tokens(1, 9), max_new_tokens=2, cache_implementation="paged_exact")
 
 
@@ -128,13 +110,7 @@ def test_models_that_attend_by_themselves_get_no_preallocated_pages(family):
 
 def test_model_that_puts_columns_in_front_goes_on_with_its_cache():
     """CPMAnt has 32 prompt columns in front of the text: its cache has seen more than the text is long."""
-    model = make(
-        "CpmAntConfig",
-        {
-            **{"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 2, "dim_head": 16},
-            **{"dim_ff": 48, "num_hidden_layers": 1},
-        },
-    )
+    model = build_model("cpmant", "causal")
     ids, more = tokens(1, 60), {"do_sample": False, "return_dict_in_generate": True}
     made = {}
     for kind, cache in (
@@ -145,6 +121,3 @@ def test_model_that_puts_columns_in_front_goes_on_with_its_cache():
         text = torch.cat([first.sequences, tokens(1, 9, seed=3)], 1)
         made[kind] = model.generate(text, **more, max_new_tokens=6, past_key_values=cache)
     assert torch.equal(made["stock"].sequences, made["paged"].sequences)
-
-
-# -- arguments -----------------------------------------------------------------------------------------------

@@ -185,6 +185,7 @@ TINY = {
     "memory": {"model": "tiny", "context": 80, "cache": "paged_int4", "steps": 2},
     "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": [False, True]},
     "serving/batches": {"model": "tiny", "load": ["mixed", "shared"]} | REQUESTS,
+    "serving/steps": {"model": "tiny", "requests": 2, "prompt": 20, "answer": 4, "rounds": 1},
     "gpu/pages": gpu.PAGES | {"shape": "tiny", "context": 80},
     "gpu/logits": {"model": ["tiny", "tiny-latent"], "dtype": "float32"},
     "gpu/warm": GPU_STEP,
@@ -211,6 +212,7 @@ FIELDS = {
     "prefix": "metric requests system_tokens question_tokens batch prefix_store value tokens_computed skipped pages_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
     "requests prompt_tokens answer budget_bytes batch_tokens model dtype",
+    "batch_steps": "cache generate_ms batch_ms ratio",
     "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",

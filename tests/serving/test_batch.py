@@ -1,11 +1,12 @@
 """Continuous batching on pages beside transformers' own: the same answers from exact pages, whatever comes in between."""
 
+import contextlib
 import time
 
 import pytest
 import torch
 from tiny_hybrids import make_sliding
-from tiny_models import make_model, shared_model, stressed, value_channel
+from tiny_models import make_model, stressed, value_channel
 from tiny_server import check_batch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -49,6 +50,17 @@ def answers(model, texts, generation, batch):
     return [one.generated_tokens for one in found.values()]
 
 
+def alone(model, texts, generation):
+    """Return the answers of generate() to one text after the other."""
+    found = []
+    for text in texts:
+        ids = torch.tensor([text])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, generation_config=generation, attention_mask=mask)
+        found.append(out[0, len(text) :].tolist())
+    return found
+
+
 @pytest.fixture(scope="module")
 def own_answers():
     """Answers of transformers' own continuous batching."""
@@ -56,37 +68,24 @@ def own_answers():
 
 
 @pytest.mark.parametrize(
-    "batch",
+    ("options", "changes"),
     [
-        batching(),
-        batching(blocks=9),  # requests leave, and are computed anew
-        batching(blocks=9, cpu_offload_space=1.0),  # requests leave for the host
-        batching(allow_block_sharing=False),
-        batching(scheduler_type="prefill_first"),
-        batching(max_batch_tokens=16),
-        batching(max_requests_per_batch=3),
-    ],
-    ids=["room", "anew", "host", "alone", "prefill first", "16 tokens", "3 rows"],
-)
-def test_generate_batch_on_exact_pages_answers_as_transformers_own(own_answers, batch):
-    found = answers(make_model("llama"), prompts(), config("paged_exact"), batch)
-    assert found == own_answers
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recent_tokens": 32, "page_size": 32},
-        {"sink_tokens": 0, "page_size": 16},
-        {"kernel": "reference"},
+        (None, {}),
+        (None, {"blocks": 9}),  # requests leave, and are computed anew
+        (None, {"blocks": 9, "cpu_offload_space": 1.0}),  # as well: no pages are moved to the host
+        (None, {"allow_block_sharing": False}),
+        (None, {"scheduler_type": "prefill_first"}),
+        (None, {"max_batch_tokens": 16}),
+        (None, {"max_requests_per_batch": 3}),
+        ({"recent_tokens": 32, "page_size": 32}, {}),
+        ({"sink_tokens": 0, "page_size": 16}, {}),
+        ({"kernel": "reference"}, {}),
     ],
     ids=str,
 )
-def test_generate_batch_answers_alike_with_other_sizes_and_kernels(own_answers, options):
-    found = answers(
-        make_model("llama"), prompts(), config("paged_exact", options=options), batching()
-    )
-    assert found == own_answers
+def test_generate_batch_on_exact_pages_answers_as_transformers_own(own_answers, options, changes):
+    generation = config("paged_exact", options=options)
+    assert answers(make_model("llama"), prompts(), generation, batching(**changes)) == own_answers
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
@@ -103,12 +102,7 @@ def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):
 def test_generate_batch_answers_as_generate_does(family):
     model, texts = make_model(family), prompts((5, 90, 70))
     found = answers(model, texts, config("paged_exact", new=12), batching())
-    for text, answer in zip(texts, found, strict=True):
-        ids = torch.tensor([text])
-        alone = model.generate(
-            ids, generation_config=config(new=12), attention_mask=torch.ones_like(ids)
-        )
-        assert alone[0, len(text) :].tolist() == answer
+    assert found == alone(model, texts, config(new=12))
 
 
 def test_forked_requests_go_on_from_one_prompt():
@@ -120,13 +114,17 @@ def test_forked_requests_go_on_from_one_prompt():
         assert found == own
 
 
-def started(model, generation, **changes):
-    manager = model.init_continuous_batching(
-        generation_config=generation, continuous_batching_config=batching(**changes)
-    )
+@contextlib.contextmanager
+def running(model, name="paged_int8", new=40, options=None, sampled=(), **changes):
+    """A manager on pages, which is stopped when the block ends."""
+    generation = config(name, new, options, **dict(sampled))
+    manager = model.init_continuous_batching(generation, batching(**changes))
     manager.warmup()
     manager.start()
-    return manager
+    try:
+        yield manager
+    finally:
+        manager.stop(hard_stop=True)
 
 
 def collected(manager, count, timeout=60):
@@ -142,10 +140,8 @@ def collected(manager, count, timeout=60):
 @pytest.fixture
 def manager():
     """A manager on int8 pages of a small model."""
-    made = started(make_model("llama"), config("paged_int8"))
-    yield made
-    made.stop()
-    made.destroy()
+    with running(make_model("llama")) as made:
+        yield made
 
 
 def pages_in_use(manager):
@@ -181,44 +177,37 @@ def collected_last(manager):
 def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
     plain = make_model("llama", torch.bfloat16, head_dim=64)
     model = stressed(plain, value_channel(300.0))
-    with pytest.warns(kv_hf.KVCacheWarning, match="wider than asked"):
-        manager = started(model, config("paged_int4", options={"max_bytes": "32MiB"}))
-    try:
+    with contextlib.ExitStack() as stack:
+        with pytest.warns(kv_hf.KVCacheWarning, match="wider than asked"):
+            manager = stack.enter_context(
+                running(model, "paged_int4", options={"max_bytes": "32MiB"})
+            )
+        manager.add_request(prompts()[3], request_id="r", max_new_tokens=70)
+        assert collected(manager, 1)["r"].error is None
         cache = manager.batch_processor.cache
         names = {store.pages.spec.values.scheme.name for store in cache.stores.values()}
         assert "int4" not in names
         assert allocated(manager) == cache.room.nbytes <= 32 << 20
-        manager.add_request(prompts()[3], request_id="r", max_new_tokens=70)
-        assert collected(manager, 1)["r"].error is None
-        assert allocated(manager) == cache.room.nbytes
-    finally:
-        manager.stop()
 
 
 def test_a_prompt_that_never_fits_fails_alone():
-    manager = started(make_model("llama"), config("paged_int8"), blocks=4)
-    try:
+    with running(make_model("llama"), blocks=4) as manager:
         manager.add_request([5] * 400, request_id="long")
         manager.add_request(prompts()[1], request_id="short", max_new_tokens=5)
         found = collected(manager, 2)
         assert "room for" in found["long"].error and "max_bytes" in found["long"].error
         assert len(found["short"].generated_tokens) == 5
         assert pages_in_use(manager)[0] == 0
-    finally:
-        manager.stop()
 
 
 def test_an_answer_ends_where_the_cache_has_no_room_for_more():
-    manager = started(make_model("llama"), config("paged_int8"), blocks=2)
-    try:
+    with running(make_model("llama"), blocks=2) as manager:
         manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
         with pytest.warns(kv_hf.KVCacheWarning, match="its answer ends there"):
             found = collected(manager, 1)["r"]
         most = manager.batch_processor.cache.most_tokens
         assert found.error is None
         assert len(found.generated_tokens) == most - 100
-    finally:
-        manager.stop()
 
 
 def test_a_second_turn_finds_the_pages_of_the_first(manager):
@@ -274,10 +263,11 @@ def test_counts_of_a_manager_add_up(manager):
     cache = manager.batch_processor.cache
     assert (counts.requests, counts.tokens, counts.pages_shared) == (0, 0, 0)
     assert counts.pages == counts.pages_kept == 4
-    assert (counts.prompts, counts.prompts_hit, counts.prompt_tokens) == (2, 1, 600)
-    assert counts.prompt_tokens_computed == 300 + 40
+    found = counts.prefixes
+    assert (found.rows, found.rows_hit, found.tokens) == (2, 1, 600)
+    assert found.tokens_computed == 300 + 40
     assert counts.bytes_pages + counts.bytes_exact == cache.room.nbytes
-    assert counts.as_metrics()["kv_hf.cache.pages_allocated"] == 64
+    assert counts.pages_allocated == 64
 
 
 def test_generate_and_batches_share_one_prefix_store():
@@ -302,12 +292,9 @@ def test_generate_and_batches_share_one_prefix_store():
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
 def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count):
     generator = torch.Generator().manual_seed(1)
-    manager = started(
-        make_model("llama"), config("paged_int8"), blocks=12, max_requests_per_batch=5
-    )
-    cache = manager.batch_processor.cache
-    nbytes = allocated(manager)
-    try:
+    with running(make_model("llama"), blocks=12, max_requests_per_batch=5) as manager:
+        cache = manager.batch_processor.cache
+        nbytes = allocated(manager)
         kept = []
         for number in range(count):
             length = int(torch.randint(1, 300, (1,), generator=generator))
@@ -331,55 +318,60 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
             time.sleep(0.01)
         assert pages_in_use(manager) == (0, set())
         assert cache.groups[None].pool.num_held == cache.prefix_store.stats().pages
-    finally:
-        manager.stop()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("family", "options", "changes", "match"),
     [
-        ({"offload": "cpu"}, "offload='cpu' is for one call"),
-        ({"max_length": 512}, "max_length=512 is for one call"),
-        ({"cuda_graph": "always"}, "makes no CUDA graphs"),
-        ({"max_bytes": 1000}, "one request of this model takes at least"),
-        ({"page_sise": 16}, "page_sise"),
+        ("llama", {"offload": "cpu"}, {}, "offload='cpu' is for one call"),
+        ("llama", {"max_length": 512}, {}, "max_length=512 is for one call"),
+        ("llama", {"cuda_graph": "always"}, {}, "makes no CUDA graphs"),
+        ("llama", {"max_bytes": 1000}, {}, "one request of this model takes at least"),
+        ("llama", {"page_sise": 16}, {}, "page_sise"),
+        ("llama", {}, {"use_cuda_graph": True}, "use_cuda_graph"),
+        ("llama", {}, {"use_async_batching": True}, "use_async_batching"),
+        ("llama", {}, {"default_compile_level": 1}, "default_compile_level"),
+        ("stablelm", {}, {}, "does not hand continuous batching's cache down"),
+        ("bloom", {}, {}, "which BloomForCausalLM has not"),
     ],
     ids=str,
 )
-def test_options_that_batches_cannot_follow_are_refused_before_the_model_is_touched(options, match):
-    model = make_model("llama")
-    with pytest.raises(CacheOptionError, match=match):
-        model.generate_batch([[5, 6]], generation_config=config("paged_int8", options=options))
-    assert model.config._attn_implementation == "sdpa"
+def test_batches_that_cannot_be_are_refused_before_the_model_is_touched(
+    family, options, changes, match
+):
+    model, batch = make_model(family), batching(**changes)
+    before = model.config._attn_implementation
+    kind = CacheOptionError if options or changes else UnsupportedModelError
+    with pytest.raises(kind, match=match):
+        model.generate_batch([[5, 6]], config("paged_int8", options=options), batch)
+    assert model.config._attn_implementation == before
+
+
+def mixed(module, args, out):
+    return out + out.mean(1, keepdim=True)
+
+
+def stopped(module, args, out):
+    if out.shape[1] == 9:  # both requests of the trial
+        raise RuntimeError("a row is one text")
+    return out
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"use_cuda_graph": True}, {"use_async_batching": True}, {"default_compile_level": 1}],
-    ids=str,
+    ("hook", "match"),
+    [
+        (mixed, "computes other numbers for two requests in one row"),
+        (stopped, "cannot take the tokens of several requests .* RuntimeError: a row is one text"),
+    ],
 )
-def test_compiled_and_captured_batches_are_refused(changes):
-    with pytest.raises(CacheOptionError, match=next(iter(changes))):
-        shared_model("llama").generate_batch(
-            [[5, 6]],
-            generation_config=config("paged_int8"),
-            continuous_batching_config=batching(**changes),
-        )
-
-
-def test_models_that_do_not_hand_the_cache_down_are_refused():
-    with pytest.raises(
-        UnsupportedModelError, match="does not hand continuous batching's cache down"
-    ):
-        make_model("stablelm").generate_batch([[5, 6]], generation_config=config("paged_int8"))
-
-
-def test_models_that_attend_by_themselves_are_refused():
-    with pytest.raises(UnsupportedModelError, match="which BloomForCausalLM has not"):
-        make_model("bloom").generate_batch([[5, 6]], generation_config=config("paged_int8"))
+def test_models_that_take_a_row_for_one_text_are_refused(hook, match):
+    model = make_model("llama")
+    model.model.norm.register_forward_hook(hook)
+    with pytest.raises(UnsupportedModelError, match=match):
+        model.generate_batch([[5, 6], [7]], config("paged_int8"), batching())
 
 
 def test_generate_batch_takes_the_name_of_a_cache_as_an_argument():
@@ -417,13 +409,8 @@ def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
     model, texts = make_model("llama"), prompts((90, 70, 150))
     whole = batching(max_batch_tokens=1024, allow_block_sharing=False)
     for name in ("paged_int8", "paged_int4", "paged_int3", "paged_int2", "paged_k5v3", "paged_fp8"):
-        found = answers(model, texts, config(name, new=12), whole)
-        for text, answer in zip(texts, found, strict=True):
-            ids = torch.tensor([text])
-            alone = model.generate(
-                ids, generation_config=config(name, new=12), attention_mask=torch.ones_like(ids)
-            )
-            assert alone[0, len(text) :].tolist() == answer
+        generation = config(name, new=12)
+        assert answers(model, texts, generation, whole) == alone(model, texts, generation)
 
 
 @pytest.mark.parametrize("length", [257, 258, 384])
@@ -455,12 +442,4 @@ def test_requests_read_parts_of_long_texts_as_generate_does():
     batch = batching(blocks=200, page_size=16, max_batch_tokens=600)  # prompts are not chunked
     found = answers(model, texts, config("paged_exact", options=part), batch)
     whole = answers(model, texts, config("paged_exact", options={"page_size": 16}), batch)
-    assert found != whole
-    for text, answer in zip(texts, found, strict=True):
-        ids = torch.tensor([text])
-        alone = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=config("paged_exact", options=part),
-        )
-        assert answer == alone[0, len(text) :].tolist()
+    assert found == alone(model, texts, config("paged_exact", options=part)) != whole

@@ -5,14 +5,12 @@ import re
 import time
 import weakref
 
-import pytest
 import torch
-from test_batch import answers, batching, collected, config, prompts, started
+from test_batch import answers, batching, collected, config, prompts, running
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kv_hf
-from kv_hf.errors import UnsupportedModelError
 
 TEXT = prompts()[3]
 
@@ -33,10 +31,7 @@ def begun(manager, request_id, text=TEXT, **options):
 
 def test_children_that_wait_for_a_row_keep_the_salt():
     sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
-    manager = started(
-        make_model("llama"), config("paged_int8", 4, **sampled), max_requests_per_batch=1
-    )
-    try:
+    with running(make_model("llama"), new=4, sampled=sampled, max_requests_per_batch=1) as manager:
         manager.add_request(TEXT, request_id="a", cache_salt="x")
         assert len(collected(manager, 3)) == 3
         manager.num_return_sequences = 1
@@ -45,13 +40,10 @@ def test_children_that_wait_for_a_row_keep_the_salt():
         manager.add_request(TEXT, request_id="b")
         collected(manager, 1)
         assert store.stats().tokens_computed - before == len(TEXT)
-    finally:
-        manager.stop()
 
 
 def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
-    manager = started(make_model("llama"), config("paged_int8", 60))
-    try:
+    with running(make_model("llama"), new=60) as manager:
         begun(manager, "a")
         manager.add_request([5, 6, 7], request_id="a")
         manager.add_request([5, 6, 7], request_id="b")
@@ -65,37 +57,23 @@ def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
             ("a", True),
             ("b", True),
         }
-    finally:
-        manager.stop()
 
 
 def test_starved_requests_leave_until_kept_prefixes_make_room_and_no_longer():
     left = {}
     for sharing in (True, False):
-        manager = started(
-            make_model("llama"),
-            config("paged_int8", 200),
-            blocks=24,
-            max_requests_per_batch=8,
-            max_batch_tokens=1000,
-            allow_block_sharing=sharing,
-        )
-        try:
+        rows = {"blocks": 24, "max_requests_per_batch": 8, "max_batch_tokens": 1000}
+        with running(make_model("llama"), new=200, **rows, allow_block_sharing=sharing) as manager:
             for text in prompts((100,) * 8)[:8]:
                 manager.add_request(text)
             found = collected(manager, 8)
             assert [one.error for one in found.values()] == [None] * 8
             left[sharing] = kv_hf.BatchCounts.of(manager).requests_evicted
-        finally:
-            manager.stop()
     assert 0 < left[True] <= left[False]
 
 
 def test_waiting_requests_go_on_when_all_others_are_cancelled():
-    manager = started(
-        make_model("llama"), config("paged_int8", 600), blocks=12, max_requests_per_batch=8
-    )
-    try:
+    with running(make_model("llama"), new=600, blocks=12, max_requests_per_batch=8) as manager:
         scheduler = manager.batch_processor.scheduler
         for index, text in enumerate(prompts((100,) * 6)[:6]):
             manager.add_request(text, request_id=str(index))
@@ -105,8 +83,6 @@ def test_waiting_requests_go_on_when_all_others_are_cancelled():
             for request_id in scheduler.active_requests:
                 manager.cancel_request(request_id)
         wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
-    finally:
-        manager.stop(hard_stop=True)
 
 
 def eager_model():
@@ -121,13 +97,10 @@ def eager_model():
 def test_managers_leave_a_model_its_eager_attention():
     """One stops, another goes on, and transformers' own pages are read as if there had been none."""
     model = eager_model()
-    first, second = (started(model, config("paged_int8", 60)) for _ in range(2))
-    try:
-        begun(second, "a")
-        first.stop()
+    with running(model, new=60) as second:
+        with running(model, new=60):
+            begun(second, "a")
         assert collected(second, 1)["a"].error is None
-    finally:
-        second.stop()
     own, ours = (
         answers(model, [TEXT], config(one, 4), batching()) for one in (None, "paged_exact")
     )
@@ -135,36 +108,20 @@ def test_managers_leave_a_model_its_eager_attention():
     assert model.config._attn_implementation == "eager"
 
 
-def test_16_bit_pages_are_refused_while_a_manager_reads_pages_eagerly():
-    model = eager_model()
-    manager = started(model, config("paged_int8", 60))
-    try:
-        begun(manager, "a")
-        with pytest.raises(UnsupportedModelError, match="stop it first"):
-            model.generate_batch([[5, 6]], config(new=2), batching())
-        assert collected(manager, 1)["a"].error is None
-    finally:
-        manager.stop()
-
-
 def test_an_attention_that_is_changed_under_a_manager_is_named():
     model = make_model("llama")
-    manager = started(model, config("paged_int8", 500))
-    try:
+    with running(model, new=500) as manager:
         begun(manager, "a")
         model.set_attn_implementation("eager")
         said = (
             "was changed, .* its attention is 'eager', which does not read pages; stop the manager"
         )
         assert re.search(said, collected(manager, 1)["a"].error)
-    finally:
-        manager.stop()
 
 
 def test_stop_frees_the_cache_of_a_manager_that_is_still_named():
-    manager = started(make_model("llama"), config("paged_int8", 6))
-    cache = weakref.ref(manager.batch_processor.cache)
-    manager.stop()
+    with running(make_model("llama"), new=6) as manager:
+        cache = weakref.ref(manager.batch_processor.cache)
     gc.collect()
     assert cache() is None
 
@@ -172,13 +129,10 @@ def test_stop_frees_the_cache_of_a_manager_that_is_still_named():
 def test_pages_of_generate_in_a_shared_store_leave_a_manager_its_room():
     model, store = make_model("llama"), kv_hf.PrefixStore()
     options = {"max_bytes": "1MiB", "prefix_store": store}
-    manager = started(model, config("paged_int8", 6, options))
-    try:
+    with running(model, new=6, options=options) as manager:
         cache = kv_hf.PagedCache(model.config, keys="int8", values="int8", prefix_store=store)
         ids = torch.randint(3, 97, (6, 900), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             model(input_ids=ids, past_key_values=cache)
         manager.add_request(TEXT * 2, request_id="a")
         assert collected(manager, 1)["a"].error is None
-    finally:
-        manager.stop()

@@ -258,18 +258,16 @@ def test_masses_by_an_index_are_those_by_the_pages(keys, layout):
 @pytest.mark.parametrize("keys", FORMATS)
 def test_c_chooses_as_the_reference(keys, dtype):
     """By whole pages and by their index; the packed arguments of both are kept apart."""
-    for dim, page in ((64, 16), (80, 64), (128, 64)):
+    for dim, page, options in (
+        (64, 16, {"q_len": 1}),
+        (80, 64, {"q_len": 3, "group": 3, "softcap": 20.0}),
+        (128, 64, {"q_len": 16, "group": 1, "sink_logits": torch.linspace(-2, 3, 2)}),
+    ):
         kv = long_kv(keys, dim=dim, dtype=dtype, page=page, slots=page + 24)
         assert kv.spec.keys.layout == LANES
-        indexed = by_index(kv, words_of(kv))
-        for options in (
-            {"q_len": 1},
-            {"q_len": 3, "group": 3, "softcap": 20.0},
-            {"q_len": 16, "group": 1, "sink_logits": torch.linspace(-2, 3, 2)},
-        ):
-            call = call_of(kv, dtype=dtype, **options)
-            for one in (call, replace(call, kv=indexed)):
-                assert_same_choice(one, choose_in_c(one))
+        call = call_of(kv, dtype=dtype, **options)
+        for one in (call, replace(call, kv=by_index(kv, words_of(kv)))):
+            assert_same_choice(one, choose_in_c(one))
 
 
 @needs_library

@@ -19,7 +19,6 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import attention as reference
 
 SCALE = 0.125
-ROWS = [(5, 11), (2, 20)]
 FP32 = Rounding.of("c", torch.float32)
 
 # -- right results are within ----------------------------------------------------------------------------------

@@ -3,14 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from interpreter import attend as attend_in_triton
-from interpreter import call, needs_interpreter
 from paged_inputs import check, make_kv, make_query, needs_library
 from rounding import Rounding
 
 from kv_hf.backends.cpu import decode
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference.pages import dense_side
 from kv_hf.geometry import Geometry, Place, full_pages, place_of, window_token
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
@@ -136,9 +133,9 @@ def check_jobs(seal, sizes, rows, before):
         assert place_of(token, number + 1, **where) == Place(number, 0)
 
 
-def batch_of(sizes, layout, few=False):
+def batch_of(sizes, layout):
     """Pages and windows of rows of all lengths of the table, the longest of them without padding."""
-    lengths = lengths_of(sizes)[:: 4 if few else 1]
+    lengths = lengths_of(sizes)
     rows = [(sizes.sealed(tokens), sizes.exact(tokens)) for tokens in lengths]
     return make_kv(
         "exact", rows=rows, heads=1, page=sizes.page_size, sinks=sizes.sink_tokens, slots=sizes.slots, layout=layout,
@@ -165,31 +162,3 @@ def test_backends_read_tokens_where_the_rule_says(backend, sizes, hidden):
     attend = TORCH.get(backend, decode.paged_attention)
     query = make_query(kv, 3, 1, torch.float32)
     check(query, kv, attend, Rounding.of(backend, query.dtype), **cases_of(kv, 3)[hidden])
-
-
-@needs_interpreter
-@pytest.mark.parametrize("hidden", ["causal", "mask", "sliding"])
-@pytest.mark.parametrize("sizes", FULL[:2], ids=name_of)
-def test_triton_reads_tokens_where_the_rule_says(sizes, hidden):
-    kv = batch_of(sizes, "rows", few=True)
-
-    def attend(*args, **options):
-        return call(attend_in_triton, *args, **options)
-
-    query = make_query(kv, 3, 1, torch.float32)
-    check(query, kv, attend, Rounding.of("triton", query.dtype), **cases_of(kv, 3)[hidden])
-
-
-@pytest.mark.parametrize("sizes", FULL, ids=name_of)
-def test_dense_side_writes_tokens_where_the_rule_says(sizes):
-    kv = batch_of(sizes, LANES)
-    out = dense_side(kv, "keys")
-    where = {"page_size": sizes.page_size, "sink_tokens": sizes.sink_tokens}
-    tokens = kv.num_pages * kv.page_size + kv.exact_lens
-    for row, count in enumerate(tokens.tolist()):
-        padding, pages = int(kv.padding[row]), int(kv.num_pages[row])
-        assert not out[row, :, :padding].any() and padding + count == kv.seen
-        for token in range(count):
-            place = place_of(token, pages, **where)
-            if place.page is None:
-                assert out[row, :, padding + token].equal(kv.residual_keys[row, :, place.slot])

@@ -44,7 +44,8 @@ def at_once(work: Callable[[int], object], count: int) -> list[object]:
 def generate(model, index: int) -> torch.Tensor:
     name = NAMES[index % len(NAMES)]
     batch = left_padded([75 + 7 * index, 30 + 5 * index], seed=index)
-    return model.generate(**batch, max_new_tokens=50, do_sample=False, cache_implementation=name)
+    pages = {"cache_implementation": name, "cache_config": {"page_size": 16}}
+    return model.generate(**batch, **pages, max_new_tokens=20, do_sample=False)
 
 
 def check(threads: int, rounds: int) -> None:

@@ -288,3 +288,24 @@ def test_sealed_pages_hold_what_the_codec_encodes_and_never_change(keys):
                     for name, tensor in storage.fields.items():
                         assert torch.equal(tensor[page], expected[name][0])
                         assert torch.equal(tensor[page], before[2 * index + side][name][page])
+
+
+@pytest.mark.parametrize("keys", ["exact", "int4"])
+def test_reorder_writes_no_sealed_page_and_only_the_rows_that_change(keys):
+    """Beams move as references, whatever the length of their history."""
+    paged, _ = make(keys)
+    append(paged, states(4, 100, 0))
+    append(paged, states(4, 1, 1))
+    sides = [side for layer in paged.paged_layers for side in layer.storage.sides]
+    before = [{field: t.clone() for field, t in side.fields.items()} for side in sides]
+    where = [t.data_ptr() for side in sides for t in side.fields.values()]
+    windows = [window for layer in paged.paged_layers for window in layer.residuals]
+    rows = [window.tokens.clone() for window in windows]
+    places = [window.tokens.data_ptr() for window in windows]
+    paged.reorder_cache(torch.tensor([0, 0, 2, 1]))
+    for side, old in zip(sides, before, strict=True):
+        assert all(torch.equal(side.fields[field], t) for field, t in old.items())
+    assert where == [t.data_ptr() for side in sides for t in side.fields.values()]
+    assert places == [window.tokens.data_ptr() for window in windows]
+    for window, old in zip(windows, rows, strict=True):
+        assert torch.equal(window.tokens, old[[0, 0, 2, 1]])

@@ -73,16 +73,6 @@ def test_handle_has_the_shape_and_dtype_of_dynamic_cache_without_computing():
         assert "LazyKV" in repr(keys)
 
 
-def test_handle_of_an_earlier_forward_raises():
-    _, cache = filled_cache()
-    states = new_states()
-    old, _ = cache.update(*states, 0)
-    cache.update(*states, 1)
-    cache.update(*new_states(), 0)
-    with pytest.raises(kv_hf.StaleHandleError, match="earlier forward"):
-        old + 1
-
-
 def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     model, cache = filled_cache("int4")
     with pytest.warns(kv_hf.KVCacheWarning, match="No gradient flows through the keys"):

@@ -46,7 +46,6 @@ LOOKED_UP = {
 }  # of other seeds one has a step whose best two tokens are a rounding apart
 FEATURES = {
     "beams": (left_padded(LENGTHS), {"num_beams": 3}, {}),
-    "samples": (left_padded(LENGTHS), {"do_sample": True, "num_return_sequences": 3, "top_k": 20}, {}),
     "lookup": (LOOKED_UP, {"prompt_lookup_num_tokens": 4}, {}),
     "assistant": ({"input_ids": tokens(1, 40)}, {"assistant_model": None}, {}),
     "offload": (left_padded(LENGTHS), {"num_beams": 2}, {"offload": "disk"}),

@@ -1,10 +1,11 @@
-"""Bytes: what a cache reports equals its tensors and the prediction, and a decode step stays small."""
+"""Bytes: what a cache reports equals its tensors and the prediction, a decode step stays small, and a cache says what it is."""
 
 import pytest
 import rounding
+import tiny_encoders
 import torch
 from allocations import NewTensors
-from tiny_models import ONE_FORMAT, left_padded, make_config, make_model, shared_model, tokens
+from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
@@ -33,15 +34,14 @@ def predicted(cache):
     )
 
 
-@pytest.mark.parametrize("implementation", ONE_FORMAT)
 @pytest.mark.parametrize(
-    "options",
+    ("implementation", "options"),
     [
-        {},
-        {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24},
-        {"page_size": 16, "reserve_tokens": 300},
-        {"reserve_tokens": 70},
-        {"reserve_tokens": 100_000, "max_pages": 30},
+        *((name, {}) for name in ONE_FORMAT),
+        ("paged_int4", {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24}),
+        ("paged_exact", {"page_size": 16, "reserve_tokens": 300}),
+        ("paged_int8", {"reserve_tokens": 70}),
+        ("paged_int4", {"reserve_tokens": 100_000, "max_pages": 30}),
     ],
     ids=str,
 )
@@ -59,21 +59,6 @@ def test_memory_equals_tensors_and_prediction_after_generation(implementation, o
         report = cache.memory()
         assert report.total == tensor_bytes(cache)
         assert report == predicted(cache)
-
-
-@pytest.mark.parametrize(
-    ("keys", "limit"), [("int4", 0.30), ("int8", 0.53), ("fp8", 0.53), ("int2", 0.22)]
-)
-@pytest.mark.parametrize("length", [4096, 4165, 6000])
-def test_stored_part_of_bf16_at_head_dim_128(keys, limit, length):
-    config = make_config("llama", num_hidden_layers=1, head_dim=128, num_key_value_heads=2)
-    cache, dynamic = kv_hf.PagedCache(config, keys=keys), DynamicCache(config=config)
-    states = torch.randn(2, 1, 2, length, 128).bfloat16()
-    for first, last in ((0, length - 3), (length - 3, length)):
-        for made in (cache, dynamic):
-            made.update(*states[:, :, :, first:last], 0)
-    stored = dynamic.layers[0].keys.nbytes + dynamic.layers[0].values.nbytes
-    assert cache.memory().total <= limit * stored
 
 
 def test_reserved_storage_never_moves_while_it_is_filled():
@@ -128,3 +113,85 @@ def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
     dense = heads * length * dim * 4
     assert made.largest <= max(tile, *(p.nbytes for p in model.parameters()))
     assert made.largest < dense / 4
+
+
+# -- what a cache says it is --------------------------------------------------------------------------------
+
+# options -> what repr says
+SHOWN = {
+    "formats": (
+        {"keys": "int8", "values": "int4"},
+        "PagedCache(keys='int8', values='int4', page_size=64, rows=1, tokens=100, pages=1, bytes=",
+    ),
+    "layers": (
+        {"keys": "int8", "layers": {"1": "int4"}, "sink_tokens": 8},
+        "PagedCache(keys='int8', values='int8', page_size=64, sink_tokens=8, layers={'1': 'int4'}, ",
+    ),
+    "preallocated": (
+        {"keys": "int4", "max_length": "1k"},
+        "PagedCache(keys='int4', values='int4', page_size=64, max_length=1024, rows=1, tokens=100, ",
+    ),
+    "offload": (
+        {"keys": "int4", "offload": "disk"},
+        "PagedCache(keys='int4', values='int4', page_size=64, offload='disk', rows=1, ",
+    ),
+}
+
+
+def filled(**options):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **options)
+    for ids in tokens(1, 100).split([99, 1], dim=1):
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(("options", "call"), SHOWN.values(), ids=SHOWN)
+def test_cache_shows_its_options_and_contents(options, call):
+    cache = filled(**options)
+    assert repr(cache).startswith(call)
+    assert repr(cache).endswith(")")
+    assert f"bytes={cache.memory().total}" in repr(cache)
+
+
+def test_classes_show_their_own_names():
+    class Own(kv_hf.PagedCache):
+        pass
+
+    config = shared_model("llama").config
+    assert repr(Own(config)).startswith("Own(keys='exact'")
+    assert repr(kv_hf.PagedCache(config)).endswith("rows=0, tokens=0, pages=0, bytes=0)")
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+def test_encoder_decoder_cache_shows_both_halves(cross):
+    config = tiny_encoders.shared_model("t5").config
+    cache = kv_hf.PagedEncoderDecoderCache(config, keys="int4", cross_attention=cross)
+    own, other = cache.self_attention_cache, cache.cross_attention_cache
+    name = type(cache).__name__
+    assert repr(cache) == f"{name}(self_attention_cache={own!r}, cross_attention_cache={other!r})"
+
+
+def test_memory_report_lists_its_parts():
+    report = kv_hf.MemoryReport(
+        payload=3 << 20, scales=1 << 20, tail=512, tables=0, other=0,
+        pages_held=3, pages_allocated=4, tokens=6144, offloaded=2 << 30,
+    )  # fmt: skip
+    assert str(report) == (
+        "4.00 MiB (codes 3.00 MiB, scales 1.00 MiB, exact tokens 512 B); 2.00 GiB outside of the device; 6,144 tokens, "
+        "pages 3 of 4"
+    )
+
+
+def test_layer_report_gives_its_reason():
+    assert str(filled(keys="int8").report()[1]) == "layer 1: paged, int8 and int8"
+    kept = kv_hf.cache.report.LayerReport(3, "DynamicLayer", None, None, "a reason")
+    assert str(kept) == "layer 3: DynamicLayer: a reason"
+
+
+def test_cache_config_prints_what_was_given():
+    given = kv_hf.CacheConfig(keys="int8", values="int4", offload="cpu", device_bytes="1MiB")
+    assert (
+        str(given) == "CacheConfig(keys='int8', values='int4', offload='cpu', device_bytes=1048576)"
+    )
+    assert "sink_tokens=4" in repr(given)

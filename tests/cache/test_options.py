@@ -18,7 +18,6 @@ from kv_hf.checks import check_choice
 from kv_hf.config import CacheConfig, check_option_names
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import cache_names, format_names
-from kv_hf.spec import PageSpec
 
 FORMATS = "must be one of exact, fp8, int8, int4, int2"
 POWER = "page_size must be a power of two of at least 16, got"
@@ -128,14 +127,6 @@ def test_group_size_that_no_format_reads_is_refused(argument):
     kv_hf.PagedCache(config, keys="int8", layers={"0": "int4"}, **{argument: 16})
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("paged_int4", 7), ("paged_int2", 10)])
-def test_head_dim_that_cannot_be_packed_is_refused(name, head_dim):
-    config = tiny_models.make_config("gpt2", n_embd=4 * head_dim)
-    with pytest.raises(CacheOptionError, match="head_dim must be a multiple of"):
-        kv_hf.PagedCache.from_implementation(config, name)
-    kv_hf.PagedCache(config, keys="int8")
-
-
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(CacheOptionError) as error:
         check_choice("keys", "zzz", format_names("keys", "values"))
@@ -173,22 +164,6 @@ def test_prefix_store_reads_its_bound_with_a_unit():
         kv_hf.PrefixStore(max_bytes="512M")
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 1024])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_cache_config_default_groups_fit_every_page_size(name, page_size):
-    """int2's default of 32 tokens per key scale once met a page of 16, which is a documented size."""
-    config = CacheConfig(keys=name, values=name, page_size=page_size)
-    spec = PageSpec.build(
-        *config.schemes(0, 1),
-        num_kv_heads=1,
-        key_dim=64,
-        value_dim=64,
-        page_size=page_size,
-        dtype=torch.float16,
-    )
-    assert spec.keys.page_size == page_size
-
-
 def test_cache_config_keeps_its_layers_when_the_given_dict_changes():
     """The options are validated once and frozen: an edit of the caller's dict must not pass unchecked."""
     layers = {"0": {"keys": "int8"}}
@@ -207,6 +182,7 @@ def test_cache_config_keeps_its_layers_when_the_given_dict_changes():
     [
         *((name, {"keys": one, "values": one}) for name, one in tiny_models.ONE_FORMAT.items()),
         ("paged_int2", {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
+        ("paged_k8v4", {"keys": "int8", "values": "int4"}),
         ("paged_int3", {"keys": "int2_mixed", "values": "int3_rotated"}),
         ("paged_k5v3", {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),
     ],
@@ -529,18 +505,6 @@ def test_generation_config_with_a_cache_config_is_saved_and_read(config, tmp_pat
     read = GenerationConfig.from_pretrained(tmp_path).cache_config
     found = CacheConfig.from_options("paged_exact", read)
     assert found.schemes(0, 1) == config.schemes(0, 1)
-
-
-def test_both_cache_implementation_and_cache_are_refused():
-    model = tiny_models.shared_model("llama")
-    cache = kv_hf.PagedCache(model.config)
-    with pytest.raises(ValueError, match="Passing both"):
-        model.generate(
-            tiny_models.tokens(1, 8),
-            max_new_tokens=2,
-            past_key_values=cache,
-            cache_implementation="paged_int4",
-        )
 
 
 # -- names of the package ----------------------------------------------------------------------------------

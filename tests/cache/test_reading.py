@@ -1,24 +1,33 @@
-"""Steps that read a part of a long text: what is read, that nothing is lost, and every operation on such a cache."""
+"""Steps that read a part of a long text: what is read and fetched, that nothing is lost, and every operation on such a cache."""
 
+import copy
+import functools
 import logging
+import pickle
 import warnings
 
 import pytest
 import rounding
 import tiny_latent
 import torch
-from tiny_models import COMMON, make_model, tokens
+from tiny_models import COMMON, left_padded, make_model, tokens
+from token_states import place_outside
 from transformers import DynamicCache, MistralConfig
+from wrapped_kernels import wrap_kernels
 
 import kv_hf
 from kv_hf import notices
 from kv_hf.backends import dispatch
 from kv_hf.backends.cpu import library
+from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheOptionError
 from kv_hf.evaluation.accuracy import next_chunk
+from kv_hf.page_summary import part_bytes, summary_words
+from kv_hf.pages import offload
 from kv_hf.read_budget import pages_for
 
-PAGE, SINKS = 16, 4
+LAYERS, PAGE, SINKS = 2, 16, 4
+BEGUN = 204  # tokens of a prompt: 12 pages, and the next one is sealed 8 steps later
 PART = {"page_size": PAGE, "read_tokens": 100, "read_from": 64}
 MOST = pages_for(100, SINKS, PAGE)  # 5 pages
 needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
@@ -26,8 +35,8 @@ needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.m
 
 @pytest.fixture(scope="module")
 def model():
-    """A model whose attention is far from even, so that a choice of pages matters."""
-    made = make_model("llama", num_hidden_layers=3)
+    """A model whose attention is far from even, with heads of which every format reads a part."""
+    made = make_model("llama", num_hidden_layers=LAYERS, head_dim=64)
     for layer in made.model.layers:
         layer.self_attn.q_proj.weight.data *= 3
     return made
@@ -77,7 +86,7 @@ def assert_alike(one, other):
 def test_a_step_reads_the_budget_and_the_newest_page(model, reads):
     ids = tokens(1, 330)
     steps(model, cache_of(model), ids, 300)
-    assert len(reads) == 30 * 3
+    assert len(reads) == 30 * LAYERS
     for queries, counts, pages, kv in reads:
         assert queries == 1 and counts == [MOST]
         assert pages[0][-1] == int(kv.block_table[0, int(kv.num_pages[0]) - 1])
@@ -298,3 +307,217 @@ def test_models_without_layers_to_choose_for_are_errors():
     latent = tiny_latent.shared_model("deepseek_v3")
     with pytest.raises(CacheOptionError, match="caches latents"):
         kv_hf.PagedCache(latent.config, **PART)
+
+
+# -- pages outside of the device ----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["disk", "eager", "late"])
+def place(request, monkeypatch):
+    """Options that put pages outside."""
+    return place_outside(request.param, monkeypatch)
+
+
+@pytest.fixture
+def same_words(monkeypatch):
+    """Every choice reads the same words: an index fixes them once, a choice over whole pages anew for every row and step."""
+
+    def words_to_read(fields, spec):
+        count = summary_words(spec)
+        return torch.arange(count, dtype=torch.int32).repeat(spec.num_kv_heads, 1)
+
+    for module in (selection, offload):
+        monkeypatch.setattr(module, "words_to_read", words_to_read)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """The pages that each choice among pages outside led to: a list for each row."""
+    seen = []
+
+    def recorded(choose_pages):
+        def record(call):
+            table, counts = choose_pages(call)
+            rows = zip(table.tolist(), counts.tolist(), strict=True)
+            seen.append([row[:count] for row, count in rows])
+            return table, counts
+
+        return record
+
+    wrap_kernels(monkeypatch, choose_pages=recorded)
+    return seen
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """What was copied from host memory: (layer, pages), and (layer, pages of keys) for an index."""
+    whole, keys = [], []
+    fetch, cover = offload.OffloadedStorage.fetch, offload.PageIndex.cover
+
+    def fetching(self, runs, targets):
+        whole.append((self, [page + at for _, page, count in runs for at in range(count)]))
+        fetch(self, runs, targets)
+
+    def covering(self, table, pages, capacity, take):
+        def taking(some):
+            keys.append((self, list(some)))
+            return take(some)
+
+        cover(self, table, pages, capacity, taking)
+
+    monkeypatch.setattr(offload.OffloadedStorage, "fetch", fetching)
+    monkeypatch.setattr(offload.PageIndex, "cover", covering)
+    return whole, keys
+
+
+def offloaded(model, keys="int4", kernel="reference", **options):
+    values = "int4" if "mixed" in keys else keys
+    return cache_of(model, keys, values=values, kernel=kernel, widen="never", **options)
+
+
+@functools.cache
+def plain_steps(model, keys, **options):
+    """Steps of two rows without offload, computed once; a page is sealed in one of them."""
+    ids = torch.cat([tokens(1, BEGUN + 10, seed=seed) for seed in (1, 2)])
+    return ids, steps(model, offloaded(model, keys, **options), ids, BEGUN)
+
+
+def pages_of(copies):
+    return [page for _, pages in copies for page in pages]
+
+
+# -- the same results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ("exact", {}),
+        ("int4", {}),
+        ("int4_mixed", {}),
+        ("int4", {"read_tokens": None, "read_share": 0.4}),
+        ("int4", {"read_tokens": None, "read_top_p": 0.7}),
+        ("int4", {"read_top_p": 0.7}),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_a_cache_without_offload(model, keys, options, place, same_words):
+    ids, plain = plain_steps(model, keys, **options)
+    found = steps(model, offloaded(model, keys, **options, **place), ids, BEGUN)
+    assert torch.equal(found, plain)
+
+
+def test_a_padded_batch_and_beams(model, place, same_words):
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"max_new_tokens": 12, "eos_token_id": None, "cache_implementation": "paged_int4"}
+    config = {**PART, "kernel": "reference"}
+    for batch, beams in ((left_padded([BEGUN, 180, 40]), 1), ({"input_ids": tokens(1, BEGUN)}, 3)):
+        given = {**batch, **options, "num_beams": beams}
+        plain = model.generate(**given, cache_config=config)
+        found = model.generate(**given, cache_config={**config, **place})
+        assert torch.equal(plain.sequences, found.sequences)
+        assert all(map(torch.equal, plain.logits, found.logits))
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+def test_ids_that_are_used_again_are_read_anew(model, place, same_words):
+    """A crop gives pages back, and other tokens are sealed into them: the index must not tell of the former."""
+    caches = [offloaded(model), offloaded(model, **place)]
+    ids = tokens(1, BEGUN + 10)
+    for seed in (3, 4):
+        found = [steps(model, cache, ids, BEGUN if seed == 3 else None) for cache in caches]
+        assert torch.equal(*found)
+        for cache in caches:
+            cache.crop(-150)
+        ids = tokens(1, 150, seed=seed)
+        with torch.no_grad():
+            more = [model(ids, past_key_values=cache).logits for cache in caches]
+        assert torch.equal(*more)
+        ids = tokens(1, 10, seed=seed + 10)
+    caches[1].check_integrity()
+
+
+def test_copies_reordered_rows_states_and_resets_go_on_alike(model, place, same_words, tmp_path):
+    ids = torch.cat([tokens(1, BEGUN + 10, seed=1), tokens(1, BEGUN + 10, seed=2)])
+    cache, plain = offloaded(model, **place), offloaded(model)
+    for one in (cache, plain):
+        steps(model, one, ids[:, : BEGUN + 3], BEGUN)
+    copied, turned = copy.deepcopy(cache), copy.deepcopy(cache)
+    unpickled = pickle.loads(pickle.dumps(cache))
+    cache.save(tmp_path / "held.safetensors", model)
+    loaded = kv_hf.PagedCache.load(tmp_path / "held.safetensors", model)
+    turned.reorder_cache(torch.tensor([1, 0]))
+    rest = ids[:, BEGUN + 3 :]
+    expected = steps(model, plain, rest)
+    for one in (cache, copied, unpickled, loaded):
+        assert torch.equal(steps(model, one, rest), expected)
+    assert torch.equal(steps(model, turned, rest.flip(0)).flip(0), expected)
+    cache.reset()
+    plain.reset()
+    del copied, turned
+    ids = tokens(3, BEGUN + 2, seed=9)
+    assert torch.equal(steps(model, cache, ids, BEGUN), steps(model, plain, ids, BEGUN))
+
+
+# -- fetching --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fetched):
+    ids = tokens(1, BEGUN + 26)
+    cache = offloaded(model, offload="disk")
+    steps(model, cache, ids[:, : BEGUN + 1], BEGUN)
+    whole, keys = fetched
+    for layer in cache.paged_layers:
+        # each page once, and those twice that say which words are read
+        own = [page for index, pages in keys if index is layer.storage.index for page in pages]
+        assert set(own) == set(range(12)) and len(own) == 12 + 8
+    for at in range(BEGUN + 1, BEGUN + 26):
+        sealed = len(cache.group.rows[0].pages)
+        for seen in (choices, whole, keys):
+            seen.clear()
+        steps(model, cache, ids[:, at : at + 1])
+        assert len(choices) == LAYERS
+        # one buffer for all layers: each fetches all that it chose
+        assert pages_of(whole) == [page for choice in choices for page in choice[0]]
+        assert all(len(choice[0]) == MOST for choice in choices)
+        # a page that was sealed behind the last step
+        assert pages_of(keys) in ([], [sealed - 1] * LAYERS)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_device_holds_the_index_and_room_for_what_is_chosen(model):
+    whole, part = (
+        offloaded(model, offload="disk", **options)
+        for options in ({"read_tokens": None, "read_from": 4096}, {})
+    )
+    for cache in (whole, part):
+        steps(model, cache, tokens(1, BEGUN + 2), BEGUN)
+    spec = part.paged_layers[0].spec
+    index = LAYERS * 12 * part_bytes(spec.keys)
+    assert whole.memory().staging == 12 * spec.page_bytes
+    assert part.memory().staging == MOST * spec.page_bytes + index
+    with torch.no_grad():  # more queries than a step has read everything
+        model(tokens(1, 30), past_key_values=part)
+    assert part.memory().staging == 14 * spec.page_bytes + index
+
+
+def test_the_budget_holds_at_every_step(model):
+    budget = 14 * 2 * 2 * 16 * 64 * 4  # pages of one layer: sides, heads, tokens, head_dim, fp32
+    cache = offloaded(model, "exact", offload="disk", device_bytes=budget)
+    ids = tokens(1, 190)
+    with torch.no_grad():
+        model(ids[:, :100], past_key_values=cache)
+        for at in range(100, 190):
+            model(ids[:, at : at + 1], past_key_values=cache)
+            memory = cache.memory()
+            assert memory.payload + memory.scales + memory.staging <= budget
+    with pytest.raises(
+        kv_hf.DeviceBudgetError, match="index of all pages that a step chooses from"
+    ):
+        model(tokens(1, 600), past_key_values=cache)
+    assert cache.get_seq_length() == 190
+    cache.check_integrity()

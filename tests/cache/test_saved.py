@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import signal
 import threading
 from dataclasses import replace
 
@@ -31,7 +30,7 @@ def filled(model, inputs, **options):
     return cache, out
 
 
-def go_on(model, cache, text, mask=None, steps=40):
+def go_on(model, cache, text, mask=None, steps=20):
     """Continue a text by a few tokens more than the cache has seen; return tokens and logits."""
     more = torch.cat([text, tokens(text.shape[0], 5, seed=9)], -1)
     if mask is not None:
@@ -69,9 +68,11 @@ MADE = {
     },
 }
 CASES = [
-    *(("llama", {"keys": keys, "values": values, "recent_tokens": 5}) for keys in ("exact", "int4") for values in FORMATS),
-    *(("bf16", {"keys": name, "layers": {"1": {"values": "int8"}}}) for name in FORMATS),
-    *((name, {"keys": keys}) for name in ("gemma3", "gpt_oss", "mistral") for keys in ("exact", "int4")),
+    *(("llama", {"keys": keys, "values": values, "recent_tokens": 5}) for keys, values in zip(FORMATS, reversed(FORMATS), strict=True)),
+    *(("bf16", {"keys": name, "layers": {"1": {"values": "int8"}}}) for name in ("exact", "int4")),
+    ("gemma3", {"keys": "exact"}),
+    ("gpt_oss", {"keys": "int4"}),
+    ("mistral", {"keys": "int8"}),
 ]  # fmt: skip
 
 
@@ -262,59 +263,26 @@ def model():
     return shared_model("llama")
 
 
-def stopping(stop):
-    """save_file, which writes a half and then calls `stop`."""
-
-    def save(tensors, path, metadata):
-        saving_file(tensors, path, metadata)
-        os.truncate(path, os.stat(path).st_size // 2)
-        stop()
-
-    return save
-
-
-saving_file = saving.save_file
-
-
-def no_space():
-    raise SafetensorError("no space left on device")
-
-
 def test_save_that_fails_leaves_the_old_file_and_nothing_else(model, tmp_path, monkeypatch):
     path = tmp_path / "cache"
     cache, text = filled(model, {"input_ids": tokens(1, 60)}, keys="int8")
     cache.save(path, model, text)
     before = path.read_bytes()
     more, _ = filled(model, {"input_ids": tokens(1, 90)}, keys="int8")
-    monkeypatch.setattr(saving, "save_file", stopping(no_space))
+    save = saving.save_file
+
+    def half(tensors, path, metadata):
+        save(tensors, path, metadata)
+        os.truncate(path, os.stat(path).st_size // 2)
+        raise SafetensorError("no space left on device")
+
+    monkeypatch.setattr(saving, "save_file", half)
     with pytest.raises(OSError, match="no space left"):
         more.save(path, model)
     monkeypatch.undo()
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     more.save(path, model)
     assert path.read_bytes() != before and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_save_leaves_the_old_file_and_one_that_is_refused(model, tmp_path, monkeypatch):
-    path = tmp_path / "cache"
-    path.write_bytes(b"old")
-    cache, _ = filled(model, {"input_ids": tokens(1, 60)})
-    child = os.fork()
-    if not child:
-        try:
-            killed = stopping(lambda: os.kill(os.getpid(), signal.SIGKILL))
-            monkeypatch.setattr(saving, "save_file", killed)
-            cache.save(path, model)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert path.read_bytes() == b"old"
-    (left,) = [found for found in tmp_path.iterdir() if found != path]
-    with pytest.raises(kv_hf.CacheFileError, match="cut off"):
-        kv_hf.PagedCache.load(left / "new", model)
-    detour(cache, model, path)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_saves_to_one_path_at_once_leave_one_whole_file(model, tmp_path):
@@ -361,29 +329,6 @@ def test_a_file_replaced_while_it_is_opened_is_loaded_whole(model, tmp_path, mon
     short = kv_hf.PagedCache.load(path, model).get_seq_length()
     assert replaced == [None]
     assert kv_hf.PagedCache.load(path, model).get_seq_length() == short + 30
-
-
-def test_a_link_stays_a_link_and_long_names_fit(model, tmp_path):
-    cache, _ = filled(model, {"input_ids": tokens(1, 40)})
-    target, link = tmp_path / ("n" * 250), tmp_path / "link"
-    link.symlink_to(target)
-    detour(cache, model, link)
-    assert link.is_symlink() and target.is_file()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
-def test_save_keeps_the_permissions_of_the_file_that_was_there(model, tmp_path):
-    """A cache that only its owner could read was readable by all behind the next save."""
-    path, new = tmp_path / "cache", tmp_path / "new"
-    cache, _ = filled(model, {"input_ids": tokens(1, 40)})
-    before = os.umask(0o022)
-    try:
-        path.touch(mode=0o600)
-        cache.save(path, model)
-        cache.save(new, model)
-    finally:
-        os.umask(before)
-    assert [one.stat().st_mode & 0o777 for one in (path, new)] == [0o600, 0o644]
 
 
 def test_loading_takes_the_memory_of_one_tensor(model, tmp_path):

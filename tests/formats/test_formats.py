@@ -24,7 +24,7 @@ from kv_hf import doctor
 from kv_hf.backends.cpu import library
 from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.backends.registry import choose, layout_for
-from kv_hf.cache_names import all_cache_names, parse_cache_name
+from kv_hf.cache_names import parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.formats import (
@@ -184,12 +184,6 @@ def test_memory_of_a_registered_format_is_what_is_predicted(nf4, model, options)
         specs, [PROMPT, PROMPT], sink_tokens=4, recent_tokens=options.get("recent_tokens", 0)
     )
     assert held == predicted
-    assert held.payload + held.scales == sum(
-        tensor.nbytes
-        for layer in cache.paged_layers
-        for side in layer.storage.sides
-        for tensor in side.fields.values()
-    )
     assert "nf4" in [name for row in cache.report() for name in (row.keys, row.values)]
 
 
@@ -228,49 +222,13 @@ def test_latents_refuse_a_format_of_keys_and_values(nf4):
 # -- files, plans, evaluation, doctor, recipes ------------------------------------------------------------------------
 
 
-def test_saved_cache_of_a_registered_format_needs_the_same_format(nf4, model, tmp_path):
-    cache = kv_hf.PagedCache(model.config, keys="nf4", page_size=16)
-    prompt = tiny_models.tokens(1, PROMPT)
-    with torch.no_grad():
-        model(prompt, past_key_values=cache)
-    path = tmp_path / "cache.safetensors"
-    cache.save(path, model)
-    again = kv_hf.PagedCache.load(path, model)
-    for own, other in zip(cache.paged_layers, again.paged_layers, strict=True):
-        for side, loaded in zip(own.storage.sides, other.storage.sides, strict=True):
-            assert all(
-                torch.equal(side.fields[name][:4], loaded.fields[name][:4]) for name in side.fields
-            )
-    kv_hf.unregister_format("nf4")
-    with pytest.raises(
-        CacheFileError, match="format 'nf4', which is not registered here.*register_format"
-    ):
-        kv_hf.PagedCache.load(path, model)
-
-
-def test_files_of_shipped_formats_say_nothing_of_formats(model, tmp_path):
-    """A file that any version of kv_hf may read has no entry that only this one writes."""
-    from safetensors import safe_open
-
-    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
-    with torch.no_grad():
-        model(tiny_models.tokens(1, PROMPT), past_key_values=cache)
-    cache.save(tmp_path / "cache.safetensors", model)
-    with safe_open(tmp_path / "cache.safetensors", "pt") as file:
-        assert "formats" not in file.metadata()
-
-
-def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
+def test_plan_and_evaluation_know_a_registered_format(nf4, model, capsys):
     found = kv_hf.plan("llama-3.1-8b", context=4096)
     rows = {row.cache: row.memory.total for row in found.rows}
     # 4 bits and a scale, where int4 has an offset as well
     assert rows["paged_int2"] < rows["paged_nf4"] < rows["paged_int4"] < rows["paged_k8v4"]
     assert main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
     assert "paged_nf4:keys=int8" in capsys.readouterr().out
-
-
-def test_evaluation_knows_a_registered_format(nf4, model):
-    assert "paged_nf4" in all_cache_names()
     assert parse_cache_name("paged_nf4:key_group_size=8") == ("paged_nf4", {"key_group_size": 8})
     [layer, *_] = cache_kind("paged_nf4:keys=int8").make(model.config, 0).paged_layers
     assert layer.formats.names == ("int8", "nf4")
@@ -300,11 +258,6 @@ def made(**changes):
     return type("Odd", (NF4,), {"name": "odd", **changes})
 
 
-def wrong_shape(self, numbers, scheme):
-    codes, scale, offset = NF4.encode(self, numbers, scheme)
-    return codes[..., :-1], scale, offset
-
-
 def too_large(self, numbers, scheme):
     codes, scale, offset = NF4.encode(self, numbers, scheme)
     return codes + 9, scale, offset
@@ -318,11 +271,6 @@ def of_all_pages(self, numbers, scheme):
 def scales_of_all_pages(self, numbers, scheme):
     codes, scale, offset = NF4.encode(self, numbers, scheme)
     return codes, scale * len(numbers), offset
-
-
-def of_one_head(self, numbers, scheme):
-    codes, scale, offset = NF4.encode(self, numbers, scheme)
-    return codes[:, :1], scale, offset
 
 
 def zeros(self, codes, *rest):
@@ -346,32 +294,23 @@ def raises(self, numbers, scheme):
         (made(sides=("keys", "queries")), "sides must be some of keys, values, latent, k_rope"),
         (made(group_options={"keys": "group"}), "group_options must map"),
         (made(code_dtype=torch.int8), "code_dtype must be torch.uint8"),
-        (made(encode=wrong_shape), "encode's codes must be torch.uint8"),
         (made(encode=too_large), r"codes must be below 2\^4"),
         (made(encode=of_all_pages), "the same codes alone as beside other pages"),
         (made(encode=scales_of_all_pages), "the same scales alone as beside other pages"),
-        (made(encode=of_one_head), r"encode's codes must be torch.uint8 \[2, 2, 64, 128\]"),
         (made(decode=zeros), "decode must give numbers near to the encoded ones"),
         (
             made(encode=lambda *_: None),
             r"encode must return \(codes, scale, offset\), got NoneType",
         ),
-        (made(scheme=in_groups(1, 24), encode=lambda *_: None), "encode must return"),
         (made(scheme=in_groups(24, 1)), "tokens of a group must divide a page"),
         (made(encode=raises), "cannot encode and decode keys: ZeroDivisionError: by nothing"),
-        (made(decode=lambda self, codes, *_: codes), "decode's numbers must be torch.float32"),
         (made(name="4bit"), "digits or underscores, a letter first, got '4bit'"),
-        (made(name="int8"), "'int8' is registered already; choose another name"),
-        (made(bits=8.0), "bits must be 1, 2, 3, 4 or 8, got 8.0"),
-        (made(sides=5), "sides must be some of .*, got 5"),
         (made(group_options=None), "group_options must map sides to options, got None"),
-        (made(group_options=[]), "group_options must map sides to options"),
         (
             made(k_rope="nope"),
             "k_rope must be a format of RoPE keys, one of exact, int8, got 'nope'",
         ),
         (made(scheme=in_groups(1, 2, 3)), r"'odd': scale_group must be \(tokens, channels\)"),
-        (made(scheme=in_groups(1.0, 4.0)), "scale_group must be"),
         (made(scheme=in_groups(1, 4, clip=-5)), "clip must be a part .*, got -5"),
         (made(scheme=in_groups(1, 4, scale_bits=8)), "scale_bits must be 16 or 32, got 8"),
         (
@@ -382,10 +321,8 @@ def raises(self, numbers, scheme):
             made(__init__=lambda self: 1 / 0),
             "format Odd must be a class that is made without arg.*Zero",
         ),
-        (made(__init__=lambda self, size: None), "made without arguments .*TypeError"),
         (kv_hf.Format, "format Format must be a class .* has scheme, encode and decode"),
         (dict, "format must be a kv_hf.Format, or a class of one, got dict"),
-        ("nf4", "format must be a kv_hf.Format"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -419,7 +356,9 @@ def test_a_format_of_keys_alone_has_no_cache_name_of_its_own():
 def test_unregister_format_refuses_what_is_shipped_or_unknown(nf4):
     with pytest.raises(CacheOptionError, match="'int4' comes with kv_hf and stays"):
         kv_hf.unregister_format("int4")
-    for odd in ("nf5", [], None, 5):
+    with pytest.raises(CacheOptionError, match="'paged_int4' comes with kv_hf and stays"):
+        kv_hf.unregister_cache("paged_int4")
+    for odd in ("nf5", [], None):
         with pytest.raises(CacheOptionError, match="is not registered"):
             kv_hf.unregister_format(odd)
         with pytest.raises(CacheOptionError, match="is not registered"):
@@ -435,7 +374,12 @@ def test_a_cache_of_an_unregistered_format_says_how_it_can_be_saved(nf4, model, 
     with torch.no_grad():
         model(tiny_models.tokens(1, PROMPT), past_key_values=cache)
     stored = pickle.dumps(cache)
+    cache.save(tmp_path / "saved.safetensors", model)
     kv_hf.unregister_format("nf4")
+    with pytest.raises(
+        CacheFileError, match="format 'nf4', which is not registered here.*register_"
+    ):
+        kv_hf.PagedCache.load(tmp_path / "saved.safetensors", model)
     for attempt in (
         lambda: cache.save(tmp_path / "cache.safetensors", model),
         cache.state,
@@ -446,10 +390,11 @@ def test_a_cache_of_an_unregistered_format_says_how_it_can_be_saved(nf4, model, 
     ):
         with pytest.raises(CacheOptionError, match="'nf4'"):
             attempt()
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "cache.safetensors").exists()
     kv_hf.register_format(NF4)
-    cache.save(tmp_path / "cache.safetensors", model)
-    assert kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model).get_seq_length() == PROMPT
+    loaded = kv_hf.PagedCache.load(tmp_path / "saved.safetensors", model)
+    for own, other in zip(cache.paged_layers, loaded.paged_layers, strict=True):
+        assert torch.equal(own.keys, other.keys) and torch.equal(own.values, other.values)
 
 
 class Halved(NF4):
@@ -555,17 +500,14 @@ TOKENS = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(0))
     ("change", "says"),
     [
         (lambda c, s, o: (c[:, :1], s, o), r"codes must be torch.uint8 \[3, 2, 16, 32\], got"),
-        (lambda c, s, o: (c[:1], s[:1], o), r"codes must be torch.uint8 \[3, 2, 16, 32\]"),
         (lambda c, s, o: (c.long(), s, o), "codes must be torch.uint8 .* got torch.int64"),
         (lambda c, s, o: (c + 16, s, o), r"codes must be below 2\^4, got 31"),
         (lambda c, s, o: (c, s[:, :, :1], o), r"scale must be torch.float16 \[3, 2, 16, 1\]"),
         (lambda c, s, o: (c, None, o), "scale must be a tensor, got NoneType"),
-        (lambda c, s, o: (c, s.double(), o), "scale must be .*, got torch.float64"),
         (lambda c, s, o: (c, s * float("nan"), o), "scale must be finite"),
         (lambda c, s, o: (c, s / 0, o), "scale must be finite"),
         (lambda c, s, o: (c, s, s), "offset must be None: the scheme has no offset_group"),
         (lambda c, s, o: (c, s), r"must return \(codes, scale, offset\), got 2 values"),
-        (lambda c, s, o: None, r"must return \(codes, scale, offset\), got NoneType"),
     ],
 )
 def test_seal_refuses_what_has_another_form_and_leaves_pages_alone(side, monkeypatch, change, says):
@@ -620,20 +562,6 @@ def test_register_cache_gives_options_a_name(named_cache, model):
     options = cache.options
     assert (options.keys, options.values, options.value_group_size) == ("int8", "int2", 8)
     assert (options.page_size, options.sink_tokens) == (16, 2)
-    named_out = generated(model, named_cache)
-    spelt_out = generated(model, "paged_int8", values="int2", value_group_size=8)
-    assert torch.equal(named_out.sequences, spelt_out.sequences)
-
-
-def test_paged_k8v4_is_int8_keys_and_int4_values(model):
-    assert "paged_k8v4" in kv_hf.cache_names()
-    assert kv_hf.CacheConfig.from_options("paged_k8v4", None) == kv_hf.CacheConfig(
-        keys="int8", values="int4"
-    )
-    got, right = generated(model, "paged_k8v4"), generated(model, "paged_int4", keys="int8")
-    assert torch.equal(got.sequences, right.sequences)
-    with pytest.raises(CacheOptionError, match="'paged_k8v4' comes with kv_hf and stays"):
-        kv_hf.unregister_cache("paged_k8v4")
 
 
 @pytest.mark.parametrize(
@@ -644,9 +572,6 @@ def test_paged_k8v4_is_int8_keys_and_int4_values(model):
         (4, {}, "name must be paged_"),
         ("paged_int4", {}, "'paged_int4' is registered already, for keys='int4', values='int4'"),
         ("paged_new", {"keys": "int3"}, "keys must be one of .*, got 'int3'"),
-        ("paged_new", {"page_sise": 16}, "did you mean 'page_size'"),
-        ("paged_new", {"page_size": 24}, "page_size must be a power of two"),
-        ("paged_new", {"prefix_store": 5}, "prefix_store must be a kv_hf.PrefixStore, got int"),
         (
             "paged_new",
             {"keys": "int8", "key_group_size": 8},
@@ -661,21 +586,7 @@ def test_register_cache_refuses_and_changes_nothing(name, options, says):
     assert kv_hf.cache_names() == before
 
 
-def test_unregister_cache_refuses_names_that_it_did_not_add():
-    with pytest.raises(CacheOptionError, match="'paged_gone' is not registered"):
-        kv_hf.unregister_cache("paged_gone")
-    with pytest.raises(CacheOptionError, match="'paged_int4' comes with kv_hf and stays"):
-        kv_hf.unregister_cache("paged_int4")
-
-
-def test_docs_add_a_format_works_as_written(capsys):
-    """The page shows this folder's nf4_format.py, and then what can be done with it."""
+def test_docs_show_the_format_that_is_tested():
     text = (ROOT / "docs" / "formats.md").read_text()
-    shown, used = re.findall(
-        r"^```python\n(.*?)^```", text.partition("## Add a format")[2], re.M | re.S
-    )
-    assert shown == Path(nf4_format.__file__).read_text()
-    before = kv_hf.cache_names()
-    exec(compile(used, "docs/formats.md", "exec"), {})
-    assert "(codes 5.00 KiB, scales " in capsys.readouterr().out
-    assert kv_hf.cache_names() == before
+    shown = re.search(r"^```python\n(.*?)^```", text.partition("## Add a format")[2], re.M | re.S)
+    assert shown[1] == Path(nf4_format.__file__).read_text()

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 import kv_hf
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import WHOLE_HEAD, format_names, get_format, key_scheme, value_scheme
-from kv_hf.geometry import Geometry
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.row_pages import page_capacity
@@ -223,32 +222,6 @@ def test_page_capacity_holds_its_claims_at_every_small_count():
 
 
 # -- pages and windows of a row ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tokens", "recent", "sealed"),
-    [
-        (0, 0, 0),
-        (3, 0, 0),
-        (67, 0, 0),
-        (68, 0, 1),
-        (131, 0, 1),
-        (132, 0, 2),
-        (77, 10, 0),
-        (78, 10, 1),
-    ],
-)
-def test_sealed_pages_counts_full_pages_between_sinks_and_recent_tokens(tokens, recent, sealed):
-    assert Geometry(64, 4, recent).sealed(tokens) == sealed
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 5000), st.sampled_from([16, 64]), st.integers(0, 70), st.integers(0, 200))
-def test_window_slots_hold_what_is_not_sealed(tokens, page_size, sinks, recent):
-    sizes = Geometry(page_size, sinks, recent)
-    exact = sizes.exact(tokens)
-    assert exact == tokens - sizes.sealed(tokens) * page_size
-    assert min(tokens, sinks + recent) <= exact <= sizes.slots == sinks + page_size + recent
 
 
 def test_window_bytes_equal_the_bytes_of_its_tensors():

@@ -145,7 +145,7 @@ def test_svd_is_closer_than_the_mean_for_heads_that_share_nothing(tmp_path):
     source = tmp_path / "source"
     model_of("llama").save_pretrained(source)
     exact = AutoModelForCausalLM.from_pretrained(source).eval()
-    kv_hf.convert_to_gqa(source, tmp_path / "fit", 2, method="svd", calibration=ids(64, 30))
+    kv_hf.convert_to_gqa(source, tmp_path / "fit", 2, method="svd", calibration=ids(16, 60))
     fit, mean = (
         off(tiny_mha.load(tmp_path / "fit"), exact),
         off(converted(source, 2, "mean"), exact),
@@ -195,7 +195,7 @@ def test_text_is_read_by_the_checkpoints_tokenizer_and_dtypes_are_kept(tmp_path)
     source = tmp_path / "source"
     model_of("llama", vocab_size=300).to(torch.bfloat16).save_pretrained(source)
     make_tokenizer(300).save_pretrained(source)
-    (tmp_path / "text.txt").write_text("Four score and seven years ago our fathers. " * 60)
+    (tmp_path / "text.txt").write_text("Four score and seven years ago our fathers. " * 20)
     text = str(tmp_path / "text.txt")
     report = kv_hf.convert_to_gqa(source, tmp_path / "new", 2, method="svd", calibration=text)
     assert sum("o_proj" in name for name in report.changed) == 2

@@ -1,4 +1,4 @@
-"""Pages outside of the device: bit-equal results, a budget that holds, and failures that change nothing."""
+"""Pages outside of the device: bit-equal results, a budget that holds, failures that change nothing, and forked children."""
 
 import copy
 import errno
@@ -6,14 +6,16 @@ import functools
 import gc
 import os
 import re
+import sys
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_hybrids import make_sliding
 from tiny_models import left_padded, make_model, tokens
-from token_states import FakeLayer, LateCopies, place_outside
+from token_states import FULL, FakeLayer, LateCopies, dense, feed, place_outside, same, text
 
 import kv_hf
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
@@ -57,7 +59,7 @@ def page_bytes_on_device(cache):
 def generate(model, inputs, keys, config=None, **options):
     return model.generate(
         **inputs,
-        **{"max_new_tokens": 40, "do_sample": False, **options},
+        **{"max_new_tokens": 20, "do_sample": False, **options},
         cache_implementation=f"paged_{keys}",
         cache_config={"page_size": PAGE, **(config or {})},
         return_dict_in_generate=True,
@@ -79,51 +81,41 @@ def check_equal(found, expected):
 # -- the same results ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", ["exact", "int4"])
-@pytest.mark.parametrize("budget", [False, True])
-def test_ragged_batch_is_equal(place, keys, budget):
-    inputs = left_padded([150, 4, 77])
-    expected = generate(five_layers(), inputs, keys)
-    budgets = {"exact": 348_160, "int4": 65_280}
-    some = {"device_bytes": budgets[keys]} if budget else {}
-    found = generate(five_layers(), inputs, keys, {**place, **some})
+RAGGED = left_padded([150, 4, 77])
+LOOKED_UP = {"input_ids": tokens(1, 20).repeat(1, 6)}
+FIVE = (five_layers, range(LAYERS))
+FOUR = range(4)
+# model, layers that end outside, inputs, format, options of both caches, of the one outside, and of generate()
+CALLS = {
+    "exact": (*FIVE, RAGGED, "exact", {}, {}, {}),
+    "int4": (*FIVE, RAGGED, "int4", {}, {}, {}),
+    "exact in a budget": (five_layers, None, RAGGED, "exact", {}, {"device_bytes": 278_528}, {}),
+    "int4 in a budget": (five_layers, None, RAGGED, "int4", {}, {"device_bytes": 52_224}, {}),
+    "formats by layer": (*FIVE, RAGGED, "int4", {"layers": {"0": "exact", "3": "int2"}}, {}, {}),
+    "beams": (*FIVE, RAGGED, "int4", {}, {}, {"num_beams": 3, "num_return_sequences": 3}),
+    "lookup": (*FIVE, LOOKED_UP, "int4", {}, {}, {"prompt_lookup_num_tokens": 4}),
+    "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),
+    "gemma3": (functools.partial(make_sliding, "gemma3", 40), FOUR, RAGGED, "int8", {}, {}, {}),
+    "mistral": (functools.partial(make_sliding, "mistral", 40), FOUR, RAGGED, "int8", {}, {}, {}),
+}
+
+
+@functools.cache
+def alone(name):
+    """What a call gives whose pages are on the device, and its model."""
+    make, _, inputs, keys, config, _, options = CALLS[name]
+    model = make()
+    return model, generate(model, inputs, keys, config, **options)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_generate_is_equal(place, name):
+    _, outside_at_last, inputs, keys, config, more, options = CALLS[name]
+    model, expected = alone(name)
+    found = generate(model, inputs, keys, {**config, **more, **place}, **options)
     check_equal(found, expected)
     left = outside(found.past_key_values)
-    assert left == list(range(LAYERS)) if not budget else 0 < len(left) < LAYERS
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3, "num_return_sequences": 3},
-        {"prompt_lookup_num_tokens": 4},
-        {"prefill_chunk_size": 37},
-    ],
-    ids=str,
-)
-def test_beams_assisted_decoding_and_chunks_are_equal(place, options):
-    rows = 1 if "prompt_lookup_num_tokens" in options else 2
-    ids = tokens(rows, 20).repeat(1, 6)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = generate(five_layers(), inputs, "int4", **options)
-    check_equal(generate(five_layers(), inputs, "int4", place, **options), expected)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
-def test_sliding_groups_are_equal(place, name):
-    model = make_sliding(name, 40)
-    inputs = left_padded([130, 33, 90])
-    expected = generate(model, inputs, "int8", max_new_tokens=60)
-    found = generate(model, inputs, "int8", place, max_new_tokens=60)
-    check_equal(found, expected)
-    assert outside(found.past_key_values) == [0, 1, 2, 3]
-
-
-def test_formats_that_differ_by_layer_share_the_buffers(place):
-    layers = {"layers": {"0": "exact", "3": "int2"}}
-    inputs = left_padded([90, 60])
-    expected = generate(five_layers(), inputs, "int4", layers)
-    check_equal(generate(five_layers(), inputs, "int4", {**layers, **place}), expected)
+    assert 0 < len(left) < LAYERS if more else left == [*outside_at_last]
 
 
 def test_handles_read_after_other_layers_are_right(place):
@@ -152,9 +144,9 @@ def test_copies_generate_at_once_in_threads(place):
 
     def answer(cache, seed):
         ids = torch.cat([prompt, tokens(1, 3, seed=seed)], -1)
-        return model.generate(ids, past_key_values=cache, max_new_tokens=50, do_sample=False)
+        return model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
 
-    alone = [answer(filled(), seed) for seed in range(3)]
+    expected = [answer(filled(), seed) for seed in range(3)]
     cache, found = filled(**place), {}
     copies = [copy.deepcopy(cache) for _ in range(3)]
 
@@ -166,7 +158,7 @@ def test_copies_generate_at_once_in_threads(place):
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(found[seed], alone[seed]) for seed in range(3))
+    assert all(torch.equal(found[seed], expected[seed]) for seed in range(3))
 
 
 def test_inference_mode_and_gradients_may_take_turns(place):
@@ -416,3 +408,104 @@ def open_files(folder):
     found = [os.readlink(x) for x in links if x.is_symlink()]
     found += Path("/proc/self/maps").read_text().splitlines()
     return [one for one in found if str(folder) in one]
+
+
+# -- a forked child and its parent --------------------------------------------------------------------------
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+ROWS = [text(1, 400)]
+
+
+def in_child(work):
+    """Run `work` in a forked child; return whether it ended without an exception, its exit handlers included."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            gc.collect()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def filled(**options):
+    cache = kv_hf.PagedCache(FULL, page_size=PAGE, keys="int4", **options)
+    feed(cache, ROWS, 0, 200)
+    feed(cache, ROWS, 200, 201)
+    return cache
+
+
+@needs_fork
+def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
+    cache, plain = filled(offload="disk"), filled()
+    assert cache.memory().offloaded
+    before = dense(plain)
+
+    def append():
+        """The 30 tokens fill a page: the child would have sealed it into its parent's file."""
+        with pytest.raises(kv_hf.OffloadError, match="forked from it.*Nothing was touched"):
+            feed(cache, ROWS, 201, 231)
+        assert cache.get_seq_length() == 201
+        with pytest.raises(kv_hf.OffloadError, match="forked from it"):
+            feed(cache, ROWS, 201, 202)
+
+    assert in_child(append)
+    assert same(dense(cache), before)
+    for one in (cache, plain):
+        feed(one, ROWS, 201, 300)
+    assert same(dense(cache), dense(plain))
+
+
+@needs_fork
+def test_child_cannot_read_pages_that_its_parent_may_change():
+    cache = filled(offload="disk")
+    cache.arena.staging(torch.device("cpu")).resize(
+        0
+    )  # nothing is left in buffers of the child's own
+
+    def read():
+        with pytest.raises(kv_hf.OffloadError, match="forked from it"):
+            _ = cache.layers[0].keys
+
+    assert in_child(read)
+    cache.check_integrity()
+
+
+@needs_fork
+def test_child_that_resets_or_drops_the_cache_leaves_the_parent_its_file(tmp_path):
+    cache, plain = filled(offload="disk", offload_dir=tmp_path), filled()
+
+    def begin_anew():
+        cache.reset()
+        feed(cache, ROWS, 0, 200)
+        feed(cache, ROWS, 200, 201)
+        assert same(dense(cache), dense(plain))
+
+    def drop():
+        nonlocal cache
+        del cache
+        gc.collect()
+
+    for work in (begin_anew, drop):
+        assert in_child(work)
+        assert same(dense(cache), dense(plain))
+
+
+@needs_fork
+def test_child_may_use_a_cache_whose_pages_are_in_memory():
+    cache, plain = filled(), filled()
+    before = dense(cache)
+
+    def go_on():
+        feed(cache, ROWS, 201, 300)
+
+    assert in_child(go_on)
+    assert same(dense(cache), before)
+    for one in (cache, plain):
+        feed(one, ROWS, 201, 260)
+    assert same(dense(cache), dense(plain))

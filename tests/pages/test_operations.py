@@ -376,6 +376,7 @@ def test_random_operations_equal_plain_caches(kind, seed, operations, place, tmp
 
 
 # kinds of caches -> worlds in which an operation on one of them is stopped at places one after the other
+FAST = ("plain, exact", "store, exact", "outside, int4", "some outside, int4", "fixed, int4", "plain, sliding", "fixed, sliding")  # fmt: skip
 STOPPED = {
     **{f"{kind}, {keys}": (kind, {"keys": keys}) for kind in ("plain", "outside", "some outside", "fixed", "store") for keys in ("exact", "int4")},
     "plain, sliding": ("plain", {"sliding": True}),
@@ -385,7 +386,9 @@ STOPPED = {
 
 @pytest.mark.parametrize("most", [6, pytest.param(10**6, marks=SLOW)], ids=["some", "every"])
 @pytest.mark.parametrize("operation", dict.fromkeys(OPERATIONS))
-@pytest.mark.parametrize("kind", STOPPED)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=SLOW) for kind in STOPPED]
+)
 def test_operations_stopped_at_places_leave_the_cache_or_say_reset(
     kind, operation, most, tmp_path, monkeypatch
 ):

@@ -1,10 +1,12 @@
-"""Planning of forwards, against lists of token numbers per row and layers that only follow what steps say."""
+"""Planning of forwards against lists of token numbers, the same pages in plain numbers, and the counts of page ids."""
 
+import copy
 from dataclasses import dataclass, field, replace
 
 import pytest
+import tiny_models
 import torch
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,11 +17,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import kv_hf
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Batch, Rows, RowSizes
 from kv_hf.pages.step import CPU, FixedStep, Row, Tables
+from kv_hf.row_pages import RowPages, page_peaks, page_use
 
 PAGE, WINDOW = 16, 40
 PADDING = None  # what a column of left padding holds
@@ -560,3 +564,198 @@ def test_rows_agree_with_plain_lists_of_tokens():
     run_state_machine_as_test(
         RowsMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )
+
+
+# -- pages of rows in plain numbers -------------------------------------------------------------------------
+
+SIZES = st.builds(
+    RowPages,
+    page_size=st.sampled_from([16, 32, 64]),
+    sink_tokens=st.sampled_from([0, 1, 4, 33]),
+    recent_tokens=st.sampled_from([0, 1, 16, 150]),
+    window=st.one_of(st.none(), st.integers(1, 400)),
+)
+
+
+def real_group(sizes, lengths, new):
+    """Return a group after prompts of these lengths and `new` steps, and the ids in use after each step."""
+    own = RowSizes(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
+    group = Rows(own, PagePool())
+    width = max(lengths)
+    group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
+    ids = []
+    for step in range(new + 1):
+        Forward([group]).begin(len(lengths), 1 if step else width)
+        ids.append(group.pool.num_ids)
+    return group, ids
+
+
+@settings(max_examples=80)
+@given(
+    sizes=SIZES,
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=4),
+    new=st.integers(0, 300),
+)
+@example(RowPages(16, 0, 0, 40), [60, 45, 7], 200)
+@example(RowPages(16, 4, 150, 3), [300, 1], 300)
+def test_page_use_is_that_of_a_page_group(sizes, lengths, new):
+    group, ids = real_group(sizes, lengths, new)
+    rows = [length + new for length in lengths]
+    use = page_use(sizes, rows, max(lengths))
+    assert (use.first, use.most) == (ids[0], ids[-1])
+    assert use.held == tuple(len(row.pages) for row in group.rows)
+    for row, tokens in zip(group.rows, rows, strict=True):
+        assert (row.dropped, row.exact) == (sizes.dropped(tokens), sizes.exact(tokens))
+    grown = [(0, ids[0])]
+    grown += [(step, ids[step]) for step in range(1, new + 1) if ids[step] > ids[step - 1]]
+    assert page_peaks(sizes, rows, new) == grown
+
+
+@settings(max_examples=50)
+@given(
+    sizes=SIZES,
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    new=st.integers(1, 120),
+)
+def test_without_a_prompt_no_prompt_takes_more(sizes, lengths, new):
+    rows = [length + new for length in lengths]
+    bound, use = page_use(sizes, rows), page_use(sizes, rows, max(lengths))
+    assert bound.most >= use.most and all(map(int.__ge__, bound.held, use.held))
+    if sizes.window is None:
+        assert (bound.most, bound.held) == (use.most, use.held)
+    assert bound.most == page_use(sizes, rows, 1).most
+    longer = page_use(sizes, [tokens + 1 for tokens in rows])
+    assert longer.most >= bound.most and all(map(int.__ge__, longer.held, bound.held))
+
+
+@pytest.mark.parametrize("window", [None, 1024, 131_072])
+def test_long_texts_take_few_operations(window, monkeypatch):
+    """A million tokens: pages are looked at, not tokens, and with a window no more than a window's."""
+    sizes = RowPages(64, 4, 0, window)
+    looked = []
+    in_use = RowPages.in_use
+    monkeypatch.setattr(
+        RowPages, "in_use", lambda self, rows: looked.append(rows.numel()) or in_use(self, rows)
+    )
+    page_use(sizes, [2**20] * 32)
+    page_use(sizes, [2**20] * 32, 1000)
+    assert sum(looked) <= 2 * (2**20 // 64 if window is None else window // 64 + 8)
+
+
+# -- page ids and their counts ------------------------------------------------------------------------------
+
+
+def test_allocate_reuses_freed_ids_the_last_freed_first():
+    pool = PagePool()
+    pool.allocate(5)
+    pool.release([1, 3])
+    assert (pool.num_ids, pool.num_held) == (5, 3)
+    assert pool.allocate(3) == [3, 1, 5]
+    assert (pool.num_ids, pool.num_held) == (6, 6)
+
+
+def test_allocate_past_max_pages_raises_and_changes_nothing():
+    pool = PagePool(max_pages=4)
+    pool.allocate(3)
+    pool.release([1])
+    held = [pool.count(page) for page in range(3)]
+    with pytest.raises(PagePoolExhaustedError, match=r"max_pages=4 is reached: 2 pages .* 3 more"):
+        pool.allocate(3)
+    assert [pool.count(page) for page in range(pool.num_ids)] == held == [1, 0, 1]
+    assert len(pool.allocate(2)) == 2
+    with pytest.raises(PagePoolExhaustedError):
+        pool.allocate(1)
+
+
+@pytest.mark.parametrize("verb", ["share", "release"])
+def test_a_free_page_cannot_be_held_again(verb):
+    pool = PagePool()
+    pool.allocate(2)
+    pool.release([1])
+    with pytest.raises(ValueError, match=f"page 1 is free and cannot be {verb}d"):
+        getattr(pool, verb)([1])
+    pool.check_integrity([[0]])
+
+
+@pytest.mark.parametrize(
+    "holders",
+    [[[0, 1]], [[0, 1], [0], [0]], [[0, 1], [0], [2]], [[1], [0]], []],
+    ids=["too-few", "too-many", "free-page-held", "shared-once", "nobody"],
+)
+def test_check_integrity_finds_wrong_counts(holders):
+    pool = PagePool()
+    pool.allocate(3)
+    pool.share([0])
+    pool.release([2])
+    pool.check_integrity([[0, 1], [0]])
+    with pytest.raises(ValueError, match="has count"):
+        pool.check_integrity(holders)
+
+
+@pytest.mark.parametrize("free", [[], [2, 2], [2, 0]], ids=["lost", "twice", "held"])
+def test_check_integrity_finds_a_wrong_list_of_free_pages(free):
+    pool = PagePool()
+    pool.allocate(3)
+    pool.release([2])
+    pool._free[:] = free
+    with pytest.raises(ValueError, match="list of free pages"):
+        pool.check_integrity([[0, 1]])
+
+
+class Holder:
+    """Whoever holds pages."""
+
+    def __init__(self, *pages):
+        self.pages = pages
+
+    def held_pages(self):
+        return self.pages
+
+
+def test_recount_sets_counts_to_what_holders_hold():
+    pool, holder = PagePool(), Holder((0, 2), (2,))
+    pool.register(holder)
+    pool.allocate(4)
+    pool.recount()
+    assert [pool.count(page) for page in range(4)] == [1, 0, 2, 0]
+    pool.check_integrity()
+    assert sorted(pool.allocate(3)) == [1, 3, 4]
+    del holder  # what a holder held that is gone is counted no longer
+    assert pool.num_held == 0
+
+
+# -- caches that share pages -----------------------------------------------------------------------------------
+
+
+def filled(length=150, **options):
+    model = tiny_models.shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    with torch.no_grad():
+        model(tiny_models.tokens(1, length), past_key_values=cache)
+    return model, cache
+
+
+def step(model, cache, seed, count=1):
+    with torch.no_grad():
+        return model(tiny_models.tokens(1, count, seed=seed), past_key_values=cache).logits
+
+
+def test_reset_of_one_copy_leaves_the_other():
+    model, cache = filled()
+    copied = copy.deepcopy(cache)
+    cache.reset()
+    cache.check_integrity()
+    expected = filled()[1]
+    assert torch.equal(step(model, copied, 3), step(model, expected, 3))
+    copied.reset()
+    assert cache.group.pool.num_ids == 0 and not cache.arena.storages
+    assert cache.memory().total == copied.memory().total == 0
+
+
+def test_max_pages_bounds_a_cache_and_its_copies_together():
+    model, cache = filled(max_pages=12)
+    copied = copy.deepcopy(cache)
+    step(model, copied, 1, 48)
+    with pytest.raises(kv_hf.PagePoolExhaustedError):
+        step(model, cache, 1, 16)
+    cache.check_integrity()

@@ -14,7 +14,7 @@ from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, device_share
 from kv_hf.planner.memory_plan import Choice, find_fit, planned_caches
 from kv_hf.planner.plan_table import Decode
-from kv_hf.planner.source import preset_names
+from kv_hf.planner.source import preset_names, read_preset
 
 GIB = 2**30
 
@@ -184,9 +184,12 @@ MAKERS = {
     "qwen3-235b-a22b": (235.0, 94 * 2 * 4 * 128 * 2),
     "smollm2-135m": (0.135, 30 * 2 * 3 * 64 * 2),
 }
+# those of their makers, and one of every other family; all are read in test_source.py
+FAMILIES = {read_preset(name)["config"]["model_type"]: name for name in preset_names()}
+PRESETS = sorted({*MAKERS, *FAMILIES.values()})
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_a_plan(name):
     found = kv_hf.plan(name, batch=2, caches=["dynamic", "static", "paged_int8"], bandwidth="1TB/s")
     assert found.rows[2].ratio > 1 and found.rows[2].tokens_per_second > 0

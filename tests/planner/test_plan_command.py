@@ -133,7 +133,7 @@ def test_curves_are_those_of_plans():
     contexts, totals = explore.curves(found)
     for name, sizes in totals.items():
         for context, size in zip(contexts, sizes, strict=True):
-            row = kv_hf.plan("llama-3.1-8b", caches=[name], batch=2, context=context).rows[0]
+            row = kv_hf.plan(found.inventory, caches=[name], batch=2, context=context).rows[0]
             assert size * 2**30 == row.total
     lines = explore.figure(found).axes[0].get_lines()
     assert [line.get_label() for line in lines][:2] == ["dynamic", "paged_int4"]

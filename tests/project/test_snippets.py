@@ -10,6 +10,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,8 @@ def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
         return trace(call, **{**options, "backend": "eager"})
 
     monkeypatch.setattr(torch, "compile", traced)
+    in_thread = lambda workers, context: ThreadPoolExecutor(workers)  # noqa: E731
+    monkeypatch.setattr("kv_hf.evaluation.memory.ProcessPoolExecutor", in_thread)
     names = kv_hf.cache_names()
     run_page(page)
     assert kv_hf.cache_names() == names

@@ -1,0 +1,218 @@
+"""Layers with windows, chunks and states beside full attention: the tokens of DynamicCache, and pages given back past the window."""
+
+from functools import cache
+
+import pytest
+import rounding
+import torch
+from beside_stock import compare
+from tiny_hybrids import MODELS, is_there, make_config, make_sliding
+from tiny_models import left_padded, tokens
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import kv_hf
+from kv_hf.cache.paged_cache import PagedCache
+
+PAGE = 16
+
+
+def sliding_group(cache):
+    return next(group for group in cache.groups if group.window is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [*((name, 40) for name in MODELS), ("gemma3", 5), ("mistral", 71)]
+)
+def test_generation_equals_dynamic_cache_and_pages_are_given_back(name, window):
+    model = make_sliding(name, window)
+    cache = compare(model, left_padded([130, 33, 90]), max_new_tokens=60)
+    group = sliding_group(cache)
+    # what a query sees lies in at most ceil(window / page) + 1 pages, the open one not counted
+    assert all(len(row.pages) <= -(-window // PAGE) + 1 for row in group.rows)
+    assert all(row.dropped > 0 for row in group.rows)
+    held = max(layer.storage.keys.capacity for layer in cache.paged_layers if layer.group is group)
+    assert held <= 3 * (-(-window // PAGE) + 2)
+
+
+FEATURES = [
+    {"num_beams": 3},
+    {"prompt_lookup_num_tokens": 4},
+    {"prefill_chunk_size": 7},
+]
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=lambda value: "-".join(value))
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_features_of_generate_equal_dynamic_cache(name, options):
+    single = "prompt_lookup_num_tokens" in options
+    inputs = {"input_ids": tokens(1, 90).repeat(1, 2)} if single else left_padded([100, 61])
+    compare(make_sliding(name, 24), inputs, **options)
+
+
+def test_assisted_decoding_rolls_sliding_layers_back():
+    model, draft = make_sliding("gemma3", 20), make_sliding("gemma3", 12)
+    with torch.no_grad():  # a draft that is right now and then
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 2e-3)
+    compare(model, {"input_ids": tokens(1, 75)}, assistant_model=draft, max_new_tokens=60)
+
+
+def test_forward_that_stops_between_the_groups_is_found():
+    """All sliding layers have taken part, no full one has: lengths differ, which the next forward must notice."""
+    model = make_sliding("qwen2", 24)  # layers 0 and 1 attend to everything, 2 and 3 slide
+    cache = PagedCache(model.config, page_size=PAGE)
+    with torch.no_grad():
+        model(tokens(1, 50), past_key_values=cache)
+        handle = model.model.layers[2].register_forward_pre_hook(
+            lambda *_: (_ for _ in ()).throw(RuntimeError("stop"))
+        )
+        with pytest.raises(RuntimeError, match="stop"):
+            model(tokens(1, 1), past_key_values=cache)
+        handle.remove()
+        with pytest.raises(kv_hf.InterruptedForwardError):
+            model(tokens(1, 1), past_key_values=cache)
+        cache.reset()
+        model(tokens(1, 50), past_key_values=cache)
+    cache.check_integrity()
+
+
+def test_attention_weights_of_a_padded_sliding_model_equal_eager():
+    """The dense route makes the mask that the kernels do not need."""
+    model = make_sliding("gemma3", 24)
+    inputs = left_padded([60, 33])
+    model.set_attn_implementation("eager")
+    compare(model, inputs, max_new_tokens=8, output_attentions=True)
+
+
+def test_a_stage_of_full_layers_alone_knows_its_length():
+    """A pipeline stage may run no layer of the kind that is asked for lengths: any layer with tokens answers."""
+    model = make_sliding("gemma3", 24)
+    kinds = model.config.layer_types
+    cache = kv_hf.PagedCache(model.config)
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"][-1]
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    cache.update(*torch.randn(2, 1, heads, 50, dim), full)
+    assert kinds[0] == "sliding_attention"
+    assert cache.get_seq_length() == 50
+    assert cache.get_seq_length(full) == 50
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_decode_steps_find_recent_tokens_that_outlast_the_window(sinks):
+    model, ids = make_sliding("mistral", 20), tokens(1, 90)
+    options = {"page_size": PAGE, "recent_tokens": 33, "sink_tokens": sinks}
+    prompt = {"attention_mask": torch.ones_like(ids[:, :40])}
+    cache = kv_hf.PagedCache(model.config, **options)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[0, 40:]
+        model(input_ids=ids[:, :40], past_key_values=cache, **prompt)
+        found = [
+            model(input_ids=ids[:, [column]], past_key_values=cache).logits[0, 0]
+            for column in range(40, 90)
+        ]
+    rounding.assert_close(torch.stack(found), expected)
+
+
+# -- attention and linear attention together ----------------------------------------------------------------
+
+FAMILIES = [name for name in ("falcon_h1", "zamba2", "inkling_text") if is_there(name)]
+
+
+@cache
+def model_of(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config(family)).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def paged(model, **options):
+    return kv_hf.PagedCache(model.config, page_size=16, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 200}], ids=["growing", "max_length"])
+def test_layers_that_ask_for_mask_sizes_within_a_forward_equal_dynamic_cache(options):
+    """Inkling makes its position bias from the sizes of each sliding layer, when others have been updated already.
+
+    With max_length its prompt stopped at another size, and causality of a chunk began at the last column there is room for.
+    """
+    if "inkling_text" not in FAMILIES:
+        pytest.skip("the installed transformers has no such family")
+    torch.manual_seed(0)
+    config = make_config("inkling_text", sliding_window_size=24)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ours, stock, ids = paged(model, **options), DynamicCache(config=config), tokens(2, 170)
+    with torch.no_grad():
+        for part in (ids[:, :90], ids[:, 90:150], *ids[:, 150:].split(1, 1)):
+            expected = model(part, past_key_values=stock).logits
+            found = model(part, past_key_values=ours).logits
+            rounding.assert_close(found, expected)
+    assert ours.layers[0].window == 24
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_repeat_and_select_with_their_states(family):
+    """transformers' own hybrid layer repeats keys and values only; a batch of copies is the oracle."""
+    model, ids = model_of(family), tokens(2, 50)
+    ours, wide = paged(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=ours)
+        model(ids[[1, 1, 0]], past_key_values=wide)
+        ours.batch_repeat_interleave(2)
+        ours.batch_select_indices(torch.tensor([2, 3, 0]))
+        step = tokens(3, 1, seed=4)
+        expected = model(step, past_key_values=wide).logits
+        found = model(step, past_key_values=ours).logits
+    rounding.assert_close(found, expected)
+
+
+def test_reset_gives_states_of_layers_without_attention_back():
+    """transformers' own layer kept a state of the rows before: another batch did not fit."""
+    if not is_there("zamba2"):
+        pytest.skip("the installed transformers has no such family")
+    model = model_of("zamba2")
+    cache, ids = paged(model), tokens(3, 20)
+    with torch.no_grad():
+        model(ids[:2], past_key_values=cache)
+        cache.reset()
+        assert cache.memory().total == 0
+        found = model(ids, past_key_values=cache).logits
+        assert torch.equal(found, model(ids, past_key_values=paged(model)).logits)
+
+
+def test_memory_and_report_tell_the_state_apart():
+    model = model_of("falcon_h1")
+    cache = paged(model, keys="int4", values="int4")
+    with torch.no_grad():
+        model(tokens(2, 80), past_key_values=cache)
+    states = sum(
+        state.nbytes
+        for layer in cache.layers
+        for states in (layer.conv_states, layer.recurrent_states)
+        for state in states.values()
+    )
+    assert cache.memory().other == states > 0
+    assert cache.report()[0].kind == "paged, linear-attention state beside them"
+    assert cache.report()[0].keys == "int4"
+
+
+def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
+    model = model_of("falcon_h1")
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(
+            tokens(1, 30),
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=4,
+            cache_implementation="paged_exact",
+        )
+    with pytest.raises(kv_hf.errors.CacheOptionError, match="state belongs to the whole text"):
+        paged(model, prefix_store=kv_hf.PrefixStore())
+    cache = paged(model)
+    with torch.no_grad():
+        model(tokens(1, 30), past_key_values=cache)
+    with pytest.raises(kv_hf.errors.UnsupportedModelError, match="hold states beside their pages"):
+        cache.save(tmp_path / "cache", model)
+    with pytest.raises(RuntimeError, match="crop"):
+        cache.crop(-1)
+    cache.check_integrity()
+    assert cache.get_seq_length() == 30

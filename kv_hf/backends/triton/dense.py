@@ -13,10 +13,9 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, number, unrotate_channels
+from .dequant import SCALE_MAX, move_to_block, number, unrotate_channels
 from .direct import Kernel, keep
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
-from .tiles import move_to_block
 
 
 @triton.constexpr_function

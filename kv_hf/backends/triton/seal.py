@@ -17,9 +17,8 @@ import triton.language as tl
 
 from ...formats.linear import Float8Format, SignedFormat
 from ...spec import PageSpec, SideSpec, planes
-from .dequant import MAGIC, SCALE_MAX, float_to_float8, unrotate_channels
+from .dequant import MAGIC, SCALE_MAX, float_to_float8, move_to_block, unrotate_channels
 from .meta_params import power_of_two, side_layout
-from .tiles import move_to_block
 
 TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from ...read_budget import NEWEST_PAGES
-from .keys import score_exact
+from .dequant import dtype_of
+from .heads import Fields, load_query, score_exact
 from .page_scores import choose_words, load_page_query, score_pages
 from .softmax import LOG2E, Visibility, add, arrive_last, bend, cap, near_one, sum_of, weigh
-from .tiles import Fields, dtype_of, load_query
 
 NEWEST = tl.constexpr(NEWEST_PAGES)
 # splits and columns whose sums the last program takes at once

@@ -10,7 +10,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from kv_hf.backends.triton.append import append_pair_kernel
 from kv_hf.backends.triton.decode import decode_kernel
 from kv_hf.backends.triton.dense import dense_constants, dense_kernel
 from kv_hf.backends.triton.direct import STEPWISE, TABLES
@@ -22,7 +21,7 @@ from kv_hf.backends.triton.meta_params import (
     constants,
     launch_parameters,
 )
-from kv_hf.backends.triton.seal import pair_constants, seal_pair_kernel
+from kv_hf.backends.triton.seal import append_pair_kernel, pair_constants, seal_pair_kernel
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.selection import choose_kernel

@@ -8,8 +8,9 @@ query heads of the kv head times q_len. Knows nothing of launch sizes and device
 import triton
 import triton.language as tl
 
+from .dequant import Fields
 from .direct import SPECIALIZED
-from .heads import Fields, Window, attend_heads, store_parts
+from .heads import Window, attend_heads, store_parts
 from .latent import attend_latents, store_runs
 from .softmax import Visibility, add_sink, arrive_last, merge_splits
 

@@ -7,6 +7,8 @@ exponents further down: a code's bits moved to where float16 has exponent and ma
 among the codes. Rotated values are sums and differences of two numbers, in the order of quant/codec.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -37,17 +39,26 @@ def dtype_of(NAME):
     return {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}[NAME]
 
 
+class Fields(NamedTuple):
+    """Pointers to the tensors of one side of the pages; see decode_kernel. order: of keys of two widths."""
+
+    codes: Any
+    scale: Any
+    offset: Any
+    order: Any
+
+
 @triton.jit
-def move_to_block(codes, scale, offset, block, SIDE: tl.constexpr):
-    """Move pointers to page 0 of head 0 on to number `block` (page * heads + head, int64) of pages and heads."""
-    codes += block * (SIDE.page * SIDE.size // (SIDE.runs if SIDE.token_words else 1))
+def move_to_block(fields, block, SIDE: tl.constexpr):
+    """Move Fields of page 0 and head 0 on to number `block` (page * heads + head, int64) of pages and heads."""
+    codes = fields.codes + block * (SIDE.page * SIDE.size // (SIDE.runs if SIDE.token_words else 1))
+    scale, offset, order = fields.scale, fields.offset, fields.order + block * SIDE.dim
     if SIDE.code != "none":
         scale += block * ((SIDE.page // SIDE.scale_tokens) * (SIDE.dim // SIDE.scale_channels))
         if SIDE.offset_tokens > 0:
-            offset += block * (
-                (SIDE.page // SIDE.offset_tokens) * (SIDE.dim // SIDE.offset_channels)
-            )
-    return codes, scale, offset
+            groups: tl.constexpr = SIDE.dim // SIDE.offset_channels
+            offset += block * ((SIDE.page // SIDE.offset_tokens) * groups)
+    return Fields(codes, scale, offset, order)
 
 
 @triton.jit

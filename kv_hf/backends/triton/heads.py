@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, run_unit, tile_unit, unpack, unpack_planes, unrotate_parts
+from .dequant import Fields, dtype_of, run_unit, tile_unit, unpack, unpack_planes, unrotate_parts
 from .softmax import LOG2E, bend, near_one, weigh, window_slots
 
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
-
-
-class Fields(NamedTuple):
-    """Pointers to the tensors of one side of the pages; see decode_kernel. order: of keys of two widths."""
-
-    codes: Any
-    scale: Any
-    offset: Any
-    order: Any
 
 
 class Window(NamedTuple):
@@ -71,10 +62,7 @@ def attend_heads(
     acc = zeros(V_CUT, COLUMNS)
     offsets = no_offsets(VALUES, COLUMNS)
     if begin < end:
-        channel = tl.arange(0, triton.next_power_of_2(KEYS.dim))
-        inside = (channel < KEYS.dim)[:, None] & real[None, :]
-        x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
-        shrink, factor = near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
+        shrink, factor = query_units(queries, real, softmax_scale, KEYS.dim)
         q = ()
         whole_q = ()
         if not KEYS.ordered:
@@ -135,11 +123,9 @@ def attend_window(
 ):  # fmt: skip
     """Add the window's tokens to the running softmax (best, total, acc) and return it.
 
-    acc: parts of the pages' values, settled (see `settle`).
+    acc: parts of the pages' values, settled (see `settle`); () where VALUES is None and values are not read.
     """
     CUT: tl.constexpr = KEYS.window
-    V_CUT: tl.constexpr = VALUES.cut
-    DTYPE: tl.constexpr = dtype_of(VALUES.window_dtype)
     K_DTYPE: tl.constexpr = dtype_of(KEYS.window_dtype)
     one = tl.full([total.shape[0]], 1.0, tl.float32)
     query = load_query(queries, real, one, (), CUT, K_DTYPE)
@@ -150,8 +136,11 @@ def attend_window(
         scores = bend(scores, factor, at, held, visible, HIDING, True)
         weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
         total = total * keep + tl.sum(weights, 0)
-        rows = window.value_tokens + slot * window.value_slot
-        acc = add_exact(rows, held, weights, rescale(acc, keep), V_CUT, True, DTYPE)
+        if VALUES is not None:
+            rows = window.value_tokens + slot * window.value_slot
+            V_CUT: tl.constexpr = VALUES.cut
+            DTYPE: tl.constexpr = dtype_of(VALUES.window_dtype)
+            acc = add_exact(rows, held, weights, rescale(acc, keep), V_CUT, True, DTYPE)
     return best, total, acc
 
 
@@ -170,6 +159,15 @@ def zeros(CUT: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.zeros([ROWS, COLUMNS], tl.float32)  # whose shape takes no field in Triton 3.6 and 3.7
+
+
+@triton.jit
+def query_units(queries, real, softmax_scale, DIM: tl.constexpr):
+    """Return what brings query columns near 1, and their scores to log2, see `near_one`; `queries` are read where `real`."""
+    channel = tl.arange(0, triton.next_power_of_2(DIM))
+    inside = (channel < DIM)[:, None] & real[None, :]
+    x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
+    return near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from ...errors import CacheOptionError
 from ..base import AttentionCall
 from . import support
 from .decode import decode_kernel
-from .direct import INTERPRETED, Kernel, Plan, Scratch, keep
+from .direct import INTERPRETED, Kernel, Plan, Scratch, kept
 from .meta_params import (
     MIN_TILES,
     Launch,
@@ -63,9 +63,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
         call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
     )  # fmt: skip
-    plan = kv.launches.get(key)
-    if plan is None:
-        plan = keep(kv.launches, key, _prepare(call, launch))
+    plan = kept(kv.launches, key, lambda: _prepare(call, launch))
     out = query.new_empty_strided(plan.shape, plan.strides)
     splits = plan.splits(kv.block_table.shape[1])
     room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch

@@ -225,6 +225,12 @@ def test_decode_sees_a_sliding_window(name, window):
 
 
 @needs_interpreter
+def test_decode_bounds_scores_by_a_softcap():
+    kv = make_kv("int4", rows=RAGGED[:2])
+    check(make_query(kv, 3), kv, softcap=0.7)
+
+
+@needs_interpreter
 @pytest.mark.parametrize("splits", [1, 2])
 def test_decode_adds_sink_logits_to_the_denominator(splits):
     kv = make_kv("int8")
@@ -236,23 +242,18 @@ def test_decode_adds_sink_logits_to_the_denominator(splits):
 
 def unpack_all_words(bits, code, isa):
     """Numbers that the PTX of a word's places gives for all 65,536 words (runs in the worker)."""
-    import inspect
-    import re
-
     import numpy as np
     from interpreter import ptx
 
-    from kv_hf.backends.triton import dequant, words
+    from kv_hf.backends.triton import dequant
 
     every = np.arange(65536, dtype=np.uint16)
     if bits < 8:
-        texts = [words._take_place.fn(p, bits) for p in range(16 // bits)]
+        texts = [dequant._take_place.fn(p, bits) for p in range(16 // bits)]
         outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
     else:
-        text = dequant._by_shifts.fn(True)
-        if code == "signed":
-            text = inspect.getsource(words._signed_pairs.fn).split('"""{')[1].split('}"""')[0]
-        outs = ptx(re.sub(r"=&", "=", text), every.view(np.uint32), 2)
+        make = dequant._signed if code == "signed" else dequant._by_shifts
+        outs = ptx(make.fn(True), every.view(np.uint32), 2)
     return [np.ascontiguousarray(out).view(np.float16) for out in outs]
 
 
@@ -342,20 +343,6 @@ def test_decode_with_ptx_errs_no_more_than_float16(name, page, size):
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
-
-
-@needs_triton
-def test_latents_refuse_softcap():
-    from kv_hf.backends.registry import load
-    from kv_hf.errors import CacheOptionError
-
-    kv = make_kv("int4")
-    asked = AttentionCall(make_query(kv), kv, 0.1, softcap=5.0)
-    with pytest.raises(CacheOptionError, match="softcap: pages of latents"):
-        load("triton").attend(asked)
-
-
-# -- whole generation ----------------------------------------------------------------------------------------------------
 
 
 def generate(name, kernel):
@@ -460,7 +447,7 @@ def compiled(spec, arch="sm_90", **options):
     import aot
     import sass
 
-    return sass.read_cubin(aot.compile_latent(spec, arch, **options))
+    return sass.read_cubin(aot.compile_decode(spec, arch, **{"group": 16, **options}))
 
 
 def budgets():
@@ -473,7 +460,7 @@ def budgets():
 @pytest.mark.parametrize(("arch", "name", "budget", "spills"), budgets())
 def test_decode_loop_keeps_its_budget(arch, name, budget, spills):
     """Rank 512, 64 RoPE channels, pages of 64 tokens; 16 heads and 128 are the same loop."""
-    from kv_hf.backends.triton.latent_meta_params import tile_tokens
+    from kv_hf.backends.triton.meta_params import tile_tokens
 
     spec = standard_spec(name)
     code = compiled(spec, arch)
@@ -486,7 +473,7 @@ def test_decode_loop_keeps_its_budget(arch, name, budget, spills):
 
 
 OPTIONS = {
-    "heads-128-chunk-of-3": {"heads": 128, "q_len": 3},
+    "heads-128-chunk-of-3": {"group": 128, "q_len": 3},
     "bool-mask": {"mask_dtype": torch.bool},
     "float-mask-window-sinks": {
         "mask_dtype": torch.bfloat16,
@@ -511,7 +498,7 @@ def test_kernels_compile_for_amd(name):
     import aot
 
     spec = standard_spec(name)
-    assert "mfma" in aot.compile_latent(spec, "gfx942").asm["amdgcn"]
+    assert "mfma" in aot.compile_decode(spec, "gfx942", group=16).asm["amdgcn"]
     if name != "exact":
         assert aot.compile_seal_pair(spec, "gfx942").asm["amdgcn"]
 

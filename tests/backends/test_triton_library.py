@@ -210,11 +210,12 @@ def test_chunks_cover_the_width_with_powers_of_two():
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    assert meta_params.most_splits(1) == meta_params.MAX_SPLITS
-    assert meta_params.most_splits(24) == meta_params.PROGRAMS // 24  # no power of two
-    assert meta_params.most_splits(10**6) == 1
+    spec = spec_of("int4")
+    assert meta_params.most_splits(spec, 1) == meta_params.MAX_SPLITS
+    assert meta_params.most_splits(spec, 24) == meta_params.PROGRAMS // 24  # no power of two
+    assert meta_params.most_splits(spec, 10**6) == 1
     for programs in (1, 8, 24, 64, 512):
-        assert meta_params.most_splits(programs) * programs <= meta_params.PROGRAMS
+        assert meta_params.most_splits(spec, programs) * programs <= meta_params.PROGRAMS
 
 
 @pytest.mark.parametrize("name", format_names("keys", "values"))

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kv_hf.backends.triton import latent_meta_params, meta_params
+from kv_hf.backends.triton import meta_params
 from kv_hf.formats import (
     format_names,
     k_rope_name,
@@ -66,6 +66,7 @@ def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank
     spec = PageSpec.build_latent(
         scheme, k_rope_scheme(k_rope_name(None, scheme), 64), rank=rank, rope_dim=64, page_size=64, dtype=dtype
     )  # fmt: skip
-    said = latent_meta_params.shared_bytes(spec, dtype, 90 if arch == "sm_90" else meta_params.HIP)
-    taken = aot.compile_latent(spec, arch, query_dtype=dtype).metadata.shared
+    isa = 90 if arch == "sm_90" else meta_params.HIP
+    said = meta_params.shared_bytes(spec, dtype, meta_params.MAX_COLUMNS, 1, isa)
+    taken = aot.compile_decode(spec, arch, query_dtype=dtype, group=16).metadata.shared
     assert taken <= said <= (232448 if arch == "sm_90" else 64 * 1024)

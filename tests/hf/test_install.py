@@ -43,7 +43,7 @@ dir(kv_hf)  # lists what is imported later
 late = {"evaluation", "gqa", "planner", "doctor"}
 assert not late & {name.split(".")[1] for name in sys.modules if name.startswith("kv_hf.")}
 kv_hf.plan
-from kv_hf.backends.triton import latent_meta_params, meta_params, support
+from kv_hf.backends.triton import meta_params, support
 spec = kv_hf.spec.PageSpec.build(
     kv_hf.formats.key_scheme("int4"), kv_hf.formats.value_scheme("int4"),
     num_kv_heads=8, key_dim=128, value_dim=128, page_size=64, dtype=torch.bfloat16,

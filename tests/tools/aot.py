@@ -10,31 +10,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from kv_hf.backends.triton.append import append_pair_kernel
 from kv_hf.backends.triton.decode import decode_kernel
 from kv_hf.backends.triton.dense import dense_constants, dense_kernel
 from kv_hf.backends.triton.direct import STEPWISE, TABLES
-from kv_hf.backends.triton.latent import latent_kernel
-from kv_hf.backends.triton.latent_meta_params import (
-    COLUMNS,
-    COMBINED,
-    COMBINED_SPLITS,
-    latent_constants,
-)
-from kv_hf.backends.triton.latent_meta_params import launch_parameters as latent_launch_parameters
 from kv_hf.backends.triton.meta_params import (
+    FLOATS,
     HIP,
+    Launch,
     column_block,
     constants,
-    element_type,
     launch_parameters,
 )
-from kv_hf.backends.triton.seal import pair_constants, seal_pair_kernel
+from kv_hf.backends.triton.seal import append_pair_kernel, pair_constants, seal_pair_kernel
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.selection import choose_kernel
 from kv_hf.backends.triton.selection_launch import NUM_WARPS, selection_constants
-from kv_hf.backends.triton.softmax import combine_kernel
+from kv_hf.backends.triton.softmax import combine_constants, combine_kernel
 from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
 
@@ -74,25 +66,19 @@ def compile_decode(
 ) -> Any:
     """Compile one variant of the decode kernel for `arch` ("sm_90", "gfx942"), as a launch would ask for it.
 
+    group: query heads of a kv head; over latents, of all.
+
     Returns: Triton's compiled kernel: `.asm["cubin"]` or `.asm["amdgcn"]`, `.metadata.shared`.
     """
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     columns = column_block(spec, group, q_len, isa)
     chosen = launch_parameters(spec, columns, isa, query_dtype, mask=mask)
-    num_warps = num_warps or chosen.num_warps
+    launch = Launch(num_warps or chosen.num_warps, num_stages or chosen.num_stages)
     plain = constants(
-        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps,
-        num_stages=num_stages or chosen.num_stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
+        spec, query_dtype=query_dtype, heads=group * spec.keys.num_kv_heads, q_len=q_len, isa=isa, launch=launch,
+        mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
-    types, aligned = _attention_types(decode_kernel, spec, query_dtype, mask_dtype)
-    return compile_kernel(decode_kernel, types, plain, arch, aligned, num_warps)
-
-
-def _attention_types(
-    kernel: Any, spec: PageSpec, query_dtype: torch.dtype, mask_dtype: torch.dtype | None
-) -> tuple[dict[str, str], list[str]]:
-    """Return the types of the run-time arguments of a kernel that attends, and names of those that are aligned."""
     keys, values = spec.sides
     pointers = {
         "query": query_dtype, "key_codes": keys.fields["codes"][1], "value_codes": values.fields["codes"][1],
@@ -107,8 +93,7 @@ def _attention_types(
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
     aligned = [name for name in pointers if name not in ("mask", "sink_logits")] + list(STRIDES)
-    own = dict(zip(decode_kernel.arg_names, kernel.arg_names, strict=False))  # both take the same
-    return {own[name]: kind for name, kind in types.items()}, [own[name] for name in aligned]
+    return compile_kernel(decode_kernel, types, plain, arch, aligned, launch.num_warps)
 
 
 def compile_selection(
@@ -173,31 +158,6 @@ def compile_selection(
     return compile_kernel(choose_kernel, types, plain, arch, aligned, NUM_WARPS)
 
 
-def compile_latent(
-    spec: PageSpec,
-    arch: str,
-    *,
-    query_dtype: torch.dtype = torch.bfloat16,
-    heads: int = 16,
-    q_len: int = 1,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
-    mask_dtype: torch.dtype | None = None,
-    sliding_window: bool = False,
-    sinks: bool = False,
-) -> Any:
-    """Compile one variant of the decode kernel for latents for `arch`, as a launch would ask for it."""
-    isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    chosen = latent_launch_parameters(isa)
-    mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
-    plain = latent_constants(
-        spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa,
-        num_stages=num_stages or chosen.num_stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
-    )  # fmt: skip
-    types, aligned = _attention_types(latent_kernel, spec, query_dtype, mask_dtype)
-    return compile_kernel(latent_kernel, types, plain, arch, aligned, num_warps or chosen.num_warps)
-
-
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     """Compile the kernel that seals both sides for `arch`, as a launch would ask for it."""
     types = {"jobs": "*i32", "damaged": "*u8", "order": "*u8"}
@@ -216,9 +176,9 @@ def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
 
 def compile_dense(side: SideSpec, arch: str) -> Any:
     """Compile the kernel that writes one side out densely for `arch`, as a launch would ask for it."""
-    types = dict.fromkeys(("out", "window"), "*" + element_type(side.dtype))
+    types = dict.fromkeys(("out", "window"), "*" + FLOATS[side.dtype])
     types |= {"codes": "*" + _pointee(side.fields["codes"][1])}
-    types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
+    types |= dict.fromkeys(("scale", "offset"), "*" + FLOATS[side.scale_dtype])
     strides = ("window_row", "window_head", "window_slot")
     aligned = [*types, *strides]
     types |= dict.fromkeys(TABLES, "*i32") | {"order": "*u8"}
@@ -232,9 +192,8 @@ def compile_combine(
 ) -> Any:
     """Compile the kernel that merges splits over latents for `arch`."""
     types = dict.fromkeys(("partial", "bests"), "*fp32") | {"q_len": "i32", "num_splits": "i32"}
-    types |= dict.fromkeys(("sink_logits", "out"), "*" + element_type(dtype))
-    plain = {"HEADS": heads, "COLUMNS": COLUMNS, "V_DIM": value_dim, "SINKS": True,
-             "SPLITS": COMBINED_SPLITS, "DIM": COMBINED}  # fmt: skip
+    types |= dict.fromkeys(("sink_logits", "out"), "*" + FLOATS[dtype])
+    plain = combine_constants(heads, 16, value_dim, True)
     return compile_kernel(combine_kernel, types, plain, arch, ["partial", "bests", "out"], 4)
 
 
@@ -243,7 +202,7 @@ def compile_append_pair(
 ) -> Any:
     """Compile the kernel that appends tokens of both sides to their windows for `arch`."""
     pointers = ("window", "new", "value_window", "new_value")
-    types = dict.fromkeys(pointers, "*" + element_type(dtype)) | dict.fromkeys(
+    types = dict.fromkeys(pointers, "*" + FLOATS[dtype]) | dict.fromkeys(
         ("starts", "skips"), "*i32"
     )
     strides = [
@@ -282,4 +241,4 @@ def compile_kernel(
 
 
 def _pointee(dtype: torch.dtype) -> str:
-    return "u8" if dtype.itemsize == 1 else element_type(dtype)
+    return FLOATS.get(dtype) or f"i{8 * dtype.itemsize}".replace("i8", "u8")

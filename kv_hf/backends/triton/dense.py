@@ -13,10 +13,9 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, number, unrotate_channels
-from .direct import Kernel, keep
+from .dequant import SCALE_MAX, Fields, move_to_block, number, unrotate_channels
+from .direct import Kernel, kept
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
-from .tiles import move_to_block
 
 
 @triton.constexpr_function
@@ -27,45 +26,41 @@ def within(GROUP, SIZE, WHOLE, RUN):
 
 @triton.jit
 def _of_groups(
-    pointer,
-    first_token,
-    first_channel,
-    inside,
-    TALL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SIDE: tl.constexpr,
-):
-    """Load the scales (or offsets), one per TOKENS x CHANNELS, of TALL tokens and as many channels as `inside` has.
+    pointer, first_token, first_channel, TALL: tl.constexpr, WIDE: tl.constexpr, HELD: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Load the scales (or offsets), one per TOKENS x CHANNELS, of TALL tokens and WIDE channels, of which HELD exist.
 
-    Returns: [TALL, W], or 1 in place of a size along which all are the same.
+    Returns: [TALL, WIDE], or 1 in place of a size along which all are the same.
     """
-    WIDE: tl.constexpr = inside.shape[0]
     GROUPS: tl.constexpr = SIDE.dim // CHANNELS  # of a token
-    token = first_token + tl.arange(0, TALL)
-    column = (first_channel + tl.arange(0, WIDE)) // CHANNELS
+    lane = tl.arange(0, 1 if within(CHANNELS, WIDE, SIDE.dim, WIDTH) else WIDE)
+    column = (first_channel + lane) // CHANNELS
     if TOKENS % TALL == 0:
-        at = (first_token // TOKENS) * GROUPS + column
-        factors = tl.load(pointer + at, mask=inside, other=0.0)[None, :]
-    elif within(CHANNELS, WIDE, SIDE.dim, WIDTH):
-        at = (token // TOKENS) * GROUPS + first_channel // CHANNELS
-        factors = tl.load(pointer + at)[:, None]
+        at = first_token // TOKENS * GROUPS + column
+        factors = tl.load(pointer + at, mask=lane < HELD, other=0.0)[None, :]
     else:
-        at = ((token // TOKENS) * GROUPS)[:, None] + column[None, :]
-        factors = tl.load(pointer + at, mask=inside[None, :], other=0.0)
+        token = first_token + tl.arange(0, TALL)
+        at = (token // TOKENS * GROUPS)[:, None] + column[None, :]
+        factors = tl.load(pointer + at, mask=(lane < HELD)[None, :], other=0.0)
     return factors.to(tl.float32)
 
 
 @triton.jit
 def _write_section(
-    target, room, codes, scale, offset, order, begin, SECTION: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
+    target,
+    room,
+    fields,
+    begin,
+    SECTION: tl.constexpr,
+    SIDE: tl.constexpr,
+    WIDE: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Write TILE tokens of one page to `target`, the column of the page's first token; `room` columns are left there.
 
     Args:
-        codes, scale, offset, order: of this page and head; with an order, each channel goes to its own column.
+        fields: Fields of this page and head; with an order, each channel goes to its own column.
         begin: the first token; of token words, the first word.
         SECTION: number of a section of SIDE.
     """
@@ -80,14 +75,15 @@ def _write_section(
     O_TOKENS: tl.constexpr = SIDE.offset_tokens
     O_CHANNELS: tl.constexpr = SIDE.offset_channels
     TALL: tl.constexpr = TILE // RUNS if SIDE.token_words else TILE
-    lane = begin + tl.arange(0, TALL)
+    line = begin + tl.arange(0, TALL)
+    lane = tl.arange(0, WIDE)
     for start in tl.static_range(0, WIDTH, WIDE):
-        place = start + tl.arange(0, WIDE)
-        inside = place < WIDTH
+        inside = lane < WIDTH - start
+        byte = BYTE + start + lane
         if SIDE.token_contiguous:
-            where = codes + lane[:, None] + ((BYTE + place) * SIDE.page)[None, :]
+            where = fields.codes + line[:, None] + (byte * SIDE.page)[None, :]
         else:
-            where = codes + (lane * SIDE.size)[:, None] + (BYTE + place)[None, :]
+            where = fields.codes + (line * SIDE.size)[:, None] + byte[None, :]
         x = tl.load(where, mask=inside[None, :], other=0)
         for run in tl.static_range(RUNS):
             first = begin + (run * (SIDE.page // RUNS) if SIDE.token_words else 0)
@@ -96,15 +92,15 @@ def _write_section(
                 y = x
             else:
                 y = number(x, run, CODE, BITS) * _of_groups(
-                    scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, WIDTH, SIDE
-                )
+                    fields.scale, first, channel, TALL, WIDE, WIDTH - start, S_TOKENS, S_CHANNELS, WIDTH, SIDE
+                )  # fmt: skip
                 if O_TOKENS > 0:
                     y = y + _of_groups(
-                        offset, first, channel, inside, TALL, O_TOKENS, O_CHANNELS, WIDTH, SIDE
-                    )
-            column = channel + tl.arange(0, WIDE)
+                        fields.offset, first, channel, TALL, WIDE, WIDTH - start, O_TOKENS, O_CHANNELS, WIDTH, SIDE
+                    )  # fmt: skip
+            column = channel + lane
             if SIDE.ordered:
-                column = tl.load(order + column, mask=inside, other=0).to(tl.int32)
+                column = tl.load(fields.order + column, mask=inside, other=0).to(tl.int32)
             _store(target, room, first + tl.arange(0, TALL), column, inside, y, SIDE)
 
 
@@ -137,9 +133,7 @@ def _code_of(codes, lane, channel, inside, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _write_rotated(
-    target, room, codes, scale, offset, begin, SIDE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _write_rotated(target, room, fields, begin, SIDE: tl.constexpr, TILE: tl.constexpr):
     """Write TILE tokens of rotated values, as `_write_section`: all channels of a token at once."""
     DIM: tl.constexpr = SIDE.dim
     CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
@@ -148,14 +142,13 @@ def _write_rotated(
     channel = tl.arange(0, CHANNELS)
     inside = channel < DIM
     token = begin + tl.arange(0, TILE)
-    y = _code_of(codes, token, channel, inside, SIDE).to(tl.float32)
+    y = _code_of(fields.codes, token, channel, inside, SIDE).to(tl.float32)
     if SIDE.centered:
         y = y - 0.5 * ((1 << SIDE.bits) - 1)
-    y = y * _of_groups(scale, begin, 0, inside, TILE, 1, S_CHANNELS, DIM, SIDE)
+    y = y * _of_groups(fields.scale, begin, 0, TILE, CHANNELS, DIM, 1, S_CHANNELS, DIM, SIDE)
     if not SIDE.centered:
-        y = y + _of_groups(offset, begin, 0, inside, TILE, 1, S_CHANNELS, DIM, SIDE)
-    y = unrotate_channels(y, BLOCK)
-    _store(target, room, token, channel, inside, y, SIDE)
+        y = y + _of_groups(fields.offset, begin, 0, TILE, CHANNELS, DIM, 1, S_CHANNELS, DIM, SIDE)
+    _store(target, room, token, channel, inside, unrotate_channels(y, BLOCK), SIDE)
 
 
 # tables may begin anywhere in a buffer that they share
@@ -209,17 +202,14 @@ def dense_kernel(
         page = tl.load(block_table + row.to(tl.int64) * table_row + tile // (PAGE // TILE))
         block = page.to(tl.int64) * HEADS + head
         first = left + sinks + (tile // (PAGE // TILE)) * PAGE
-        codes, scale, offset = move_to_block(codes, scale, offset, block, SIDE)
+        fields = move_to_block(Fields(codes, scale, offset, order), block, SIDE)
         at = out + first.to(tl.int64) * DIM
         begin = (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE)
         if SIDE.rotated > 0:
-            _write_rotated(at, seen - first, codes, scale, offset, begin, SIDE, TILE)
+            _write_rotated(at, seen - first, fields, begin, SIDE, TILE)
         else:
-            order += block * DIM
             for section in tl.static_range(len(SIDE.sections)):
-                _write_section(
-                    at, seen - first, codes, scale, offset, order, begin, section, SIDE, WIDE, TILE
-                )  # fmt: skip
+                _write_section(at, seen - first, fields, begin, section, SIDE, WIDE, TILE)
     else:
         column = (tile - parts) * TILE + tl.arange(0, TILE)
         behind = column >= left + sinks
@@ -271,13 +261,13 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     if not out.numel():
         return out
     index = out.get_device()
-    key = "dense", side, id(kv.spec), window.stride(), index
-    kernel = kv.launches.get(key)
-    if kernel is None:
-        made = Kernel(
+    kernel = kept(
+        kv.launches,
+        ("dense", side, id(kv.spec), window.stride(), index),
+        lambda: Kernel(
             kv.spec, dense_kernel, dense_constants(spec), num_warps=4, enable_fp_fusion=False
-        )
-        kernel = keep(kv.launches, key, made)
+        ),
+    )
     with kv.hold():
         kernel.launch(
             -(-kv.seen // kernel.constants["TILE"]), spec.num_kv_heads, kv.rows, index,

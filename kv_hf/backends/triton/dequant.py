@@ -7,6 +7,8 @@ exponents further down: a code's bits moved to where float16 has exponent and ma
 among the codes. Rotated values are sums and differences of two numbers, in the order of quant/codec.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -31,6 +33,34 @@ SUBNORMALS = tl.constexpr(
 )  # e4m3's numbers below are multiples of 1 / SUBNORMALS
 
 
+@triton.constexpr_function
+def dtype_of(NAME):
+    """Return the dtype of a name."""
+    return {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}[NAME]
+
+
+class Fields(NamedTuple):
+    """Pointers to the tensors of one side of the pages; see decode_kernel. order: of keys of two widths."""
+
+    codes: Any
+    scale: Any
+    offset: Any
+    order: Any
+
+
+@triton.jit
+def move_to_block(fields, block, SIDE: tl.constexpr):
+    """Move Fields of page 0 and head 0 on to number `block` (page * heads + head, int64) of pages and heads."""
+    codes = fields.codes + block * (SIDE.page * SIDE.size // (SIDE.runs if SIDE.token_words else 1))
+    scale, offset, order = fields.scale, fields.offset, fields.order + block * SIDE.dim
+    if SIDE.code != "none":
+        scale += block * ((SIDE.page // SIDE.scale_tokens) * (SIDE.dim // SIDE.scale_channels))
+        if SIDE.offset_tokens > 0:
+            groups: tl.constexpr = SIDE.dim // SIDE.offset_channels
+            offset += block * ((SIDE.page // SIDE.offset_tokens) * groups)
+    return Fields(codes, scale, offset, order)
+
+
 @triton.jit
 def float8_to_float(code):
     """Return the numbers of e4m3 codes (int32 of 0 to 255) as fp32, by arithmetic that any target takes."""
@@ -46,31 +76,6 @@ def float_to_float8(x):
     normal = ((size + HALF_STEP + ((size >> FROM_FLOAT) & 1)) >> FROM_FLOAT) - EXPONENTS
     below = ((tl.abs(x) * SUBNORMALS + MAGIC) - MAGIC).to(tl.int32)
     return tl.where(size < LEAST_NORMAL, below, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.constexpr_function
-def _by_shifts(WORDS):
-    """Return PTX that makes two pairs of float16 numbers of four codes: in order, or where WORDS the low codes first."""
-    # prmt puts two codes each into the high bytes of a register's halves
-    first, second = (0x2404, 0x3414) if WORDS else (0x1404, 0x3424)
-    lift = (15 + FEWER << 10) * 0x10001
-    kept = (0x7F << 10 - _MANTISSA) * 0x10001
-    return f"""{{
-        .reg .b32 a, b, s, t, c;
-        prmt.b32 a, $2, 0, {first:#06x};
-        prmt.b32 b, $2, 0, {second:#06x};
-        and.b32 s, a, 0x80008000;
-        and.b32 t, b, 0x80008000;
-        shr.u32 a, a, {8 - (10 - _MANTISSA)};
-        shr.u32 b, b, {8 - (10 - _MANTISSA)};
-        and.b32 a, a, {kept:#x};
-        and.b32 b, b, {kept:#x};
-        or.b32 a, a, s;
-        or.b32 b, b, t;
-        mov.b32 c, {lift:#x};
-        mul.rn.f16x2 $0, a, c;
-        mul.rn.f16x2 $1, b, c;
-        }}"""
 
 
 @triton.jit
@@ -95,43 +100,6 @@ def numbers(x, PLACES: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr, DTY
     return tiles
 
 
-@triton.jit
-def _from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    if ISA >= 89:
-        return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        return tl.inline_asm_elementwise(
-            _by_shifts(False), "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
-        )
-
-
-@triton.jit
-def float16_pairs(x, PTX: tl.constexpr):
-    """Return the two float16 numbers that PTX makes of each 16-bit word of x; it takes two words at a time."""
-    return tl.inline_asm_elementwise(
-        PTX, "=&r,=&r,r", args=[x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-    )
-
-
-@triton.jit
-def float8_pairs(x, ISA: tl.constexpr):
-    """Return the low and the high numbers of 16-bit words of two codes, float16; ISA above 0, see words.unpack_words."""
-    if ISA >= 89:
-        return float16_pairs(
-            x,
-            """{
-            .reg .b32 a;
-            .reg .b16 low, high;
-            prmt.b32 a, $2, 0, 0x3120;
-            mov.b32 {low, high}, a;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-        )
-    else:
-        return float16_pairs(x, _by_shifts(True))
-
-
 # Where the PTX branch leaves an unsigned code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
 # a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
 # "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021), and the factor goes into scales that are there anyway.
@@ -154,12 +122,12 @@ def tile_unit(BITS, ISA):
 
 @triton.jit
 def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    """Unpack a tile into 8 / BITS runs of numbers.
+    """Unpack a tile of bytes or words into a tile of numbers for every place of them: its runs.
 
         run[r] = code of place r * tile_unit * run_unit(r)
 
     Args:
-        x: uint8 codes, or the numbers themselves where CODE is "none"; any shape.
+        x: uint8 or int16 codes, or the numbers themselves where CODE is "none"; any shape, of words with an even last size.
         CODE, BITS: as in formats.Scheme.
         DTYPE: dtype of the result; the PTX branch only knows float16.
         ISA: NVIDIA's compute capability * 10; 0 or less for code that any target (and the interpreter) takes.
@@ -168,15 +136,132 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
     if CODE == "none":
         return (x.to(DTYPE),)
     elif ISA <= 0:
-        return numbers(x, 8 // BITS, CODE, BITS, DTYPE)
-    elif CODE == "float8":
-        return (_from_float8(x, DTYPE, ISA),)
+        return numbers(x, x.dtype.primitive_bitwidth // BITS, CODE, BITS, DTYPE)
+    elif x.dtype == tl.int16:
+        return _unpack_words(x, CODE, BITS, ISA)
     elif CODE == "signed":
-        return (_from_signed(x),)
-    elif BITS == 8:
-        return (_bytes_in_place(x),)
+        return _run_ptx(x, _signed(False), 1, 4)
+    elif CODE == "unsigned":
+        return _run_ptx(x, _take_in_place(BITS), 8 // BITS, 4)
+    elif ISA >= 89:
+        return (x.to(tl.float8e4nv, bitcast=True).to(DTYPE),)
     else:
-        return _halves_in_place(x) if BITS == 4 else _quarters_in_place(x)
+        return _run_ptx(x, _by_shifts(False), 1, 4)
+
+
+@triton.jit
+def _unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, ISA: tl.constexpr):
+    if CODE == "signed":
+        return _run_ptx(x, _signed(True), 2, 2)
+    elif CODE == "unsigned":
+        # one place at a time: the others' numbers would fill the registers meanwhile
+        tiles = ()
+        for place in tl.static_range(16 // BITS):
+            tiles = tiles + _run_ptx(x, _take_place(place, BITS), 1, 2)
+        return tiles
+    elif ISA >= 89:
+        return _run_ptx(x, _BY_HARDWARE, 2, 2)
+    else:
+        return _run_ptx(x, _by_shifts(True), 2, 2)
+
+
+# -- PTX ---------------------------------------------------------------------------------------------------------------
+
+
+@triton.constexpr_function
+def _registers(COUNT):
+    """Return the constraints of PTX that makes COUNT registers of one; it may write some before it has read."""
+    return "=&r," * COUNT + "r"
+
+
+@triton.jit
+def _run_ptx(x, TEXT: tl.constexpr, RUNS: tl.constexpr, PACK: tl.constexpr):
+    """Return RUNS tiles of float16 that TEXT makes of x, which takes PACK numbers of x at a time, 32 bits."""
+    REGISTERS: tl.constexpr = _registers(RUNS * PACK // 2)
+    # dtypes cannot be put together by a loop
+    if RUNS == 1:
+        one = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], tl.float16, True, PACK)
+        return (one,)
+    elif RUNS == 2:
+        return tl.inline_asm_elementwise(TEXT, REGISTERS, [x], (tl.float16, tl.float16), True, PACK)
+    else:
+        return tl.inline_asm_elementwise(
+            TEXT, REGISTERS, [x], (tl.float16, tl.float16, tl.float16, tl.float16), True, PACK
+        )
+
+
+_BY_HARDWARE = tl.constexpr("""{
+    .reg .b32 a;
+    .reg .b16 low, high;
+    prmt.b32 a, $2, 0, 0x3120;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }""")
+
+
+@triton.constexpr_function
+def _by_shifts(WORDS):
+    """Return PTX that makes two pairs of float16 numbers of four codes: in order, or where WORDS, those of low bytes first."""
+    # prmt puts two codes each into the high bytes of a register's halves
+    first, second = (0x2404, 0x3414) if WORDS else (0x1404, 0x3424)
+    lift = (15 + FEWER << 10) * 0x10001
+    kept = (0x7F << 10 - _MANTISSA) * 0x10001
+    return f"""{{
+        .reg .b32 a, b, s, t, c;
+        prmt.b32 a, $2, 0, {first:#06x};
+        prmt.b32 b, $2, 0, {second:#06x};
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, {8 - (10 - _MANTISSA)};
+        shr.u32 b, b, {8 - (10 - _MANTISSA)};
+        and.b32 a, a, {kept:#x};
+        and.b32 b, b, {kept:#x};
+        or.b32 a, a, s;
+        or.b32 b, b, t;
+        mov.b32 c, {lift:#x};
+        mul.rn.f16x2 $0, a, c;
+        mul.rn.f16x2 $1, b, c;
+        }}"""
+
+
+@triton.constexpr_function
+def _signed(WORDS):
+    """Return PTX as `_by_shifts` does, of int8: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
+    first, second = (0x4240, 0x4341) if WORDS else (0x4140, 0x4342)
+    return f"""{{
+        .reg .b32 a, b, c;
+        xor.b32 a, $2, 0x80808080;
+        mov.b32 c, 0x64806480;
+        prmt.b32 b, a, 0x64646464, {first:#06x};
+        sub.rn.f16x2 $0, b, c;
+        prmt.b32 b, a, 0x64646464, {second:#06x};
+        sub.rn.f16x2 $1, b, c;
+        }}"""
+
+
+@triton.constexpr_function
+def _take_in_place(BITS):
+    """PTX that leaves the codes of four bytes where they lie, two words of two float16 subnormals for each run."""
+    runs = 8 // BITS
+    lines = [".reg .b32 a, b;"]
+    lines += [
+        f"prmt.b32 {to}, ${2 * runs}, 0, {at};" for to, at in (("a", "0x4140"), ("b", "0x4342"))
+    ]
+    for run in range(runs):
+        mask = ((1 << BITS) - 1 << run * BITS) * 0x10001
+        lines += [f"and.b32 ${2 * run + i}, {word}, {mask:#010x};" for i, word in enumerate("ab")]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.constexpr_function
+def _take_place(PLACE, BITS):
+    """PTX that leaves the codes of one place of words where they lie in their byte, as `_take_in_place` does."""
+    mask = ((1 << BITS) - 1 << PLACE * BITS % 8) * 0x10001
+    return f"{{ .reg .b32 a; shr.u32 a, $1, {PLACE * BITS // 8 * 8}; and.b32 $0, a, {mask}; }}"
+
+
+# -- codes of three bits -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -231,57 +316,7 @@ def _pair_planes(ODD):
         }}"""
 
 
-@triton.jit
-def _from_signed(x):
-    """int8 to numbers: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c;
-        xor.b32 a, $2, 0x80808080;
-        prmt.b32 b, a, 0x64646464, 0x4342;
-        prmt.b32 a, a, 0x64646464, 0x4140;
-        mov.b32 c, 0x64806480;
-        sub.rn.f16x2 $0, a, c;
-        sub.rn.f16x2 $1, b, c;
-        }""",
-        "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.constexpr_function
-def _take_in_place(BITS):
-    """PTX that leaves the codes of four bytes where they lie, two words of two float16 subnormals for each run."""
-    runs = 8 // BITS
-    lines = [".reg .b32 a, b;"]
-    lines += [
-        f"prmt.b32 {to}, ${2 * runs}, 0, {at};" for to, at in (("a", "0x4140"), ("b", "0x4342"))
-    ]
-    for run in range(runs):
-        mask = ((1 << BITS) - 1 << run * BITS) * 0x10001
-        lines += [f"and.b32 ${2 * run + i}, {word}, {mask:#010x};" for i, word in enumerate("ab")]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@triton.jit
-def _bytes_in_place(x):
-    return tl.inline_asm_elementwise(
-        _take_in_place(8), "=&r,=&r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def _halves_in_place(x):
-    return tl.inline_asm_elementwise(
-        _take_in_place(4), "=&r,=&r,=&r,=&r,r", args=[x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-    )  # fmt: skip
-
-
-@triton.jit
-def _quarters_in_place(x):
-    return tl.inline_asm_elementwise(
-        _take_in_place(2), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", args=[x],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-    )  # fmt: skip
+# -- rotations ---------------------------------------------------------------------------------------------------------
 
 
 @triton.constexpr_function
@@ -298,50 +333,35 @@ def _partner(p, STAGE, CUT):
 
 
 @triton.jit
-def _sum_rows(x, STEP: tl.constexpr):
-    """Replace rows of x [rows, columns] that lie STEP apart by their sum and their difference."""
-    ROWS: tl.constexpr = x.shape[0]
-    COLUMNS: tl.constexpr = x.shape[1]
-    pairs = tl.permute(tl.reshape(x, [ROWS // (2 * STEP), 2, STEP, COLUMNS]), (0, 2, 3, 1))
+def _sum_apart(x, APART: tl.constexpr):
+    """Replace numbers of x [any shape] that lie APART in memory order by their sum and their difference."""
+    pairs = tl.permute(tl.reshape(x, [x.numel // (2 * APART), 2, APART]), (0, 2, 1))
     first, second = tl.split(pairs)
-    pairs = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
-    return tl.reshape(pairs, [ROWS, COLUMNS])
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 2, 1))
+    return tl.reshape(pairs, x.shape)
 
 
 @triton.jit
-def _sum_channels(x, STEP: tl.constexpr):
-    """Replace channels of x [tokens, channels] that lie STEP apart by their sum and their difference."""
-    TOKENS: tl.constexpr = x.shape[0]
-    CHANNELS: tl.constexpr = x.shape[1]
-    pairs = tl.permute(tl.reshape(x, [TOKENS, CHANNELS // (2 * STEP), 2, STEP]), (0, 1, 3, 2))
-    first, second = tl.split(pairs)
-    pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-    return tl.reshape(pairs, [TOKENS, CHANNELS])
-
-
-@triton.jit
-def _unrotate_rows(x, SIZE: tl.constexpr):
-    """Transform neighbouring runs of SIZE rows of x [rows, columns], both powers of two."""
+def _unrotate(x, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """Transform runs of SIZE numbers of x that lie STEP apart in memory order; all sizes are powers of two."""
     for stage in tl.static_range(_stages(SIZE)):
-        x = _sum_rows(x, 1 << stage)
+        x = _sum_apart(x, STEP << stage)
     return x
 
 
 @triton.jit
 def unrotate_channels(x, SIZE: tl.constexpr):
-    """Transform neighbouring runs of SIZE channels of x [tokens, channels], all powers of two."""
-    for stage in tl.static_range(_stages(SIZE)):
-        x = _sum_channels(x, 1 << stage)
-    return x
+    """Transform neighbouring runs of SIZE channels of x [tokens, channels]."""
+    return _unrotate(x, SIZE, 1)
 
 
 @triton.jit
 def unrotate_parts(parts, CUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts, alike (see tiles.py)."""
+    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts, alike (see heads.py)."""
     SIZE: tl.constexpr = CUT.parts[0].held
     new = ()
     for p in tl.static_range(len(parts)):
-        new = new + (_unrotate_rows(parts[p], SIZE),)
+        new = new + (_unrotate(parts[p], SIZE, parts[p].shape[1]),)
     for stage in tl.static_range(_stages(BLOCK // SIZE)):
         old = new
         new = ()

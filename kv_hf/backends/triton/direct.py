@@ -260,10 +260,13 @@ Kept = TypeVar("Kept", bound=Kernel | Plan)
 MOST = 64  # kernels of a layer: shapes that change all the time are not remembered forever
 
 
-def keep(launches: dict[Any, Any], key: Any, made: Kept) -> Kept:
-    """Keep `made` among what a layer keeps in PagedKV.launches; where these are many, without the others. Return it."""
-    if len(launches) >= MOST:
-        for old in [known for known, kept in launches.items() if isinstance(kept, Kernel | Plan)]:
-            del launches[old]
-    launches[key] = made
-    return made
+def kept(launches: dict[Any, Any], key: Any, make: Callable[[], Kept]) -> Kept:
+    """Return what a layer keeps under `key` in PagedKV.launches, made now where it is new; where these are many, the only one."""
+    found: Kept | None = launches.get(key)
+    if found is None:
+        found = make()
+        if len(launches) >= MOST:
+            for old in [name for name, one in launches.items() if isinstance(one, Kernel | Plan)]:
+                del launches[old]
+        launches[key] = found
+    return found

@@ -1,58 +1,184 @@
-"""Decode attention over pages of latents: one program walks a split of one row's pages for 16 query rows.
+"""Attention over pages of latents: a tile is read once, as keys and as values, for 16 query rows.
 
-The definition of the result is backends/reference/attention.py. A tile of latents is read once, as keys and as values: products
-run over chunks of the rank, one for each warp, and scores are summed over them. Query rows lie on the rows of
-the products, so that weights go from one product to the next without leaving their registers.
+A 16-bit word holds codes of one channel and of tokens that lie a page's words apart (see spec.SideSpec), so a tile of
+words unpacks into one tile of tokens per place, and may be read along channels and along tokens alike. Tiles are
+[chunks of channels, rows of words, channels of a chunk]: products run over chunks of the rank, one for each warp, and scores are
+summed over them. Query rows lie on the rows of the products, so that weights go from one product to the next without
+leaving their registers. LATENTS is a meta_params.Latents. Knows nothing of rows and splits.
+
+Where scales and offsets belong to channels, the query gets the scales once per group of tokens, and sums of products get them
+once per group: codes stay as they are.
+
+    score  += (q * scale) @ codes + q . offset
+    acc    += (weights @ codes) * scale + (sum of weights) * offset
 """
 
 import triton
 import triton.language as tl
 
-from .direct import SPECIALIZED
-from .softmax import (
-    LOG2E,
-    Visibility,
-    add_sink,
-    bend,
-    mask_pointers,
-    near_one,
-    row_lengths,
-    tiles_of_split,
-    weigh,
-    window_slots,
-)
-from .tiles import dtype_of
-from .words import (
-    add_channels,
-    all_unit,
-    apart,
-    first_factor,
-    load_factors,
-    load_numbers,
-    load_runs,
-    load_scales,
-    load_tile,
-    score_channels,
-    score_offsets,
-    score_rope,
-    side_by_side,
-    store_runs,
-    sum_of_parts,
-)
+from .dequant import dtype_of, tile_unit, unpack
+from .softmax import LOG2E, bend, near_one, weigh, window_slots
+
+
+@triton.jit
+def attend_latents(
+    keys, values, queries, real, table, begin, end, window, visible, softmax_scale, LATENTS: tl.constexpr,
+    HIDING: tl.constexpr, W_TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend query rows to tiles `begin` to `end` of a row's pages of latents, and to its window.
+
+    Arguments are those of heads.attend_heads; `keys` are latents, `values` RoPE keys.
+    Returns: maxima in log2, sums of weights [columns], and runs of the weighted latents [chunks, columns, wide].
+    """
+    CUT: tl.constexpr = LATENTS.cut
+    ROPE: tl.constexpr = LATENTS.rope
+    RANK: tl.constexpr = CUT.dim
+    PAGE: tl.constexpr = LATENTS.page
+    ROWS: tl.constexpr = LATENTS.rows
+    STRIDE: tl.constexpr = LATENTS.stride
+    STEP: tl.constexpr = LATENTS.step
+    SHARE: tl.constexpr = LATENTS.share
+    CHUNKS: tl.constexpr = CUT.chunks
+    RUNS: tl.constexpr = CUT.runs
+    WIDE: tl.constexpr = CUT.wide
+    TILES_PER_PAGE: tl.constexpr = PAGE // LATENTS.tile
+    R_CODE: tl.constexpr = LATENTS.rope_code
+    DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
+    COLUMNS: tl.constexpr = real.shape[0]
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = ()
+    for _ in tl.static_range(RUNS):
+        acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
+    q = ()
+    size = tl.zeros([COLUMNS], tl.float32)
+    for r in tl.static_range(RUNS):
+        q = q + (load_tile(queries, real, r, CUT, True),)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
+    q_rope = q[0]
+    if ROPE.dim > 0:
+        q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
+    shrink, factor = near_one(size, softmax_scale, True)
+    q = times(q, shrink[None, :, None], DTYPE)
+    if ROPE.dim > 0:
+        q_rope = q_rope.to(tl.float32) * shrink[None, :, None]
+        q_rope = q_rope.to(dtype_of(LATENTS.rope_dtype))
+    if begin < end:
+        lane = tl.arange(0, ROWS)
+        row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
+        if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.bits < 8:
+            shift = lane // LATENTS.words * LATENTS.bits % 8
+            row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
+        # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+        # copies that hide the latency of the words' loads.
+        last = end - 1
+        block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64)
+        page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
+        token = (begin % TILES_PER_PAGE) * ROWS + lane
+        scales = load_scales(keys.scale, block, token, LATENTS)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            start = (tile % TILES_PER_PAGE) * ROWS
+            token = start + lane  # of place 0
+            words = keys.codes + block * (LATENTS.words * RANK)
+            words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
+            numbers = load_numbers(words, LATENTS)
+            ropes = values.codes + (block * PAGE + token) * ROPE.dim
+            r_scale = 1.0
+            bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+            if R_CODE != "none":
+                r_scale = tl.load(values.scale + block).to(tl.float32)
+                bias = score_offsets(bias, q_rope, values.offset + block * ROPE.dim, 0, ROPE)
+
+            next_block = page.to(tl.int64)
+            page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
+            tile_scales = scales
+            next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
+            scales = load_scales(keys.scale, next_block, next_token, LATENTS)
+
+            for phase in tl.static_range(LATENTS.places // STEP):
+                scores = ()
+                for i in tl.static_range(0, STEP, SHARE):
+                    if LATENTS.by_channel:
+                        at = first_factor(block, start + (phase * STEP + i) * STRIDE, LATENTS)
+                        scores = scores + score_channels(
+                            numbers, q, bias, keys.scale + at, keys.offset + at, row_unit, phase * STEP + i, LATENTS
+                        )  # fmt: skip
+                    else:
+                        s = bias
+                        for r in tl.static_range(RUNS):
+                            k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
+                            if LATENTS.by_token:
+                                by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                                product = tl.dot(q[r], k, input_precision="ieee")
+                                s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
+                            else:
+                                s = tl.dot(q[r], k, s, input_precision="ieee")
+                        scores = scores + (s,)
+                if ROPE.dim > 0:
+                    turned = ()
+                    for i in tl.static_range(STEP):
+                        rope = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
+                        s = score_rope(
+                            scores[i], q_rope, rope, r_scale, lane, ROPE, R_CODE, False, LATENTS.isa
+                        )
+                        turned = turned + (s,)
+                    scores = turned
+                # loaded apart from what scores take: their registers would be in the way there
+                factors = load_factors(keys, block, start + phase * STEP * STRIDE, LATENTS)
+                n = tl.arange(0, ROWS * STEP)
+                at_page = tile // TILES_PER_PAGE * PAGE + start
+                position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
+                whole = tl.trans(tl.sum(side_by_side(scores), 0))
+                whole = bend(
+                    whole, factor, visible.sink_tokens + position, n, visible, HIDING, False
+                )
+                weights, keep, best = weigh(whole, factor, best, HIDING.bent, HIDING.hides)
+                parts = apart(tl.trans(weights), STEP)
+                total = total * keep
+                sums = ()  # of weights, group by group
+                for i in tl.static_range(0, STEP, SHARE):
+                    sums = sums + (sum_of_parts(parts, i, SHARE),)
+                    total += sums[i // SHARE]
+                new = ()
+                for r in tl.static_range(RUNS):
+                    part = acc[r] * keep[None, :, None]
+                    for i in tl.static_range(0, STEP, SHARE):
+                        if LATENTS.by_channel:
+                            part = add_channels(
+                                part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
+                                factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, LATENTS,
+                            )  # fmt: skip
+                        else:
+                            w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
+                            if LATENTS.by_token:
+                                by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                                w = w * (by * LATENTS.boost)[:, None, :]
+                            v = numbers[r][phase * STEP + i]
+                            part = tl.dot(w.to(DTYPE), v, part, input_precision="ieee")
+                    new = new + (part,)
+                acc = new
+            block = next_block
+    if LATENTS.code != "none":
+        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
+    if window.mine:
+        best, total, acc = attend_latent_window(
+            queries, real, window, visible, softmax_scale, best, total, acc, LATENTS, HIDING, W_TILE
+        )  # fmt: skip
+    return best, total, acc
 
 
 @triton.jit
 def attend_latent_window(
-    queries, real, latents, latent_slot, ropes, rope_slot, exact, page_tokens, visible, softmax_scale, best, total, acc,
-    LATENTS: tl.constexpr, HIDING: tl.constexpr,
+    queries, real, window, visible, softmax_scale, best, total, acc, LATENTS: tl.constexpr, HIDING: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the window's tokens to the running softmax (best, total, acc) and return it; see decode.attend_window.
+    """Add the window's tokens to the running softmax (best, total, acc) and return it; see heads.attend_window.
 
-    latents, ropes: pointers to slot 0 of this row; acc: runs of [chunks, columns, wide].
+    acc: runs of [chunks, columns, wide].
     """
     CUT: tl.constexpr = LATENTS.cut
     ROPE: tl.constexpr = LATENTS.rope
-    TILE: tl.constexpr = LATENTS.window_tile
     DTYPE: tl.constexpr = dtype_of(LATENTS.window_dtype)
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
@@ -62,20 +188,18 @@ def attend_latent_window(
         q_rope = load_tile(queries + CUT.dim, real, 0, ROPE, True)
         q_rope = q_rope.to(dtype_of(LATENTS.window_rope_dtype))
     factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
-    for first in tl.range(0, exact, TILE, num_stages=1):
-        slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, TILE)
+    for first in tl.range(0, window.exact, TILE, num_stages=1):
+        slot, held, at = window_slots(first, window, visible.sink_tokens, TILE)
         scores = tl.zeros([CHUNKS, COLUMNS, TILE], tl.float32)
         numbers = ()
         for r in tl.static_range(len(acc)):
-            numbers = numbers + (
-                load_tile(latents + slot * latent_slot, held, r, CUT, True).to(DTYPE),
-            )
+            x = load_tile(window.key_tokens + slot * window.key_slot, held, r, CUT, True)
+            numbers = numbers + (x.to(DTYPE),)
             k = tl.trans(numbers[r], (0, 2, 1))
             scores = tl.dot(q[r].to(DTYPE), k, scores, input_precision="ieee")
         if ROPE.dim > 0:
-            scores = score_rope(
-                scores, q_rope, ropes + slot * rope_slot, 1.0, held, ROPE, "none", True, 0
-            )
+            rope = window.value_tokens + slot * window.value_slot
+            scores = score_rope(scores, q_rope, rope, 1.0, held, ROPE, "none", True, 0)
         scores = tl.trans(tl.sum(scores, 0))
         scores = bend(scores, factor, at, held, visible, HIDING, True)
         weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
@@ -98,247 +222,295 @@ def times(tiles, factor, DTYPE: tl.constexpr):
     return new
 
 
-@triton.jit(**SPECIALIZED)
-def latent_kernel(
-    query,  # [rows, HEADS, q_len, RANK + ROPE]
-    query_row,
-    query_head,
-    query_token,
-    codes,  # [pages, WORDS, RANK]: int16 words of codes, or exact numbers of PAGE tokens
-    scale,  # [pages, PAGE, RANK / GROUP] at 8 bits, else [pages, PAGE / GROUP, RANK]
-    offset,
-    rope,  # [pages, PAGE, ROPE]
-    rope_scale,  # [pages]
-    rope_offset,  # [pages, ROPE]
-    block_table,  # [rows, table_row]
-    table_row,
-    num_pages,  # [rows]
-    window,  # [rows, 1, slots, RANK]
-    window_row,
-    window_head,
-    window_slot,
-    window_rope,  # [rows, 1, slots, ROPE]
-    wr_row,
-    wr_head,
-    wr_slot,
-    exact_lens,  # [rows]
-    padding,  # [rows]
-    mask,  # [rows or 1, HEADS or 1, q_len, columns], strides 0 where 1
-    mask_row,
-    mask_head,
-    mask_query,
-    sink_logits,  # [HEADS]
-    out,  # [rows, q_len, HEADS, RANK]; written where there is one split
-    partial,  # [programs of one split, splits, COLUMNS, RANK] fp32; where there are more
-    bests,  # [programs of one split, splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
-    counters,
-    key_order,
-    softmax_scale,
-    softcap,
-    sliding_window,
-    sink_tokens,
-    q_len,
-    HEADS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LATENTS: tl.constexpr,
-    W_COST: tl.constexpr,
-    HIDING: tl.constexpr,
-    SINKS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Attend a block of the query rows of one row to one split of its tokens.
+@triton.constexpr_function
+def all_unit(LATENTS):
+    """Return what all codes of a tile are multiplied by."""
+    return tile_unit(LATENTS.bits, LATENTS.isa)
 
-    Grid: (rows, blocks of query rows, splits). The last split also attends to the window; combine_kernel
-    merges the splits. CHUNK: whether q_len may be more than 1. LATENTS: latent_meta_params.Latents. Arguments are those of
-    decode_kernel, in the same order; those of heads, counters, orders and softcaps are not read.
+
+@triton.constexpr_function
+def step_unit(STEP, LATENTS):
+    """Return what the codes of the first of the places that are step `STEP` of a tile's are multiplied by besides."""
+    place = STEP * LATENTS.copies
+    return 2.0 ** (place * LATENTS.bits % 8) if LATENTS.isa > 0 and LATENTS.bits < 8 else 1.0
+
+
+@triton.jit
+def _halves(x):
+    """Split [chunks, rows, 2 * wide] into the first and the last `wide` channels of each chunk."""
+    WIDE: tl.constexpr = x.shape[2] // 2
+    return tl.split(tl.trans(x.reshape(x.shape[0], x.shape[1], 2, WIDE), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _one_below_another(tiles, COPIES: tl.constexpr):
+    """Stack COPIES (1, 2, 4 or 8) tiles [chunks, rows, wide] at a time along their rows."""
+    if COPIES == 1:
+        return tiles
+    elif COPIES == 2:
+        return _stack_pairs(tiles)
+    elif COPIES == 4:
+        return _stack_pairs(_stack_pairs(tiles))
+    else:
+        return _stack_pairs(_stack_pairs(_stack_pairs(tiles)))
+
+
+@triton.jit
+def _stack_pairs(tiles):
+    CHUNKS: tl.constexpr = tiles[0].shape[0]
+    ROWS: tl.constexpr = tiles[0].shape[1]
+    WIDE: tl.constexpr = tiles[0].shape[2]
+    pairs = ()
+    for i in tl.static_range(len(tiles) // 2):
+        pair = tl.trans(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 3, 1, 2))
+        pairs = pairs + (pair.reshape(CHUNKS, 2 * ROWS, WIDE),)
+    return pairs
+
+
+@triton.jit
+def side_by_side(tiles):
+    """Put 1, 2 or 4 tiles [chunks, columns, rows] together: [chunks, columns, rows * places], places fastest."""
+    PLACES: tl.constexpr = len(tiles)
+    whole = tiles[0]
+    if PLACES == 2:
+        whole = tl.join(tiles[0], tiles[1])
+    elif PLACES == 4:
+        whole = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+    return whole.reshape(tiles[0].shape[0], tiles[0].shape[1], tiles[0].shape[2] * PLACES)
+
+
+@triton.jit
+def apart(x, PLACES: tl.constexpr):
+    """Undo `side_by_side` for one chunk: [columns, rows * places] to tiles of [columns, rows]."""
+    COLUMNS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1] // PLACES
+    if PLACES == 1:
+        return (x,)
+    elif PLACES == 2:
+        first, second = tl.split(x.reshape(COLUMNS, ROWS, 2))
+        return (first, second)
+    else:
+        even, odd = tl.split(x.reshape(COLUMNS, ROWS, 2, 2))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return [columns], the sums of COUNT tiles [columns, rows] from number FIRST on."""
+    added = parts[FIRST]
+    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
+        added += parts[i]
+    return tl.sum(added, 1)
+
+
+@triton.jit
+def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr):
+    """Load run RUN of the channels of `rows` [rows], pointers to channel 0, as [chunks, rows, wide]; zeros where there are none.
+
+    CUT: meta_params.Chunks; `held` [rows]: which exist (read where HELD).
     """
-    if not CHUNK:
-        q_len = 1
-    used = HEADS * q_len  # columns
+    place = tl.arange(0, CUT.wide)[None, None, :]
+    first = tl.arange(0, CUT.chunks)[:, None, None] * (CUT.runs * CUT.size)
+    channel = first + place + RUN * CUT.size
+    where = rows[None, :, None] + channel
+    if HELD:
+        inside = held[None, :, None] & (place < CUT.size) & (channel < CUT.dim)
+        return tl.load(where, mask=inside, other=0)
+    elif CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim:
+        return tl.load(where, mask=(place < CUT.size) & (channel < CUT.dim), other=0)
+    else:
+        return tl.load(where)
+
+
+@triton.jit
+def load_runs(rows, held, CUT: tl.constexpr, HELD: tl.constexpr):
+    """Load all runs, see `load_tile`."""
+    RUNS: tl.constexpr = CUT.runs
+    runs = ()
+    for r in tl.static_range(RUNS):
+        runs = runs + (load_tile(rows, held, r, CUT, HELD),)
+    return runs
+
+
+@triton.jit
+def load_numbers(rows, LATENTS: tl.constexpr):
+    """Load a tile's words, `rows` points to channel 0 of each [rows], and unpack them: tiles run by run and place by place."""
     CUT: tl.constexpr = LATENTS.cut
-    ROPE: tl.constexpr = LATENTS.rope
-    RANK: tl.constexpr = CUT.dim
-    PAGE: tl.constexpr = LATENTS.page
-    ROWS: tl.constexpr = LATENTS.rows
+    WHOLE: tl.constexpr = LATENTS.whole
+    DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
+    CODE: tl.constexpr = LATENTS.code
+    if WHOLE is not None:
+        runs = _halves(load_tile(rows, rows, 0, WHOLE, False))
+    else:
+        runs = load_runs(rows, rows, CUT, False)
+    numbers = ()
+    for r in tl.static_range(len(runs)):
+        places = unpack(runs[r], CODE, LATENTS.bits, DTYPE, LATENTS.isa)
+        numbers = numbers + (_one_below_another(places, LATENTS.copies),)
+    return numbers
+
+
+@triton.jit
+def load_scales(scale, block, token, LATENTS: tl.constexpr):
+    """Load the scales of a tile by token, place by place and run by run, each [chunks, rows].
+
+    token: [rows], the tokens of place 0 in their page.
+    """
+    CUT: tl.constexpr = LATENTS.cut
+    RUNS: tl.constexpr = CUT.runs
     PLACES: tl.constexpr = LATENTS.places
-    STRIDE: tl.constexpr = LATENTS.stride
+    GROUPS: tl.constexpr = CUT.dim // LATENTS.group
+    scales = ()
+    if LATENTS.by_token:
+        for p in tl.static_range(PLACES):
+            for r in tl.static_range(RUNS):
+                group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
+                at = (block * LATENTS.page + token + p * LATENTS.stride)[None, :] * GROUPS
+                where = scale + (at + tl.minimum(group, GROUPS - 1)[:, None])
+                scales = scales + (tl.load(where),)
+    return scales
+
+
+@triton.jit
+def score_rope(
+    scores, query, keys, scale, held, CUT: tl.constexpr, CODE: tl.constexpr, HELD: tl.constexpr, ISA: tl.constexpr
+):  # fmt: skip
+    """Add the products of RoPE keys to scores [chunks, columns, rows]: each chunk takes its part of the channels.
+
+    Args:
+        query: [chunks, columns, wide]; keys: [rows], pointers to channel 0 of each token.
+        scale: of encoded keys, whose offsets are added elsewhere; held: [rows], which exist (read where HELD).
+    """
+    x = load_tile(keys, held, 0, CUT, HELD)
+    if CODE == "none":
+        k = tl.trans(x.to(query.dtype), (0, 2, 1))
+        return tl.dot(query, k, scores, input_precision="ieee")
+    else:
+        # bytes as the low half of words: RoPE keys are few, and words unpack without any exchange between threads
+        k = unpack(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
+        product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision="ieee")
+        return scores + product * scale
+
+
+@triton.jit
+def store_runs(pointers, acc, norm, seen, held, CUT: tl.constexpr):
+    """Store runs of acc [chunks, columns, wide] times norm [columns], zeros where not `seen`, where `held`."""
+    place = tl.arange(0, CUT.wide)[None, None, :]
+    for r in tl.static_range(len(acc)):
+        channel = (tl.arange(0, CUT.chunks)[:, None, None] * CUT.runs + r) * CUT.size + place
+        inside = held[None, :, None] & (place < CUT.size) & (channel < CUT.dim)
+        result = tl.where(seen[None, :, None], acc[r] * norm[None, :, None], 0.0)
+        where = pointers[None, :, None] + channel
+        tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_channels(factors, RUN: tl.constexpr, CUT: tl.constexpr, CACHE: tl.constexpr):
+    """Load the scales or offsets of channels, `factors` points to channel 0's, as [chunks, wide]; cut as in `load_tile`."""
+    place = tl.arange(0, CUT.wide)[None, :]
+    first = tl.arange(0, CUT.chunks)[:, None] * (CUT.runs * CUT.size)
+    channel = first + place + RUN * CUT.size
+    if CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim:
+        inside = (place < CUT.size) & (channel < CUT.dim)
+        return tl.load(factors + channel, mask=inside, other=0, cache_modifier=CACHE)
+    else:
+        return tl.load(factors + channel, cache_modifier=CACHE)
+
+
+@triton.jit
+def load_factors(keys, block, token, LATENTS: tl.constexpr):
+    """Load scales and offsets by channel of a tile's places, group by group and run by run, each [chunks, wide].
+
+    Args:
+        token: of the first place, of which there are LATENTS.step, in its page.
+    """
+    CUT: tl.constexpr = LATENTS.cut
+    RUNS: tl.constexpr = CUT.runs
     STEP: tl.constexpr = LATENTS.step
     SHARE: tl.constexpr = LATENTS.share
-    CHUNKS: tl.constexpr = CUT.chunks
-    RUNS: tl.constexpr = CUT.runs
-    WIDE: tl.constexpr = CUT.wide
-    TILES_PER_PAGE: tl.constexpr = STRIDE // ROWS
-    R_CODE: tl.constexpr = LATENTS.rope_code
-    DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
-
-    row = tl.program_id(0)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    real = column < used
-    head = column % HEADS
-    token_of = column // HEADS
-    pages, exact, left = row_lengths(num_pages, exact_lens, padding, row)
-    kv_len = pages * PAGE + exact
-    masks = mask_pointers(mask, row, head, token_of, real, mask_row, mask_head, mask_query)
-    visible = Visibility(kv_len - q_len + token_of, masks, left, sink_tokens, sliding_window, 1.0)
-
-    # the tiles of this split; those of pages that no query's sliding window reaches are left out
-    first = 0
-    tiles = pages * TILES_PER_PAGE
-    if HIDING.windowed:
-        first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
-        first = tl.minimum(first * TILES_PER_PAGE, tiles)
-    # the window counts as W_COST times as much work per token as a page
-    begin, end = tiles_of_split(first, tiles, exact * W_COST // (ROWS * PLACES), split, num_splits)
-
-    queries = query + row.to(tl.int64) * query_row + head * query_head
-    queries += token_of * query_token
-    q = ()
-    size = tl.zeros([COLUMNS], tl.float32)
-    for r in tl.static_range(RUNS):
-        q = q + (load_tile(queries, real, r, CUT, True),)
-        size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
-    q_rope = q[0]
-    if ROPE.dim > 0:
-        q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
-        size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
-    shrink, factor = near_one(size, softmax_scale, True)
-    q = times(q, shrink[None, :, None], DTYPE)
-    if ROPE.dim > 0:
-        q_rope = q_rope.to(tl.float32) * shrink[None, :, None]
-        q_rope = q_rope.to(dtype_of(LATENTS.rope_dtype))
-
-    best = tl.full([COLUMNS], float("-inf"), tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    acc = ()
-    for _ in tl.static_range(RUNS):
-        acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
-
-    lane = tl.arange(0, ROWS)
-    row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
-    if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.bits < 8:
-        shift = lane // LATENTS.words * LATENTS.bits % 8
-        row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
-    table = block_table + row.to(tl.int64) * table_row
-    # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
-    # copies that hide the latency of the words' loads.
-    last = tl.maximum(end - 1, 0)
-    live = tl.where(begin < end, 1, 0)
-    page = tl.load(table + begin // TILES_PER_PAGE, mask=live > 0, other=0)
-    block = page.to(tl.int64)
-    soon = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
-    token = (begin % TILES_PER_PAGE) * ROWS + lane
-    scales = load_scales(scale, block, token, live, LATENTS, True)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        start = (tile % TILES_PER_PAGE) * ROWS
-        token = start + lane  # of place 0
-        words = codes + block * (LATENTS.words * RANK)
-        words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
-        numbers = load_numbers(words, LATENTS)
-        ropes = rope + (block * PAGE + token) * ROPE.dim
-        r_scale = 1.0
-        bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
-        if R_CODE != "none":
-            r_scale = tl.load(rope_scale + block).to(tl.float32)
-            bias = score_offsets(bias, q_rope, rope_offset + block * ROPE.dim, 0, ROPE)
-
-        next_block = soon.to(tl.int64)
-        soon = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
-        tile_scales = scales
-        next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
-        scales = load_scales(scale, next_block, next_token, live, LATENTS, False)
-
-        for phase in tl.static_range(PLACES // STEP):
-            scores = ()
-            for i in tl.static_range(0, STEP, SHARE):
-                if LATENTS.by_channel:
-                    at = first_factor(block, start + (phase * STEP + i) * STRIDE, LATENTS)
-                    scores = scores + score_channels(
-                        numbers,
-                        q,
-                        bias,
-                        scale + at,
-                        offset + at,
-                        row_unit,
-                        phase * STEP + i,
-                        LATENTS,
-                    )
-                else:
-                    s = bias
-                    for r in tl.static_range(RUNS):
-                        k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
-                        if LATENTS.by_token:
-                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
-                            product = tl.dot(q[r], k, input_precision="ieee")
-                            s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
-                        else:
-                            s = tl.dot(q[r], k, s, input_precision="ieee")
-                    scores = scores + (s,)
-            if ROPE.dim > 0:
-                turned = ()
-                for i in tl.static_range(STEP):
-                    keys = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
-                    turned = turned + (
-                        score_rope(
-                            scores[i], q_rope, keys, r_scale, lane, ROPE, R_CODE, False, LATENTS.isa
-                        ),
-                    )
-                scores = turned
-            # loaded apart from what scores take: their registers would be in the way there
-            factors = load_factors(scale, offset, block, start + phase * STEP * STRIDE, LATENTS)
-            n = tl.arange(0, ROWS * STEP)
-            at_page = tile // TILES_PER_PAGE * PAGE + start
-            position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
-            whole = tl.trans(tl.sum(side_by_side(scores), 0))
-            whole = bend(whole, factor, sink_tokens + position, n, visible, HIDING, False)
-            weights, keep, best = weigh(whole, factor, best, HIDING.bent, HIDING.hides)
-            parts = apart(tl.trans(weights), STEP)
-            total = total * keep
-            sums = ()  # of weights, group by group
-            for i in tl.static_range(0, STEP, SHARE):
-                sums = sums + (sum_of_parts(parts, i, SHARE),)
-                total += sums[i // SHARE]
-            new = ()
+    factors = ()
+    if LATENTS.by_channel:
+        for i in tl.static_range(0, STEP, SHARE):
+            at = first_factor(block, token + i * LATENTS.stride, LATENTS)
             for r in tl.static_range(RUNS):
-                part = acc[r] * keep[None, :, None]
-                for i in tl.static_range(0, STEP, SHARE):
-                    if LATENTS.by_channel:
-                        part = add_channels(
-                            part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
-                            factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, LATENTS,
-                        )  # fmt: skip
-                    else:
-                        w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
-                        if LATENTS.by_token:
-                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
-                            w = w * (by * LATENTS.boost)[:, None, :]
-                        v = numbers[r][phase * STEP + i]
-                        part = tl.dot(w.to(DTYPE), v, part, input_precision="ieee")
-                new = new + (part,)
-            acc = new
-        block = next_block
+                # the hint keeps these loads apart from those of `score_channels`
+                by = load_channels(keys.scale + at, r, CUT, ".ca")
+                o = load_channels(keys.offset + at, r, CUT, ".ca")
+                factors = factors + (by, o)
+    return factors
 
-    if LATENTS.code != "none":
-        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
-    if split == num_splits - 1:
-        best, total, acc = attend_latent_window(
-            queries, real, window + row.to(tl.int64) * window_row, window_slot,
-            window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, visible, softmax_scale, best,
-            total, acc, LATENTS, HIDING,
-        )  # fmt: skip
 
-    seen = total > 0
-    if num_splits == 1:
-        norm = add_sink(best, total, sink_logits + head, SINKS)
-        at = (row.to(tl.int64) * used + column) * RANK
-        store_runs(out + at, acc, norm, seen, real, CUT)
-    else:
-        place = tl.arange(0, COLUMNS)
-        slot = (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * num_splits + split
-        bests += slot * (2 * COLUMNS)
-        tl.store(bests + place, best)
-        tl.store(bests + COLUMNS + place, total)
-        unit = tl.full([COLUMNS], 1.0, tl.float32)
-        store_runs(partial + (slot * COLUMNS + place) * RANK, acc, unit, seen, real, CUT)
+@triton.jit
+def first_factor(block, token, LATENTS: tl.constexpr):
+    """Return the number of channel 0's scale by channel, of token `token` in page `block`."""
+    return (block * (LATENTS.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
+
+
+@triton.jit
+def score_offsets(scores, query, offsets, RUN: tl.constexpr, CUT: tl.constexpr):
+    """Add query . offsets to scores [chunks, columns, rows], the same in all rows.
+
+    As a matrix product of columns that are all equal: exact products, and no sums across threads.
+    """
+    shape: tl.constexpr = [query.shape[0], query.shape[2], scores.shape[2]]
+    o = load_channels(offsets, RUN, CUT, "").to(query.dtype)
+    equal = tl.broadcast_to(o[:, :, None], shape)
+    return tl.dot(query, equal, scores, input_precision="ieee")
+
+
+@triton.jit
+def score_channels(
+    numbers, query, bias, scale, offset, row_unit, FIRST: tl.constexpr, LATENTS: tl.constexpr
+):
+    """Score the places from FIRST on of one token group: tiles [chunks, columns, rows], one per place.
+
+    Args:
+        numbers: of `load_numbers`; query: run by run, [chunks, columns, wide].
+        bias: [chunks, columns, rows], what all scores begin with.
+        scale, offset: pointers to channel 0's of the group; row_unit: [rows], the units of a place's rows.
+    """
+    CUT: tl.constexpr = LATENTS.cut
+    SHARE: tl.constexpr = LATENTS.share
+    products = ()
+    for _ in tl.static_range(SHARE):
+        products = products + (tl.zeros(bias.shape, tl.float32),)
+    for r in tl.static_range(len(numbers)):
+        bias = score_offsets(bias, query[r], offset, r, CUT)
+        by = load_channels(scale, r, CUT, "")
+        scaled = query[r] * by.to(query[r].dtype)[:, None, :]
+        more = ()
+        for i in tl.static_range(SHARE):
+            k = tl.trans(numbers[r][FIRST + i], (0, 2, 1))
+            more = more + (tl.dot(scaled, k, products[i], input_precision="ieee"),)
+        products = more
+    scores = ()
+    for i in tl.static_range(SHARE):
+        unit = row_unit * (1.0 / (all_unit(LATENTS) * step_unit(FIRST + i, LATENTS)))
+        unit = tl.broadcast_to(unit[None, None, :], bias.shape)
+        scores = scores + (tl.fma(products[i], unit, bias),)
+    return scores
+
+
+@triton.jit
+def add_channels(
+    acc, numbers, parts, held, by, offset, row_unit, FIRST: tl.constexpr, PART: tl.constexpr, LATENTS: tl.constexpr
+):  # fmt: skip
+    """Add the weighted codes of one token group and run to acc [chunks, columns, wide], in units of boost * tile_unit.
+
+    Args:
+        numbers: codes place by place, the group's from FIRST on; parts: weights [columns, rows], from PART on.
+        held: [columns], the group's sum of weights; by, offset: [chunks, wide], its scales and offsets.
+    """
+    SHARE: tl.constexpr = LATENTS.share
+    DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
+    product = tl.zeros(acc.shape, tl.float32)
+    for i in tl.static_range(SHARE):
+        unit = row_unit * (LATENTS.boost / step_unit(FIRST + i, LATENTS))
+        w = (parts[PART + i] * unit[None, :]).to(DTYPE)
+        w = tl.broadcast_to(w[None, :, :], [acc.shape[0], w.shape[0], w.shape[1]])
+        product = tl.dot(w, numbers[FIRST + i], product, input_precision="ieee")
+    by = tl.broadcast_to(by.to(tl.float32)[:, None, :], acc.shape)
+    held = held * (LATENTS.boost * all_unit(LATENTS))
+    return tl.fma(product, by, acc) + held[None, :, None] * offset.to(tl.float32)[:, None, :]

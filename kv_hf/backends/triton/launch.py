@@ -8,13 +8,18 @@ import torch
 
 from ...errors import CacheOptionError
 from ..base import AttentionCall
-from . import latent_meta_params, meta_params, support
+from . import support
 from .decode import decode_kernel
-from .direct import INTERPRETED, Kernel, Plan, Scratch, keep
-from .latent import latent_kernel
-from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
-from .meta_params import Launch, column_block, constants
-from .softmax import combine_kernel
+from .direct import INTERPRETED, Kernel, Plan, Scratch, kept
+from .meta_params import (
+    MIN_TILES,
+    Launch,
+    column_block,
+    constants,
+    launch_parameters,
+    most_splits,
+)
+from .softmax import COMBINED, combine_constants, combine_kernel
 
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
 
@@ -39,9 +44,8 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
 
     Args:
         call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
-        launch: warps, stages and splits, or None for those of meta_params.py and latent_meta_params.py.
+        launch: warps, stages and splits, or None for those of meta_params.py.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
-    Raises: CacheOptionError for a softcap over latents.
     """
     query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
     index = query.get_device()
@@ -59,9 +63,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
         call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
     )  # fmt: skip
-    plan = kv.launches.get(key)
-    if plan is None:
-        plan = keep(kv.launches, key, _prepare(call, launch))
+    plan = kept(kv.launches, key, lambda: _prepare(call, launch))
     out = query.new_empty_strided(plan.shape, plan.strides)
     splits = plan.splits(kv.block_table.shape[1])
     room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
@@ -97,7 +99,7 @@ def arguments(
     out: torch.Tensor,
     room: tuple[torch.Tensor, ...],
 ) -> tuple[Any, ...]:
-    """Return the run-time arguments of the decode kernel, or of the latent kernel, which takes the same.
+    """Return the run-time arguments of the decode kernel.
 
     Args:
         at: what to hand over for a tensor, its address or itself.
@@ -134,55 +136,36 @@ def refuse_cpu() -> None:
 def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
     query, spec = call.query, call.kv.spec
     where = query.device
-    if call.softcap is not None and spec.is_latent:
-        raise CacheOptionError(
-            f"softcap: pages of latents are read without one, got {call.softcap}"
-        )
     if where.type == "cpu":
         refuse_cpu()
     rows, heads, q_len, _ = query.shape
-    isa, dim = support.target_isa(where), spec.out_dim
+    isa, dim, kv_heads = support.target_isa(where), spec.out_dim, spec.keys.num_kv_heads
     mask = "none"
     if call.mask is not None:
         mask = "bool" if call.mask.dtype == torch.bool else "float"
-    variant: dict[str, Any] = {
-        "query_dtype": query.dtype, "q_len": q_len, "isa": isa, "mask": mask,
-        "sliding_window": call.sliding_window is not None, "sinks": call.sink_logits is not None,
-    }  # fmt: skip
+    sinks = call.sink_logits is not None
+    columns = column_block(spec, heads // kv_heads, q_len, isa)
+    blocks = kv_heads * -(-(heads // kv_heads) * q_len // columns)
+    launch = launch or launch_parameters(
+        spec, columns, isa, query.dtype, support.shared_memory(where), mask
+    )
+    plain = constants(
+        spec, query_dtype=query.dtype, heads=heads, q_len=q_len, isa=isa, launch=launch, mask=mask,
+        softcap=call.softcap is not None, sliding_window=call.sliding_window is not None, sinks=sinks,
+    )  # fmt: skip
+    most = launch.num_splits or most_splits(spec, rows * blocks)
+    parts = rows * blocks * plain["M_COLUMNS"] * most  # of all splits
     combine = None
     if spec.is_latent:
-        launch = launch or latent_meta_params.launch_parameters(isa)
-        columns, blocks = COLUMNS, -(-heads * q_len // COLUMNS)
-        plain = latent_constants(spec, heads=heads, num_stages=launch.num_stages, **variant)
-        tile = latent_meta_params.tile_tokens(spec, query.dtype) * latent_meta_params.MIN_TILES
-        most = latent_meta_params.most_splits(rows * blocks)
-        merging = {
-            "HEADS": heads, "COLUMNS": COLUMNS, "V_DIM": dim, "SINKS": variant["sinks"], "SPLITS": COMBINED_SPLITS,
-            "DIM": COMBINED,
-        }  # fmt: skip
+        merging = combine_constants(heads, plain["M_COLUMNS"], dim, sinks)
         combine = Kernel(spec, combine_kernel, merging, num_warps=4, enable_fp_fusion=True)
-        jit = latent_kernel
-    else:
-        group, kv_heads = heads // spec.keys.num_kv_heads, spec.keys.num_kv_heads
-        columns = column_block(spec, group, q_len, isa)
-        blocks = kv_heads * -(-group * q_len // columns)
-        launch = launch or meta_params.launch_parameters(
-            spec, columns, isa, query.dtype, support.shared_memory(where), mask
-        )
-        plain = constants(
-            spec, group=group, num_warps=launch.num_warps, num_stages=launch.num_stages,
-            softcap=call.softcap is not None, **variant,
-        )  # fmt: skip
-        columns, tile = plain["M_COLUMNS"], plain["KEYS"].tile * meta_params.MIN_TILES
-        most = meta_params.most_splits(rows * blocks)
-        jit = decode_kernel
-    most = launch.num_splits or most
-    parts = rows * blocks * columns * most  # of all splits
     return AttentionPlan(
-        kernel=Kernel(spec, jit, plain, num_warps=launch.num_warps, enable_fp_fusion=True),
+        kernel=Kernel(
+            spec, decode_kernel, plain, num_warps=launch.num_warps, enable_fp_fusion=True
+        ),
         rows=rows,
         blocks=blocks,
-        stretch=0 if launch.num_splits else tile,
+        stretch=0 if launch.num_splits else plain["KEYS"].tile * MIN_TILES,
         most=most,
         scratch=Scratch((parts * dim, 2 * parts), rows * blocks, where),
         shape=(rows, heads, q_len, dim),

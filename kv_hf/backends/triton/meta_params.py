@@ -1,4 +1,4 @@
-"""Which kernel serves a spec: how a side lies in memory, tiles, chunks, foldings, dtypes, warps and stages.
+"""How pages are read: how a side lies in memory, tiles, chunks, foldings, dtypes, warps and stages.
 
 Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation. Warps and stages
 come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
@@ -197,6 +197,7 @@ SCATTERED = 8 * 1024  # bytes of shared memory that lie between buffers, or that
 HIP_SCATTERED = 16 * 1024  # what reductions take on AMD, in place of tiles
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
+FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
 BOOST = {
@@ -231,6 +232,8 @@ def in_float32(spec: PageSpec, query_dtype: torch.dtype) -> bool:
 
 def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile: a page, a part of it, or one or two token groups of the keys' scales."""
+    if spec.is_latent:
+        return tile_rows(spec, query_dtype) * (spec.keys.page_size // token_stride(spec))
     tile = min(spec.keys.page_size, MAX_TILE)
     scheme = spec.keys.scheme
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
@@ -249,8 +252,10 @@ def _window_bytes(spec: PageSpec) -> int:
     return sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
 
 
-def window_tile(spec: PageSpec) -> int:
+def window_tile(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile of the window."""
+    if spec.is_latent:
+        return 32 if tile_tokens(spec, query_dtype) >= 32 else MIN_SIZE
     return W_TILE if W_TILE * _window_bytes(spec) <= TILE_BYTES else MIN_SIZE
 
 
@@ -263,6 +268,8 @@ def shared_bytes(
     on AMD); two copies of the queries, and weights; later a tile of the window in their place. What compiled kernels
     take is at most that (tests/backends/test_triton_shared.py).
     """
+    if spec.is_latent:
+        return _latent_bytes(spec, query_dtype, isa)
     tile = tile_tokens(spec, query_dtype)
     size = 4 if in_float32(spec, query_dtype) else 2
     encoded = not all(side.scheme.is_exact for side in spec.sides)
@@ -286,8 +293,8 @@ def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
     More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
     read the same pages from the second-level cache issue no more instructions altogether.
     """
-    if isa == HIP:
-        return 16
+    if isa == HIP or spec.is_latent:
+        return MAX_COLUMNS
     most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
     if q_len > 1:  # one variant for chunks of every length
         return most
@@ -299,14 +306,6 @@ def merged_splits(columns: int, dim: int, num_warps: int) -> int:
     return max(1, min(MERGED, num_warps * MERGED_NUMBERS // (columns * power_of_two(dim))))
 
 
-def element_type(dtype: torch.dtype) -> str:
-    """Return Triton's name of a dtype (as in pointer types)."""
-    return {
-        torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8",
-        torch.bool: "u8", torch.int16: "i16", torch.int32: "i32",
-    }[dtype]  # fmt: skip
-
-
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
     """Return the dtypes of the products with key pages, value pages, window keys and window values.
 
@@ -314,7 +313,7 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     than bfloat16, and its range is kept by powers of two (see BOOST and the kernel's `shrink`). Exact numbers are
     multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
     """
-    window = [element_type(side.dtype) for side in spec.sides]
+    window = [FLOATS[side.dtype] for side in spec.sides]
     if in_float32(spec, query_dtype):
         return ("fp32",) * 4
     pages = [
@@ -416,47 +415,209 @@ def hiding(q_len: int, mask: str, softcap: bool, sliding_window: bool) -> Hiding
     return Hiding(causal, sliding_window, softcap, mask, bent, hides)
 
 
+# -- latents -----------------------------------------------------------------------------------------------------------
+
+CHUNKS = 4  # of the rank: one for each warp
+RUNS = 2  # of a chunk, where scales are of channels: the products of one lie beside the sums of all
+WORD_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
+MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
+WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
+REDUCED = 16 * 1024  # bytes of shared memory that reductions take, and RoPE keys
+FLOAT_CHANNEL = 440  # bytes of a channel where int4 and int2 are multiplied in float32
+
+
+class Chunks(NamedTuple):
+    """How channels are cut: piece c * runs + r, run r of chunk c, holds `size` channels from its number * size on.
+
+    Attributes:
+        chunks, runs: how many, whose products make one batch, and pieces of each; powers of two.
+        size, wide: channels of a piece, which share a scale, and the power of two that they are padded to.
+        dim: all channels.
+    """
+
+    chunks: int
+    runs: int
+    size: int
+    wide: int
+    dim: int
+
+    @classmethod
+    def of(cls, spec: PageSpec) -> "Chunks":
+        """Cut the latents of `spec`: one piece for each group of scales, or more where groups are few."""
+        rank, scheme = spec.keys.head_dim, spec.keys.scheme
+        by_channel = scheme.code == "unsigned"
+        size = power_of_two(rank)
+        if scheme.scale_group and not by_channel:
+            size = scheme.scale_group[1]
+        least = CHUNKS * (RUNS if by_channel else 1)
+        while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < least:
+            size //= 2
+        pieces = power_of_two(-(-rank // size))
+        count = min(CHUNKS, pieces)
+        return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)), rank)
+
+    @property
+    def padded(self) -> int:
+        """Channels with padding."""
+        return self.chunks * self.runs * self.wide
+
+
+class Latents(NamedTuple):
+    """How tiles of latents and RoPE keys are read and multiplied.
+
+    Attributes:
+        code, bits: as in formats.Scheme; by_channel, by_token: whether scales are of channels, or of tokens.
+        page, tile, dim: tokens of a page and of a tile, and channels; words: of a page; group: tokens that share a scale by channel, or channels by token.
+        stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
+            rows of several places lie one below another: copies are places of a word that are rows of a tile.
+        rows, places: of a tile, each of whose tokens is one place of a row.
+        step: places whose scores move the softmax at once; share: those of them that share a scale by channel.
+        cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both runs of a chunk, or None.
+        rope_code: as `code`, of RoPE keys.
+        boost: weights are multiplied by it.
+        dtype, rope_dtype, window_dtype, window_rope_dtype: of the products, by name.
+        isa: as in meta_params.Operand.
+    """
+
+    code: str
+    bits: int
+    by_channel: bool
+    by_token: bool
+    page: int
+    tile: int
+    dim: int
+    words: int
+    group: int
+    stride: int
+    copies: int
+    rows: int
+    places: int
+    step: int
+    share: int
+    cut: Chunks
+    rope: Chunks
+    whole: Chunks | None
+    rope_code: str
+    boost: float
+    dtype: str
+    rope_dtype: str
+    window_dtype: str
+    window_rope_dtype: str
+    isa: int
+
+
+def places(spec: PageSpec) -> int:
+    """Return the tokens whose codes share a word; 1 where latents are exact."""
+    return 16 // spec.keys.scheme.bits if spec.keys.scheme.bits else 1
+
+
+def token_stride(spec: PageSpec) -> int:
+    """Return the tokens between the places of a row of a tile: the words of a page, or more where those are too few."""
+    return max(MIN_SIZE, spec.keys.page_size // places(spec))
+
+
+def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the rows of a tile, a part of a page."""
+    rows = 32
+    # more tokens leave no registers for their scores, or no shared memory for their numbers in float32
+    if places(spec) > 2 or in_float32(spec, query_dtype):
+        rows = MIN_SIZE
+    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places(spec) == 1 else 2)
+    while rows > MIN_SIZE and rows * width > WORD_BYTES:
+        rows //= 2
+    return min(rows, token_stride(spec))
+
+
+def _latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
+    """Return `shared_bytes` over latents.
+
+    In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values.
+    """
+    padded, rope = Chunks.of(spec).padded, spec.values.head_dim
+    full = in_float32(spec, query_dtype)
+    rows = tile_rows(spec, query_dtype)
+    if isa == HIP:
+        both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
+        return rows * padded * (4 if full else 2) * (2 if both else 1)
+    queries = MAX_COLUMNS * (padded + rope) * (4 if full else 2)
+    if not full:
+        return 32 * padded * 2 + queries + REDUCED
+    if spec.keys.scheme.code == "unsigned":
+        return FLOAT_CHANNEL * padded
+    return 2 * tile_tokens(spec, query_dtype) * padded * 4 + queries + rows * rope * 4
+
+
+def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
+    """Return how pages of latents are read."""
+    latent, rope = spec.sides
+    scheme, page, code = latent.scheme, latent.page_size, latent.scheme.code
+    cut, by_channel = Chunks.of(spec), code == "unsigned"
+    dtypes = compute_types(spec, query_dtype)
+    exact = dtypes[0] == "fp32"
+    group = (scheme.scale_group or (0, latent.head_dim))[0 if by_channel else 1]
+    stride, words = token_stride(spec), page // places(spec)
+    step = min(4, page // stride)
+    rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
+    whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
+    return Latents(
+        code=code, bits=scheme.bits, by_channel=by_channel, by_token=code in ("signed", "float8"), page=page,
+        tile=tile_tokens(spec, query_dtype), dim=latent.head_dim, words=words,
+        group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, query_dtype), places=page // stride,
+        step=step, share=max(1, min(step, group // stride)) if by_channel else 1, cut=cut,
+        rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
+        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
+        boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
+        dtype=dtypes[0], rope_dtype=dtypes[1], window_dtype=dtypes[2], window_rope_dtype=dtypes[3],
+        isa=0 if exact else isa,
+    )  # fmt: skip
+
+
+# -- a launch ----------------------------------------------------------------------------------------------------------
+
+
 def constants(
     spec: PageSpec,
     *,
     query_dtype: torch.dtype,
-    group: int,
+    heads: int,
     q_len: int,
     isa: int,
-    num_warps: int,
-    num_stages: int,
+    launch: "Launch",
     mask: str = "none",
     softcap: bool = False,
     sliding_window: bool = False,
     sinks: bool = False,
 ) -> dict[str, Any]:
-    """Return the decode kernel's compile-time arguments.
+    """Return the decode kernel's compile-time arguments; dtypes are given by name.
 
     Args:
-        spec: layout "rows".
-        group: query heads of a kv head.
+        spec: layout "rows"; heads: of the queries.
         q_len: chunks of all lengths above 1 share a variant.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         mask: "none", "bool" or "float".
-    Dtypes are given by name; `launch` and `aot` replace them by Triton's.
     """
+    kv_heads = spec.keys.num_kv_heads
+    group = heads // kv_heads
     columns = column_block(spec, group, q_len, isa)
     merged = columns if q_len > 1 else min(columns, power_of_two(group))
+    keys: Operand | Latents
+    if spec.is_latent:
+        keys, values = latents(spec, query_dtype, isa), None
+    else:
+        keys, values = _keys_of(spec, query_dtype, isa), _values_of(spec, query_dtype, isa)
     return {
-        "HEADS": spec.keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
-        "KEYS": _keys_of(spec, query_dtype, isa), "VALUES": _values_of(spec, query_dtype, isa),
-        "W_TILE": window_tile(spec), "W_COST": max(1, round(16 / spec.bits_per_element)),
+        "HEADS": kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns, "KEYS": keys, "VALUES": values,
+        "W_TILE": window_tile(spec, query_dtype), "W_COST": max(1, round(16 / spec.bits_per_element)),
         "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks,
-        "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, spec.values.head_dim, num_warps),
-        "M_THREADS": 64 * num_warps if isa == HIP else 0, "STAGES": num_stages,
+        "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, spec.out_dim, launch.num_warps),
+        "M_THREADS": 64 * launch.num_warps if isa == HIP else 0, "STAGES": launch.num_stages,
     }  # fmt: skip
 
 
-PROGRAMS = (
-    132 * 8
-)  # programs that fill a large GPU: 132 multiprocessors with 8 resident programs each
+PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, and
+LATENT_PROGRAMS = 132 * 2  # over latents, where each takes half of the registers
 MIN_TILES = 4  # tiles that a split should have at least
-MAX_SPLITS = 64
+MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
 
 
 @dataclass(frozen=True)
@@ -483,7 +644,7 @@ def launch_parameters(
 ) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
-    Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
+    Over latents a warp for each chunk of the rank. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
     where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
@@ -493,6 +654,8 @@ def launch_parameters(
         shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
         mask: "none", "bool" or "float".
     """
+    if spec.is_latent:
+        return Launch(CHUNKS, 1 if isa == HIP else 2)
     tile = tile_tokens(spec, query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)
@@ -516,6 +679,8 @@ def launch_parameters(
     return Launch(num_warps, num_stages)
 
 
-def most_splits(programs: int) -> int:
+def most_splits(spec: PageSpec, programs: int) -> int:
     """Return the splits that fill the GPU where one split takes `programs` programs."""
+    if spec.is_latent:
+        return max(1, min(MAX_LATENT_SPLITS, -(-LATENT_PROGRAMS // programs)))
     return max(1, min(MAX_SPLITS, PROGRAMS // programs))

@@ -1,4 +1,4 @@
-"""Encode full pages of both sides in place, in one launch: the bytes that quant/codec.py defines.
+"""Encode full pages of both sides in place, in one launch: the bytes that quant/codec.py defines. Append tokens to windows in another.
 
 One program per (job, kv head, side). Ranges over tokens (keys, most latents) are found first and go through memory, where
 every number of a tile finds its own; ranges over channels are found within a tile, behind the rotation. Launched without
@@ -17,9 +17,8 @@ import triton.language as tl
 
 from ...formats.linear import Float8Format, SignedFormat
 from ...spec import PageSpec, SideSpec, planes
-from .dequant import MAGIC, SCALE_MAX, float_to_float8, unrotate_channels
+from .dequant import MAGIC, SCALE_MAX, Fields, float_to_float8, move_to_block, unrotate_channels
 from .meta_params import power_of_two, side_layout
-from .tiles import move_to_block
 
 TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
@@ -137,7 +136,7 @@ def _extremes(source, slot_stride, channel, inside, TOKENS: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def _write_order(source, slot_stride, order, lane, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, HOW: tl.constexpr):
     """Write which channel lies at which place: the wide ones in front, either kind in the order of the model's channels."""
     DIM: tl.constexpr = SIDE.dim
     PAGE: tl.constexpr = SIDE.page
@@ -152,17 +151,18 @@ def _write_order(source, slot_stride, order, lane, SIDE: tl.constexpr, HOW: tl.c
     is_wide = (rank >= least).to(tl.int32)
     before = tl.cumsum(is_wide, 0) - is_wide  # wide channels in front of each
     place = tl.where(is_wide > 0, before, HOW.wide + lane - before)
-    tl.store(order + place, lane.to(order.dtype.element_ty), mask=lane < DIM)
+    order = fields.order + place
+    tl.store(order, lane.to(order.dtype.element_ty), mask=lane < DIM)
 
 
 @triton.jit
 def _write_ranges(
-    source, slot_stride, channel, place, real, top, scale, offset, SIDE: tl.constexpr, HOW: tl.constexpr
+    source, slot_stride, channel, place, real, top, fields, SIDE: tl.constexpr, HOW: tl.constexpr
 ):  # fmt: skip
     """Write the scales and offsets of groups of tokens; signed and float8 codes share one scale per page."""
     TOKENS: tl.constexpr = SIDE.offset_tokens
     ROWS: tl.constexpr = min(HOW.tall, SIDE.offset_tokens)
-    DTYPE: tl.constexpr = scale.dtype.element_ty
+    DTYPE: tl.constexpr = fields.scale.dtype.element_ty
     for group in tl.range(SIDE.page // TOKENS):
         first = source + group * TOKENS * slot_stride
         low, high = _extremes(first, slot_stride, channel, real, TOKENS, ROWS)
@@ -170,33 +170,33 @@ def _write_ranges(
         if SIDE.code == "unsigned":
             cut = tl.where(place < HOW.wide, 0.0, 0.5 * (1.0 - HOW.clip))
             s, o = _spread(low, high, top, cut, DTYPE)
-            tl.store(scale + at, s, mask=real)
+            tl.store(fields.scale + at, s, mask=real)
         else:
             o = (0.5 * low + 0.5 * high).to(DTYPE)
             # rounding keeps the order of numbers: none is further from the offset than one of these
             far = tl.maximum(high - o.to(tl.float32), o.to(tl.float32) - low)
-            tl.store(scale, _scale(tl.max(far, 0), HOW.top, DTYPE))
-        tl.store(offset + at, o, mask=real)
+            tl.store(fields.scale, _scale(tl.max(far, 0), HOW.top, DTYPE))
+        tl.store(fields.offset + at, o, mask=real)
 
 
 @triton.jit
-def _steps_by_channel(x, token, place, real, scale, offset, SIDE: tl.constexpr):
+def _steps_by_channel(x, token, place, real, fields, SIDE: tl.constexpr):
     """Return x [tokens, lanes] in steps of its codes, by the ranges that `_write_ranges` has written."""
     if x.shape[0] <= SIDE.offset_tokens and not SIDE.token_words:
         token = tl.min(token, 0) + tl.arange(0, 1)  # all are of one group
     at = (token // SIDE.offset_tokens * SIDE.dim)[:, None] + place[None, :]
-    o = tl.load(offset + at, mask=real[None, :], other=0.0)
+    o = tl.load(fields.offset + at, mask=real[None, :], other=0.0)
     if SIDE.code == "unsigned":
-        s = tl.load(scale + at, mask=real[None, :], other=1.0)
+        s = tl.load(fields.scale + at, mask=real[None, :], other=1.0)
     else:
-        s = tl.load(scale)
+        s = tl.load(fields.scale)
     return _steps(x - o.to(tl.float32), s)
 
 
 @triton.jit
-def _steps_by_token(x, token, scale, offset, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _steps_by_token(x, token, fields, SIDE: tl.constexpr, HOW: tl.constexpr):
     """Write the scales and offsets of groups of channels; return x [tokens, lanes] in steps of its codes."""
-    DTYPE: tl.constexpr = scale.dtype.element_ty
+    DTYPE: tl.constexpr = fields.scale.dtype.element_ty
     GROUP: tl.constexpr = SIDE.scale_channels
     LANES: tl.constexpr = triton.next_power_of_2(GROUP)
     shape: tl.constexpr = x.shape
@@ -209,7 +209,7 @@ def _steps_by_token(x, token, scale, offset, SIDE: tl.constexpr, HOW: tl.constex
         low = tl.min(tl.where(own, x, float("inf")), 2)
         high = tl.max(tl.where(own, x, float("-inf")), 2)
         s, o = _spread(low, high, HOW.top, 0.5 * (1.0 - HOW.clip), DTYPE)
-        tl.store(offset + at, o, mask=held)
+        tl.store(fields.offset + at, o, mask=held)
         x = x - o.to(tl.float32)[:, :, None]
     else:
         most = tl.max(tl.where(own, tl.abs(x), 0.0), 2)
@@ -217,7 +217,7 @@ def _steps_by_token(x, token, scale, offset, SIDE: tl.constexpr, HOW: tl.constex
             s = _scale(most * HOW.clip, 0.5 * HOW.top, DTYPE)
         else:
             s = _scale(most, HOW.top, DTYPE)
-    tl.store(scale + at, s, mask=held)
+    tl.store(fields.scale + at, s, mask=held)
     x = _steps(x, s[:, :, None])
     if SIDE.centered:
         x += 0.5 * HOW.top
@@ -250,14 +250,16 @@ def _pack(runs, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(
-    codes, code, token, BITS: tl.constexpr, LOW: tl.constexpr, PLACE: tl.constexpr, PLACES: tl.constexpr,
-    BYTE: tl.constexpr, SIDE: tl.constexpr, HOW: tl.constexpr,
-):  # fmt: skip
-    """Pack BITS bits from LOW on of the codes [tokens, lanes] of PLACES places into bytes of their tokens.
+def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr, HOW: tl.constexpr):
+    """Pack a plane of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte.
 
-    Run r of a byte is place PLACE + r * WIDTH + byte.
+    PART: number of a part of HOW.
     """
+    BITS: tl.constexpr = HOW.parts[PART][0]
+    LOW: tl.constexpr = HOW.parts[PART][1]
+    PLACE: tl.constexpr = HOW.parts[PART][2]
+    PLACES: tl.constexpr = HOW.parts[PART][3]
+    BYTE: tl.constexpr = HOW.parts[PART][4]
     RUNS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = PLACES // RUNS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -280,18 +282,8 @@ def _store_plane(
 
 
 @triton.jit
-def _seal_page(
-    source,  # pointer to the page's first token of one kv head
-    slot_stride,
-    codes,  # pointers to the page's block
-    scale,
-    offset,
-    order,
-    damaged,
-    SIDE: tl.constexpr,
-    HOW: tl.constexpr,
-):
-    """Encode one page of one kv head."""
+def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl.constexpr):
+    """Encode one page of one kv head; `source` points to its first token."""
     GROUP: tl.constexpr = SIDE.scale_channels
     GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
     TALL: tl.constexpr = HOW.tall
@@ -307,13 +299,11 @@ def _seal_page(
     top = tl.where(place < HOW.wide, HOW.wide_top, HOW.top)
     channel = place
     if HOW.wide > 0:
-        _write_order(source, slot_stride, order, lane, SIDE, HOW)
+        _write_order(source, slot_stride, fields, lane, SIDE, HOW)
         tl.debug_barrier()  # other threads read it than wrote it
-        channel = tl.load(order + place, mask=real, other=0).to(tl.int32)
+        channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
     if BY_CHANNEL:
-        _write_ranges(
-            source, slot_stride, channel, place, real, top, scale, offset, SIDE, HOW
-        )  # fmt: skip
+        _write_ranges(source, slot_stride, channel, place, real, top, fields, SIDE, HOW)
         tl.debug_barrier()
     inside = real
     if BLOCK > 0:  # rotated in the model's order, and then brought into groups
@@ -323,7 +313,8 @@ def _seal_page(
         token = begin + number // (TALL // RUNS) * LINES + number % (TALL // RUNS)
         given = _load(source, slot_stride, token, channel, inside)
         if SIDE.code == "none":
-            tl.store(codes + token[:, None] * SIDE.dim + place[None, :], given, mask=real[None, :])
+            at = token[:, None] * SIDE.dim + place[None, :]
+            tl.store(fields.codes + at, given, mask=real[None, :])
         else:
             given = given.to(tl.float32)
             x = _finite(given)
@@ -335,38 +326,40 @@ def _seal_page(
                 if GROUP != GROUP_LANES:
                     x = tl.gather(x, tl.broadcast_to(place[None, :], x.shape), 1)
             if BY_CHANNEL:
-                x = _steps_by_channel(x, token, place, real, scale, offset, SIDE)
+                x = _steps_by_channel(x, token, place, real, fields, SIDE)
             else:
-                x = _steps_by_token(x, token, scale, offset, SIDE, HOW)
+                x = _steps_by_token(x, token, fields, SIDE, HOW)
             code = _codes(x, top, SIDE, HOW)
             if SIDE.token_words:
                 runs = tl.reshape(code, [1, RUNS, TALL // RUNS * HOW.lanes])
                 words = tl.reshape(_pack(runs, BITS), [TALL // RUNS, HOW.lanes])
                 line = begin + tl.arange(0, TALL // RUNS)
                 at = (line * SIDE.dim)[:, None] + place[None, :]
-                tl.store(codes + at, words.to(tl.int16), mask=real[None, :])
+                tl.store(fields.codes + at, words.to(tl.int16), mask=real[None, :])
             for part in tl.static_range(len(HOW.parts)):
-                _store_plane(
-                    codes, code, token, HOW.parts[part][0], HOW.parts[part][1], HOW.parts[part][2], HOW.parts[part][3],
-                    HOW.parts[part][4], SIDE, HOW,
-                )  # fmt: skip
+                _store_plane(fields.codes, code, token, part, SIDE, HOW)
 
 
 @triton.jit
 def _seal_side(
-    tokens, row_stride, head_stride, slot_stride, jobs, codes, scale, offset, order, damaged, SIDE: tl.constexpr,
+    tokens,
+    row_stride,
+    head_stride,
+    slot_stride,
+    jobs,
+    fields,
+    damaged,
+    SIDE: tl.constexpr,
     HOW: tl.constexpr,
-):  # fmt: skip
+):
     """Encode the page of one (job, head) of one side."""
     job = jobs + tl.program_id(0) * 3
     head = tl.program_id(1).to(tl.int64)
     row, first, page = tl.load(job).to(tl.int64), tl.load(job + 1).to(tl.int64), tl.load(job + 2)
     if page >= 0:
         source = tokens + row * row_stride + head * head_stride + first * slot_stride
-        block = page.to(tl.int64) * SIDE.heads + head
-        codes, scale, offset = move_to_block(codes, scale, offset, block, SIDE)
-        order += block * SIDE.dim
-        _seal_page(source, slot_stride, codes, scale, offset, order, damaged, SIDE, HOW)
+        fields = move_to_block(fields, page.to(tl.int64) * SIDE.heads + head, SIDE)
+        _seal_page(source, slot_stride, fields, damaged, SIDE, HOW)
 
 
 @triton.jit(do_not_specialize_on_alignment=["jobs", "damaged", "order"])
@@ -395,12 +388,83 @@ def seal_pair_kernel(
 ):
     """Encode the pages of the jobs. Grid: (jobs, heads, 2), or (jobs, heads, 1) where VALUES is None."""
     if tl.program_id(2) == 0:
+        keys = Fields(codes, scale, offset, order)
         _seal_side(
-            tokens, row_stride, head_stride, slot_stride, jobs, codes, scale, offset, order, damaged, KEYS,
-            KEY_SEALING,
-        )  # fmt: skip
+            tokens, row_stride, head_stride, slot_stride, jobs, keys, damaged, KEYS, KEY_SEALING
+        )
     elif VALUES is not None:
+        values = Fields(value_codes, value_scale, value_offset, order)
         _seal_side(
-            value_tokens, value_row, value_head, value_slot, jobs, value_codes, value_scale, value_offset, order, damaged,
-            VALUES, VALUE_SEALING,
+            value_tokens, value_row, value_head, value_slot, jobs, values, damaged, VALUES, VALUE_SEALING
+        )  # fmt: skip
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy(
+    window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots, q_len,
+    block, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Copy block `block` of TOKENS tokens of one (row, head)."""
+    row = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    skip = tl.load(skips + row)
+    slot = tl.load(starts + row) + token - skip
+    channel = tl.arange(0, WIDE)
+    # a slot outside of the window is the caller's mistake: it must not become a write into another row
+    held = (token >= skip) & (token < q_len) & (slot >= 0) & (slot < slots)
+    held = held[:, None] & (channel < DIM)[None, :]
+    source = new + row.to(tl.int64) * new_row + head * new_head
+    target = window + row.to(tl.int64) * window_row + head * window_head
+    x = tl.load(source + token[:, None] * new_token + channel[None, :], mask=held, other=0.0)
+    tl.store(target + slot[:, None] * window_slot + channel[None, :], x, mask=held)
+
+
+@triton.jit(
+    do_not_specialize=["slots", "value_slots", "q_len"],
+    do_not_specialize_on_alignment=["starts", "skips"],
+)
+def append_pair_kernel(
+    window,  # [rows, heads, slots, DIM]
+    new,  # [rows, heads, q_len, DIM]
+    value_window,  # [rows, heads, value_slots, VALUE_DIM]
+    new_value,  # [rows, heads, q_len, VALUE_DIM]
+    starts,
+    skips,
+    window_row,
+    window_head,
+    window_slot,
+    value_row,
+    value_head,
+    value_slot,
+    new_row,
+    new_head,
+    new_token,
+    new_value_row,
+    new_value_head,
+    new_value_token,
+    slots,
+    value_slots,
+    q_len,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Append both sides. Grid: (rows, heads, 2 * blocks of tokens), or half as many where VALUE_DIM is 0."""
+    SIDES: tl.constexpr = 2 if VALUE_DIM > 0 else 1
+    block = tl.program_id(2) // SIDES
+    if tl.program_id(2) % SIDES == 0:
+        _copy(
+            window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots,
+            q_len, block, DIM, WIDE, TOKENS,
+        )  # fmt: skip
+    elif VALUE_DIM > 0:
+        _copy(
+            value_window, value_row, value_head, value_slot, new_value, new_value_row, new_value_head,
+            new_value_token, starts, skips, value_slots, q_len, block, VALUE_DIM, VALUE_WIDE, TOKENS,
         )  # fmt: skip

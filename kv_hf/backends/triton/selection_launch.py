@@ -25,7 +25,7 @@ from ...spec import PageSpec, SideSpec
 from ..base import AttentionCall
 from ..reference import selection
 from . import support
-from .direct import Kernel, Plan, Scratch, keep
+from .direct import Kernel, Plan, Scratch, kept
 from .launch import refuse_cpu
 from .meta_params import (
     HIP,
@@ -224,9 +224,7 @@ def _choose(call: AttentionCall) -> Choice:
         "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
         None if sinks is None else sinks.dtype, budget.top_p is None, kv.words is None, index,
     )  # fmt: skip
-    plan = kv.launches.get(key)
-    if plan is None:
-        plan = keep(kv.launches, key, _prepare(call))
+    plan = kept(kv.launches, key, lambda: _prepare(call))
     if plan.refused:
         return selection.choose_pages(call)
     width = kv.block_table.shape[1]

@@ -30,40 +30,18 @@ class Visibility(NamedTuple):
 
 
 @triton.jit
-def row_lengths(num_pages, exact_lens, padding, row):
-    """Return pages, tokens of the window and columns of padding of a row."""
-    return tl.load(num_pages + row), tl.load(exact_lens + row), tl.load(padding + row)
+def window_slots(first, window, sink_tokens, TILE: tl.constexpr):
+    """Return TILE slots of a heads.Window from `first` on, which of them hold tokens, and the positions of these.
 
-
-@triton.jit
-def mask_pointers(mask, row, head, token, real, mask_row, mask_head, mask_query):
-    """Return pointers [columns] to column 0 of the masks of queries, which are those of token 0 where not `real`."""
-    masks = mask + row.to(tl.int64) * mask_row + head * mask_head
-    return masks + tl.where(real, token, 0) * mask_query
-
-
-@triton.jit
-def tiles_of_split(first, tiles, window, split, num_splits):
-    """Return begin and end of a split's tiles, of those from `first` on.
-
-    window: the work of the window, in tiles; the last split does it and therefore gets fewer tiles.
-    """
-    work = tiles - first + window
-    begin = tl.minimum(first + work * split // num_splits, tiles)
-    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
-    return begin, end
-
-
-@triton.jit
-def window_slots(first, exact, page_tokens, sink_tokens, TILE: tl.constexpr):
-    """Return TILE slots of the window from `first` on, which of them hold tokens, and the positions of these.
-
-    Slots below `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
+    Slots below `sink_tokens` lie in front of the tokens in pages, the others behind them.
     """
     slot = first + tl.arange(0, TILE)
-    return slot, slot < exact, slot + tl.where(slot < sink_tokens, 0, page_tokens)
+    at = slot + tl.where(slot < sink_tokens, 0, window.page_tokens)
+    return slot, slot < window.exact, at
 
 
+COMBINED = 64  # channels that one program of the combining kernel takes,
+COMBINED_SPLITS = 64  # and splits that it reads at once
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -295,3 +273,11 @@ def combine_kernel(
         out + tl.program_id(0).to(tl.int64) * V_DIM + one, num_splits, column % COLUMNS + one, one == 0,
         tl.program_id(1) * DIM + tl.arange(0, DIM), V_DIM, COLUMNS, SPLITS, SINKS,
     )  # fmt: skip
+
+
+def combine_constants(heads: int, columns: int, dim: int, sinks: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that merges splits."""
+    return {
+        "HEADS": heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": sinks, "SPLITS": COMBINED_SPLITS,
+        "DIM": COMBINED,
+    }  # fmt: skip

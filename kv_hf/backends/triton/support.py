@@ -14,9 +14,8 @@ from packaging.version import Version
 
 from ...spec import ROWS, PageSpec, SideSpec
 from ..compiled_formats import in_known_groups, transformed, unread_groups
-from . import latent_meta_params, meta_params
-from .latent_meta_params import MAX_PADDED, Chunks
-from .meta_params import HIP, MIN_SIZE
+from . import meta_params
+from .meta_params import HIP, MAX_PADDED, MIN_SIZE, Chunks
 
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
 
@@ -175,10 +174,7 @@ def _why_not_gpu(device: torch.device) -> str | None:
 def _why_not_shared(device: torch.device, dtype: torch.dtype, spec: PageSpec) -> str | None:
     """Say so where not even the smallest tiles fit into the device's shared memory."""
     have, isa = shared_memory(device), target_isa(device)
-    if spec.is_latent:
-        need = latent_meta_params.shared_bytes(spec, dtype, isa)
-    else:
-        need = meta_params.shared_bytes(spec, dtype, meta_params.MAX_COLUMNS, 1, isa)
+    need = meta_params.shared_bytes(spec, dtype, meta_params.MAX_COLUMNS, 1, isa)
     if have is None or need <= have:
         return None
     formats = " and ".join(dict.fromkeys(side.scheme.name for side in spec.sides))

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 
 from ...spec import PageSpec
-from .append import append_pair_kernel
-from .direct import Kernel, keep
+from .direct import Kernel, kept
 from .meta_params import power_of_two
-from .seal import pair_constants, seal_pair_kernel
+from .seal import append_pair_kernel, pair_constants, seal_pair_kernel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = dict[str, torch.Tensor]
@@ -39,34 +38,27 @@ def write_pair(
         jobs, fields, damaged: as `seal_pair` takes them; jobs None: nothing to seal.
         launches: keeps compiled launches for the layer.
     """
-    window, value_window = windows
-    token, value_token = new
-    index = window.get_device()
-    shape, strides, value_strides = token.shape, token.stride(), value_token.stride()
-    if strides[3] != 1 or value_strides[3] != 1:
-        token, value_token, strides, value_strides = _contiguous(token, value_token)
-    q_len = shape[2]
-    to, value_to = window.stride(), value_window.stride()
-    key = "append", id(spec), q_len > 1, strides, value_strides, to, value_to, index
+    new = _contiguous(new)
+    window, token = windows[0], new[0]
+    rows, heads, q_len, _ = token.shape
+    strides = _strides(windows, spec), _strides(new, spec)
     tokens = 1 if q_len == 1 else APPENDED
-    kernel = launches.get(key)
-    if kernel is None:
-        constants = append_constants(spec.keys.head_dim, spec.values.head_dim, tokens)
-        kernel = keep(launches, key, Kernel(spec, append_pair_kernel, constants, **OPTIONS))
-    sides = _sides(spec)
-    if sides == 1:
-        value_strides = value_to = NOTHING
-    tensors = window, token, value_window, value_token, starts, skips
-    numbers = (
-        *to[:3], *strides[:3], *value_to[:3], *value_strides[:3], window.shape[2], value_window.shape[2], q_len,
-    )  # fmt: skip
-    kernel.launch(
-        shape[0],
-        shape[1],
-        -(-q_len // tokens) * sides,
-        index,
-        lambda at: (*map(at, tensors), *numbers),
+    index = window.get_device()
+    kernel = kept(
+        launches,
+        ("append", id(spec), tokens, strides, index),
+        lambda: Kernel(
+            spec,
+            append_pair_kernel,
+            append_constants(spec.keys.head_dim, spec.values.head_dim, tokens),
+            **OPTIONS,
+        ),
     )
+    tensors = window, token, windows[1], new[1], starts, skips
+    numbers = *strides[0], *strides[1], window.shape[2], windows[1].shape[2], q_len
+    kernel.launch(
+        rows, heads, -(-q_len // tokens) * _sides(spec), index, lambda at: (*map(at, tensors), *numbers)
+    )  # fmt: skip
     if jobs is not None:
         seal_pair(windows, jobs, fields, spec, damaged, launches)
 
@@ -90,29 +82,22 @@ def seal_pair(
     """
     if not jobs.shape[0]:
         return
-    window, value_window = tokens
-    index = window.get_device()
-    strides, value_strides = window.stride(), value_window.stride()
-    if strides[3] != 1 or value_strides[3] != 1:
-        window, value_window, strides, value_strides = _contiguous(window, value_window)
-    key = "seal", id(spec), strides, value_strides, index
-    kernel = launches.get(key)
-    if kernel is None:
-        made = Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS)
-        kernel = keep(launches, key, made)
-    sides = _sides(spec)
-    if sides == 1:
-        value_strides = NOTHING
-    keys, values = fields
-    codes, value_codes = keys["codes"], values["codes"]
-    tensors = (
-        window, codes, keys.get("scale", codes), keys.get("offset", codes),
-        value_window, value_codes, values.get("scale", value_codes), values.get("offset", value_codes),
-        jobs, damaged, keys.get("order", codes),
-    )  # fmt: skip
-    numbers = *strides[:3], *value_strides[:3]
-    heads = window.shape[1]
-    kernel.launch(jobs.shape[0], heads, sides, index, lambda at: (*map(at, tensors), *numbers))
+    tokens = _contiguous(tokens)
+    strides, index = _strides(tokens, spec), tokens[0].get_device()
+    kernel = kept(
+        launches,
+        ("seal", id(spec), strides, index),
+        lambda: Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS),
+    )
+    pages = [
+        (side, of["codes"], of.get("scale", of["codes"]), of.get("offset", of["codes"]))
+        for side, of in zip(tokens, fields, strict=True)
+    ]
+    tensors = *pages[0], *pages[1], jobs, damaged, fields[0].get("order", fields[0]["codes"])
+    heads = tokens[0].shape[1]
+    kernel.launch(
+        jobs.shape[0], heads, _sides(spec), index, lambda at: (*map(at, tensors), *strides)
+    )
 
 
 def _sides(spec: PageSpec) -> int:
@@ -120,12 +105,18 @@ def _sides(spec: PageSpec) -> int:
     return 2 if spec.values.head_dim else 1
 
 
-def _contiguous(
-    keys: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return both with contiguous channels, and their strides."""
-    keys, values = keys.contiguous(), values.contiguous()
-    return keys, values, keys.stride(), values.stride()
+def _contiguous(pair: Pair) -> Pair:
+    """Return both with contiguous channels."""
+    keys, values = pair
+    if keys.stride(3) == 1 == values.stride(3):
+        return pair
+    return keys.contiguous(), values.contiguous()
+
+
+def _strides(pair: Pair, spec: PageSpec) -> tuple[int, ...]:
+    """Return the strides of rows, heads and tokens of keys and of values, 0 of a side without numbers."""
+    keys, values = pair
+    return (*keys.stride()[:3], *(values.stride()[:3] if spec.values.head_dim else NOTHING))
 
 
 def append_constants(dim: int, value_dim: int, tokens: int) -> dict[str, int]:

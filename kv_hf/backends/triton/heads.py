@@ -1,0 +1,565 @@
+"""Attention over pages of keys and values: one tile of tokens at a time, with scales and offsets folded into the query and the weights.
+
+docs/kernels.md has the algebra. Tokens (of keys) or channels (of values) lie on the rows of the matrix products, query columns on
+their columns, which costs half the products of the usual order for 8 columns or fewer. A meta_params.Cut says what is loaded
+and multiplied at once: chunks of a token's bytes, and parts of its channels. Sizes are powers of two; what does not
+exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of two widths lie in an order of their page, the wide
+channels first: the query is gathered anew for each tile. Knows nothing of rows and splits.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .dequant import Fields, dtype_of, run_unit, tile_unit, unpack, unpack_planes, unrotate_parts
+from .softmax import LOG2E, bend, near_one, weigh, window_slots
+
+ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
+
+
+class Window(NamedTuple):
+    """The exact tokens of a row: pointers to slot 0 of keys and values of one head, and their strides by slot.
+
+    Attributes:
+        exact: slots that hold tokens; page_tokens: tokens in pages.
+        mine: whether this program attends to them.
+    """
+
+    key_tokens: Any
+    key_slot: Any
+    value_tokens: Any
+    value_slot: Any
+    exact: Any
+    page_tokens: Any
+    mine: Any
+
+
+@triton.jit
+def attend_heads(
+    keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, HIDING: tl.constexpr, W_TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend the query columns of one head to tiles `begin` to `end` of a row's pages, and to its window.
+
+    Args:
+        keys, values: Fields; queries: [columns], pointers to channel 0, where `real`.
+        table: pointer to the row's page ids; window: a Window; visible: a Visibility.
+    Returns: maxima in log2, sums of weights [columns], and parts of the weighted values [size, columns].
+    """
+    COLUMNS: tl.constexpr = real.shape[0]
+    PAGE: tl.constexpr = KEYS.page
+    TILE: tl.constexpr = KEYS.tile
+    TILES_PER_PAGE: tl.constexpr = PAGE // TILE
+    K_CUT: tl.constexpr = KEYS.cut
+    W_CUT: tl.constexpr = KEYS.window
+    V_CUT: tl.constexpr = VALUES.cut
+    K_DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
+    if VALUES.offset != 1.0:
+        values = Fields(values.codes, values.scale, values.scale, values.order)
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    totals = tl.zeros([TILE, COLUMNS], tl.float32)
+    acc = zeros(V_CUT, COLUMNS)
+    offsets = no_offsets(VALUES, COLUMNS)
+    if begin < end:
+        shrink, factor = query_units(queries, real, softmax_scale, KEYS.dim)
+        q = ()
+        whole_q = ()
+        if not KEYS.ordered:
+            q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
+            whole_q = q
+            if KEYS.fold == "tile":
+                whole_q = load_query(queries, real, shrink, (), W_CUT, K_DTYPE)
+        lane = tl.arange(0, TILE)
+        # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+        # copies that hide the latency of the codes' loads.
+        last = end - 1
+        block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64) * HEADS + head
+        page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
+        token = (begin % TILES_PER_PAGE) * TILE
+        key_factors = load_key_factors(keys, block, token, KEYS)
+        value_factors = load_value_factors(values, block * PAGE + token + lane, VALUES)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            token = (tile % TILES_PER_PAGE) * TILE
+            k_factors = key_factors
+            v_factors = value_factors
+            # carried as a sum: Triton does not pipeline loops that hand a value on for two rounds
+            next_block = page.to(tl.int64) * HEADS + head
+            page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
+            next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
+            tile_q = q
+            if KEYS.ordered:
+                tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
+            key_factors = load_key_factors(keys, next_block, next_token, KEYS)
+            value_factors = load_value_factors(
+                values, next_block * PAGE + next_token + lane, VALUES
+            )
+            scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
+            at = visible.sink_tokens + tile * TILE + lane
+            scores = bend(scores, factor, at, lane, visible, HIDING, False)
+            weights, keep, best = weigh(
+                scores, factor, best, HIDING.bent, HIDING.hides, VALUES.lift
+            )
+            totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
+            acc, offsets = add_values(
+                values, v_factors, block, token, weights, keep, acc, offsets, VALUES
+            )
+            block = next_block
+    total = tl.sum(totals, 0) * (1.0 / 2.0**VALUES.lift)
+    acc = settle(acc, offsets, VALUES)
+    if VALUES.rotated > 0:  # the window's tokens, which follow, are not rotated
+        acc = unrotate_parts(acc, V_CUT, VALUES.rotated)
+    if window.mine:
+        best, total, acc = attend_window(
+            queries, real, window, visible, softmax_scale, best, total, acc, KEYS, VALUES, HIDING, W_TILE
+        )  # fmt: skip
+    return best, total, acc
+
+
+@triton.jit
+def attend_window(
+    queries, real, window, visible, softmax_scale, best, total, acc, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    HIDING: tl.constexpr, W_TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the window's tokens to the running softmax (best, total, acc) and return it.
+
+    acc: parts of the pages' values, settled (see `settle`); () where VALUES is None and values are not read.
+    """
+    CUT: tl.constexpr = KEYS.window
+    K_DTYPE: tl.constexpr = dtype_of(KEYS.window_dtype)
+    one = tl.full([total.shape[0]], 1.0, tl.float32)
+    query = load_query(queries, real, one, (), CUT, K_DTYPE)
+    factor = one * (softmax_scale * LOG2E)
+    for first in tl.range(0, window.exact, W_TILE, num_stages=2):
+        slot, held, at = window_slots(first, window, visible.sink_tokens, W_TILE)
+        scores = score_exact(window.key_tokens + slot * window.key_slot, held, query, CUT, True)
+        scores = bend(scores, factor, at, held, visible, HIDING, True)
+        weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
+        total = total * keep + tl.sum(weights, 0)
+        if VALUES is not None:
+            rows = window.value_tokens + slot * window.value_slot
+            V_CUT: tl.constexpr = VALUES.cut
+            DTYPE: tl.constexpr = dtype_of(VALUES.window_dtype)
+            acc = add_exact(rows, held, weights, rescale(acc, keep), V_CUT, True, DTYPE)
+    return best, total, acc
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def zeros(CUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return zeros for every part, [size, columns] fp32."""
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        parts = parts + (_zeros(CUT.parts[p].size, COLUMNS),)
+    return parts
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros([ROWS, COLUMNS], tl.float32)  # whose shape takes no field in Triton 3.6 and 3.7
+
+
+@triton.jit
+def query_units(queries, real, softmax_scale, DIM: tl.constexpr):
+    """Return what brings query columns near 1, and their scores to log2, see `near_one`; `queries` are read where `real`."""
+    channel = tl.arange(0, triton.next_power_of_2(DIM))
+    inside = (channel < DIM)[:, None] & real[None, :]
+    x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
+    return near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
+
+
+@triton.jit
+def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.constexpr):
+    """Load the query columns part by part, times `scale` [columns], as [size, columns] in DTYPE.
+
+    channels: part by part, in the order of a page, or () for their own order.
+    """
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        channel = CUT.parts[p].place + lane
+        if len(channels) > 0:
+            channel = channels[p].to(tl.int32)
+        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
+        part = tl.load(pointers[None, :] + channel[:, None], mask=inside, other=0.0)
+        parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
+    return parts
+
+
+@triton.jit
+def load_parts(pointers, CUT: tl.constexpr):
+    """Load a number per channel part by part, each [size], zeros behind a part."""
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        parts = parts + (load_held(pointers + CUT.parts[p].place + lane, lane, CUT.parts[p].held),)
+    return parts
+
+
+@triton.jit
+def load_held(pointers, lane, HELD: tl.constexpr):
+    """Load what lies at `pointers`, zeros where `lane`, 0 to a power of two along one of their axes, reaches HELD."""
+    if lane.numel > HELD:
+        x = tl.load(pointers, mask=lane < HELD, other=0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def rescale(acc, keep):
+    """Multiply every part of acc by keep [columns]."""
+    new = ()
+    for p in tl.static_range(len(acc)):
+        new = new + (acc[p] * keep[None, :],)
+    return new
+
+
+@triton.jit
+def store_parts(pointers, acc, norm, seen, held, CUT: tl.constexpr):
+    """Store the parts of acc [channels, columns] times norm [columns], zeros where not `seen`, where `held`."""
+    for p in tl.static_range(len(acc)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        result = tl.where(seen[None, :], acc[p] * norm[None, :], 0.0)
+        where = pointers[None, :] + (CUT.parts[p].place + lane)[:, None]
+        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
+        tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_key_factors(keys, block, token, KEYS: tl.constexpr):
+    """Load a tile's offsets, scales and order of keys, to be used one tile later.
+
+    Args:
+        keys: Fields; FOLD "page": one scale and DIM offsets per block; else DIM of each per token group.
+        block: page * heads + head; token: first token of the tile in its page.
+    Returns: offsets (each part of KEYS.offsets), scales (fold "page": one; "tile": each part), channels (each part, of
+        keys of two widths); empty tuples where there are none.
+    """
+    CUT: tl.constexpr = KEYS.cut
+    OFFSETS: tl.constexpr = KEYS.offsets
+    PIECES: tl.constexpr = KEYS.pieces
+    offsets = ()
+    scales = ()
+    channels = ()
+    if KEYS.fold == "page" or KEYS.fold == "tile":
+        for piece in tl.static_range(PIECES):
+            first = (block * (KEYS.page // KEYS.group) + token // KEYS.group + piece) * KEYS.dim
+            offsets = offsets + load_parts(keys.offset + first, OFFSETS)
+            if KEYS.fold == "tile":
+                scales = scales + load_parts(keys.scale + first, CUT)
+        if KEYS.fold == "page":
+            scales = (tl.load(keys.scale + block).to(tl.float32),)
+    if KEYS.ordered:
+        channels = load_parts(keys.order + block * KEYS.dim, CUT)
+    return offsets, scales, channels
+
+
+@triton.jit
+def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constexpr):
+    """Return the scores [tokens, columns] fp32 of the tile that begins with `token`; token group by token group.
+
+    Args:
+        keys, block, token: as in `load_key_factors`, which returned `factors`.
+        query: parts of [size, columns]; whole_query: the same numbers as KEYS.window cuts them.
+    """
+    CUT: tl.constexpr = KEYS.cut
+    PIECES: tl.constexpr = KEYS.pieces
+    ROWS: tl.constexpr = KEYS.tile // KEYS.pieces
+    scores = ()
+    for piece in tl.static_range(PIECES):
+        at = token + piece * ROWS + tl.arange(0, ROWS)
+        rows = keys.codes + block * (KEYS.page * KEYS.row) + at * KEYS.row
+        if KEYS.fold == "none":
+            one = score_exact(rows, at, query, CUT, False)
+        else:
+            group = block * (KEYS.page // KEYS.group) + at // KEYS.group
+            one = _score_codes(rows, keys, group, factors, query, whole_query, KEYS, piece)
+        scores = scores + (one,)
+    return _stack(scores)
+
+
+@triton.jit
+def score_exact(rows, held, query, CUT: tl.constexpr, HELD: tl.constexpr):
+    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held` if HELD."""
+    scores = tl.zeros([rows.shape[0], query[0].shape[1]], tl.float32)
+    for p in tl.static_range(len(CUT.parts)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        where = rows[:, None] + (CUT.parts[p].place + lane)[None, :]
+        if HELD:
+            inside = held[:, None] & (lane < CUT.parts[p].held)[None, :]
+            x = tl.load(where, mask=inside, other=0.0)
+        else:
+            x = load_held(where, lane[None, :], CUT.parts[p].held)
+        scores = tl.dot(x.to(query[p].dtype), query[p], scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _score_codes(
+    rows, keys, group, factors, query, whole_query, KEYS: tl.constexpr, PIECE: tl.constexpr
+):
+    """Scores of piece number PIECE of a tile of encoded keys: [tokens, columns] fp32.
+
+    Args:
+        rows: [tokens], pointers to each token's bytes.
+        group: [tokens], each one's row of DIM scales and offsets, read here where the fold is "element".
+    """
+    CUT: tl.constexpr = KEYS.cut
+    OFFSETS: tl.constexpr = KEYS.offsets
+    CODE: tl.constexpr = KEYS.code
+    FIRST: tl.constexpr = PIECE * len(CUT.parts)
+    DTYPE: tl.constexpr = query[0].dtype
+    NUMBERS: tl.constexpr = tl.float32 if KEYS.fold == "element" else DTYPE
+    offsets, scales, _ = factors
+    shape: tl.constexpr = [rows.shape[0], query[0].shape[1]]
+    scores = tl.zeros(shape, tl.float32)
+    added = tl.zeros([query[0].shape[1]], tl.float32)
+    for c in tl.static_range(len(CUT.chunks)):
+        lane = tl.arange(0, CUT.chunks[c].size)
+        where = rows[:, None] + (CUT.chunks[c].byte + lane)[None, :]
+        inside = (lane < CUT.chunks[c].held)[None, :]
+        x = load_held(where, lane[None, :], CUT.chunks[c].held)
+        runs = unpack(x, CODE, CUT.chunks[c].bits, NUMBERS, KEYS.isa)
+        for r in tl.static_range(len(runs)):
+            q = query[CUT.chunks[c].first + r]
+            k = runs[r]
+            if KEYS.fold == "element":
+                channel = CUT.parts[CUT.chunks[c].first + r].place + lane
+                at = (group * KEYS.dim)[:, None] + channel[None, :]
+                k = k * tl.load(keys.scale + at, mask=inside, other=0.0).to(tl.float32)
+                k = k + tl.load(keys.offset + at, mask=inside, other=0.0).to(tl.float32)
+            elif KEYS.fold == "tile":
+                if KEYS.ordered:
+                    # summed across threads: as a product of equal rows, gathered queries would go through shared memory
+                    # twice
+                    o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
+                    added += tl.sum(q.to(tl.float32) * o[:, None], 0)
+                factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
+                q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
+            scores = tl.dot(k.to(DTYPE), q, scores, input_precision="ieee")
+    if KEYS.fold != "element":
+        bias = tl.broadcast_to(added[None, :], shape)
+        if not KEYS.ordered:
+            # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
+            bias = tl.zeros(shape, tl.float32)
+            for p in tl.static_range(len(OFFSETS.parts)):
+                o = offsets[PIECE * len(OFFSETS.parts) + p].to(DTYPE)
+                equal = tl.broadcast_to(o[None, :], [rows.shape[0], OFFSETS.parts[p].size])
+                bias = tl.dot(equal, whole_query[p], bias, input_precision="ieee")
+        unit = scales[0]
+        if (
+            KEYS.fold == "tile"
+        ):  # codes of eight bits lie in the same subnormals as those of four and of two
+            unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.bits, KEYS.isa), tl.float32)
+        scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
+    return scores
+
+
+@triton.jit
+def _stack_two(first, second):
+    both = tl.permute(tl.join(first, second), (2, 0, 1))
+    return tl.reshape(both, (2 * first.shape[0], first.shape[1]))
+
+
+@triton.jit
+def _stack(parts):
+    """Return one, two or four equal parts [tokens, columns], one behind the other along the tokens."""
+    if len(parts) == 1:
+        whole = parts[0]
+    elif len(parts) == 2:
+        whole = _stack_two(parts[0], parts[1])
+    else:
+        whole = _stack_two(_stack_two(parts[0], parts[1]), _stack_two(parts[2], parts[3]))
+    return whole
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def no_offsets(VALUES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return zeros for the sums of weight * offset that `add_values` adds to."""
+    TILE: tl.constexpr = VALUES.tile
+    GROUPS: tl.constexpr = VALUES.groups
+    sums = ()
+    if VALUES.by_rows:
+        sums = (tl.zeros([ROWS, COLUMNS], tl.float32),)
+    elif VALUES.code == "unsigned" and VALUES.fold == "token":
+        for _ in tl.static_range(GROUPS):
+            sums = sums + (tl.zeros([TILE, COLUMNS], tl.float32),)
+    return sums
+
+
+@triton.jit
+def load_value_factors(values, tokens, VALUES: tl.constexpr):
+    """Load a tile's scales (and offsets) of values, to be used one tile later.
+
+    Args:
+        values: Fields; tokens: [tokens], block * page size + place in the page.
+    Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, alike or as one
+        [groups, tokens] (VALUES.by_rows); else ().
+    """
+    GROUPS: tl.constexpr = VALUES.groups
+    factors = ()
+    if VALUES.fold == "token":
+        first = tokens * GROUPS
+        for g in tl.static_range(GROUPS):
+            factors = factors + (tl.load(values.scale + first + g),)
+        if VALUES.by_rows:
+            rows = first[None, :] + tl.arange(0, GROUPS)[:, None]
+            factors = factors + (tl.load(values.offset + rows),)
+        elif VALUES.code == "unsigned":
+            for g in tl.static_range(GROUPS):
+                factors = factors + (tl.load(values.offset + first + g),)
+    return factors
+
+
+@triton.jit
+def add_exact(rows, held, weights, acc, CUT: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr):
+    """Add weights [tokens, columns] times exact values to the parts of acc; `rows` [tokens] points to channels."""
+    w = weights.to(DTYPE)
+    new = ()
+    for p in tl.static_range(len(CUT.parts)):
+        lane = tl.arange(0, CUT.parts[p].size)
+        where = rows[None, :] + (CUT.parts[p].place + lane)[:, None]
+        if HELD:
+            inside = (lane < CUT.parts[p].held)[:, None]
+            x = tl.load(where, mask=held[None, :] & inside, other=0.0)
+        else:
+            x = load_held(where, lane[:, None], CUT.parts[p].held)
+        new = new + (tl.dot(x.to(DTYPE), w, acc[p], input_precision="ieee"),)
+    return new
+
+
+@triton.jit
+def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES: tl.constexpr):
+    """Add LIFT * weights [tokens, columns] times the tile of values that begins with `token` to the parts of acc.
+
+    Args:
+        values, block, token: as for keys; loaded: of `load_value_factors`.
+        keep: [columns], what the earlier sums are multiplied by.
+        acc: parts of [size, columns], in units of boost * tile_unit * run_unit.
+        offsets: of `no_offsets`, sums of LIFT * weight * offset: of group g on row g, or per group [tokens, columns] that are
+            still to be added up over tokens.
+    Returns: acc, offsets.
+    """
+    CUT: tl.constexpr = VALUES.cut
+    DTYPE: tl.constexpr = dtype_of(VALUES.dtype)
+    lane = token + tl.arange(0, VALUES.tile)
+    if VALUES.fold == "none":
+        rows = values.codes + block * (VALUES.page * VALUES.dim) + lane * VALUES.dim
+        return add_exact(rows, lane, weights, rescale(acc, keep), CUT, False, DTYPE), offsets
+    else:
+        factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
+        codes = values.codes + block * (VALUES.page * VALUES.row) + lane
+        tokens = (block * VALUES.page + lane) * VALUES.groups
+        return _add_codes(codes, values, tokens, factors, keep, acc, VALUES, DTYPE), sums
+
+
+@triton.jit
+def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the weights of each channel group [tokens, columns], with its scales, and the new sums of offsets."""
+    GROUPS: tl.constexpr = VALUES.groups
+    factors = ()
+    sums = ()
+    if VALUES.fold == "element":
+        factors = (weights.to(DTYPE),)
+    else:
+        for g in tl.static_range(GROUPS):
+            s = loaded[g].to(tl.float32) * (VALUES.boost / 2.0**VALUES.lift)
+            factors = factors + ((weights * s[:, None]).to(DTYPE),)
+        if VALUES.by_rows:
+            rows = loaded[GROUPS].to(DTYPE)[None]
+            rows = tl.broadcast_to(rows, [ROWS // GROUPS, GROUPS, VALUES.tile])
+            rows = tl.reshape(rows, [ROWS, VALUES.tile])
+            total = offsets[0] * keep[None, :]
+            sums = (tl.dot(rows, weights.to(DTYPE), total, input_precision="ieee"),)
+        elif VALUES.code == "unsigned":
+            for g in tl.static_range(GROUPS):
+                o = loaded[GROUPS + g].to(tl.float32)
+                sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
+    return factors, sums
+
+
+@triton.jit
+def _add_codes(
+    codes, values, tokens, factors, keep, acc, VALUES: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Add one tile of codes, see `add_values`.
+
+    Args:
+        codes: [tokens], pointers to each token's byte in the first row of bytes; rows lie a page's tokens apart.
+        tokens: [tokens], each one's first scale and offset, read here where the fold is "element".
+        factors: of `_fold`.
+    """
+    CUT: tl.constexpr = VALUES.cut
+    NUMBERS: tl.constexpr = tl.float32 if VALUES.fold == "element" else DTYPE
+    CODE: tl.constexpr = VALUES.code
+    PLANE: tl.constexpr = VALUES.page * VALUES.dim // 8
+    new = ()
+    for c in tl.static_range(len(CUT.chunks)):
+        lane = tl.arange(0, CUT.chunks[c].size)
+        inside = (lane < CUT.chunks[c].held)[:, None]
+        where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.page)[:, None]
+        x = load_held(where, lane[:, None], CUT.chunks[c].held)
+        if VALUES.bits == 3:
+            second = load_held(where + PLANE, lane[:, None], CUT.chunks[c].held)
+            third = load_held(where + 2 * PLANE, lane[:, None], CUT.chunks[c].held)
+            runs = unpack_planes(x, second, third, NUMBERS, VALUES.isa)
+        else:
+            runs = unpack(x, CODE, VALUES.bits, NUMBERS, VALUES.isa)
+        for r in tl.static_range(len(runs)):
+            v = runs[r]
+            total = acc[CUT.chunks[c].first + r] * keep[None, :]
+            if VALUES.fold == "element":
+                group = (CUT.parts[CUT.chunks[c].first + r].place + lane) // VALUES.group
+                at = tokens[None, :] + group[:, None]
+                v = v * tl.load(values.scale + at, mask=inside, other=0.0).to(tl.float32)
+                if VALUES.code == "unsigned":
+                    o = tl.load(values.offset + at, mask=inside, other=0.0).to(tl.float32)
+                    v = v + (o if VALUES.offset == 1.0 else o * VALUES.offset)
+                w = factors[0]
+            else:
+                w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.group]
+            new = new + (tl.dot(v.to(DTYPE), w, total, input_precision="ieee"),)
+    return new
+
+
+@triton.constexpr_function
+def _unit_of(RUN, VALUES):
+    """Return what the codes of run `RUN` are multiplied by in sums of them."""
+    unit = tile_unit(VALUES.bits, VALUES.isa) * run_unit(RUN, VALUES.bits, VALUES.isa)
+    return VALUES.boost * unit
+
+
+@triton.jit
+def settle(acc, offsets, VALUES: tl.constexpr):
+    """Bring the parts of acc from `add_values` to plain units and add the sums of offsets."""
+    CUT: tl.constexpr = VALUES.cut
+    RUNS: tl.constexpr = len(CUT.parts) // len(CUT.chunks)
+    new = ()
+    for p in tl.static_range(len(acc)):
+        part = acc[p]
+        if VALUES.fold == "token":
+            part = part * (1.0 / _unit_of(p % RUNS, VALUES))
+            if VALUES.code == "unsigned":
+                o = _offset_of(offsets, CUT.parts[p].place // VALUES.group, VALUES)
+                part += (o * (VALUES.offset / 2.0**VALUES.lift))[None, :]
+        new = new + (part,)
+    return new
+
+
+@triton.jit
+def _offset_of(sums, GROUP: tl.constexpr, VALUES: tl.constexpr):
+    """Return the sum of weight * offset [columns] of channel group GROUP."""
+    if VALUES.by_rows:
+        x = tl.where((tl.arange(0, ROWS) == GROUP)[:, None], sums[0], 0.0)
+    else:
+        x = sums[GROUP]
+    return tl.sum(x, 0)

@@ -51,6 +51,7 @@ class Text:
         seen: columns that the cache holds.
         is_whole: whether the ids are the whole text: where the mask is longer they are new tokens alone.
         is_comparable: whether keys and values come from these ids alone, one column each; drafts for another model are not asked.
+        is_embedded: whether embeddings are given in place of ids.
         is_known: whether the ids of the tokens that come will be known, too.
         may_be_short: whether the text may be no longer than the cache: columns may come from elsewhere.
     """
@@ -82,6 +83,7 @@ class Text:
         cuts = kind.prepare_inputs_for_generation
         cuts_by_itself = cuts is not GenerationMixin.prepare_inputs_for_generation
         embedded = inputs.get("inputs_embeds") is not None
+        self.is_embedded = embedded and own is cache and not drafts
         self.may_be_short = own is not cache or cuts_by_itself or embedded
 
     def check(self) -> None:
@@ -90,20 +92,20 @@ class Text:
         Raises: CacheMismatchError where the cache holds another text, or more of this one than is given.
         """
         cache, columns = self.cache, self.ids.shape[1]
-        if not (self.seen and self.is_whole):
+        if not self.seen or not (self.is_whole or self.is_embedded):
             return
         known = cache.token_ids
         held = 0 if known is None else min(self.seen, cache.known_columns)
         if self.is_comparable and known is not None and known.shape[0] == len(self.ids):
             self._check_same(known[:, :held])
-        if self.is_comparable and held < self.seen:
+        if self.is_embedded or (self.is_comparable and held < self.seen):
             warn_once(
                 "unknown columns",
-                "A cache holds columns of which it does not know the token ids: the model was called without generate(), with "
-                "embeddings or beams, or a call was stopped. They are not compared with the text that generate() is given: "
-                "call cache.note(ids) after such calls",
+                "A cache holds columns of which it does not know the token ids, or the new text has none: the model was called "
+                "without generate(), with embeddings or beams, or a call was stopped. They are not compared with the text that "
+                "generate() is given: call cache.note(ids) after such calls",
             )
-        if 0 < columns <= self.seen and not self.may_be_short:
+        if self.is_whole and 0 < columns <= self.seen and not self.may_be_short:
             raise CacheMismatchError(
                 f"input_ids of {columns} tokens do not continue a cache that has seen {self.seen}: pass the whole text so "
                 "far and at least one new token, or the new tokens with an attention_mask of the whole text; to go back "

@@ -129,7 +129,13 @@ def _share(
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     skipped = attach_prefix(model, cache, prompt, space, chunk)
     logger.info("kv_hf: %d of %d columns were in the prefix store", skipped, input_ids.shape[1])
-    outputs = run(input_ids[:, skipped:])
+    try:
+        outputs = run(input_ids[:, skipped:])
+    except BaseException:
+        # where no layer has run, what is known of this prompt must not stay
+        if not cache.forward.arrived:
+            cache.reset()
+        raise
     store.add(cache, prompt.rows, space)
     return outputs
 
@@ -267,7 +273,6 @@ def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
     if prepare is None or virtual_owner(model) is None:
         yield
         return
-
     if getattr(cache, "max_length", None) is not None:
         raise UnsupportedModelError(
             "peft puts no virtual tokens in front of prompts of a preallocated cache (it fails on the mask, with transformers' "

@@ -36,6 +36,31 @@ LATENTS = tuple(product(format_names("latent"), format_names("k_rope")))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def page_spec(
+    keys,
+    values=None,
+    *,
+    heads=2,
+    key_dim=64,
+    value_dim=None,
+    page_size=64,
+    dtype=torch.float32,
+    layout=ROWS_LAYOUT,
+    groups=(None, None),
+):
+    """Return pages of keys and values in shipped or registered formats."""
+    return PageSpec.build(
+        key_scheme(keys, groups[0]),
+        value_scheme(values or keys, groups[1]),
+        num_kv_heads=heads,
+        key_dim=key_dim,
+        value_dim=value_dim or key_dim,
+        page_size=page_size,
+        dtype=dtype,
+        layout=layout,
+    )
+
+
 def make_kv(
     keys="int8",
     values=None,
@@ -54,17 +79,9 @@ def make_kv(
     value_dim = value_dim or key_dim
     # dimensions that a default group does not divide need a group of their own
     group = value_group or (16 if value_dim % 32 else None)
-    spec = PageSpec.build(
-        key_scheme(keys, key_group),
-        value_scheme(values or keys, group),
-        num_kv_heads=heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        page_size=page,
-        dtype=dtype,
-        layout=layout,
-    )
-    return filled(spec, **held)
+    sizes = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim, "page_size": page}
+    kinds = {"dtype": dtype, "layout": layout, "groups": (key_group, group)}
+    return filled(page_spec(keys, values, **sizes, **kinds), **held)
 
 
 def latent_spec(

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import rounding
 import tiny_models
 import torch
-from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library
+from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library, page_spec
 
 import kv_hf
 from kv_hf.backends import cpu, dispatch, registry
@@ -21,8 +22,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library
 from kv_hf.backends.reference import attention as reference
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.spec import LANES, PageSpec
+from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 
@@ -101,10 +101,7 @@ print(late, forked(lambda out: out.tolist() == expected))
     assert done.stdout.split() == ["0", "0"], done.stdout + done.stderr
 
 
-def spec_of(**changes):
-    sizes = {"num_kv_heads": 2, "key_dim": 64, "value_dim": 64, "page_size": 32, "layout": LANES}
-    options = {**sizes, "dtype": torch.float32, **changes}
-    return PageSpec.build(key_scheme("int4"), value_scheme("int4"), **options)
+spec_of = partial(page_spec, "int4", page_size=32, layout=LANES)
 
 
 @needs_library

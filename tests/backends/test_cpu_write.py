@@ -16,13 +16,13 @@ from paged_inputs import (
     check_seals_as_torch,
     latent_spec,
     needs_library,
+    page_spec,
 )
 
 from kv_hf.backends.cpu import decode, unsupported, write
 from kv_hf.backends.reference.pages import append_tokens, seal_pages
 from kv_hf.errors import CacheMismatchError
-from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.spec import LANES, PageFields, PageSpec
+from kv_hf.spec import LANES, PageFields
 
 pytestmark = needs_library
 PAGE, SLOTS, PAGES = 16, 44, 6
@@ -40,16 +40,8 @@ def isa(request, monkeypatch):
 def make_spec(
     keys="int4", values="int4", dtype=torch.float32, dims=(64, 64), page=PAGE, group=None
 ):
-    return PageSpec.build(
-        key_scheme(keys),
-        value_scheme(values, group),
-        num_kv_heads=2,
-        key_dim=dims[0],
-        value_dim=dims[1],
-        page_size=page,
-        dtype=dtype,
-        layout=LANES,
-    )
+    sizes = {"key_dim": dims[0], "value_dim": dims[1], "page_size": page, "groups": (None, group)}
+    return page_spec(keys, values, **sizes, dtype=dtype, layout=LANES)
 
 
 class Inputs:

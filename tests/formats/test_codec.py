@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_inputs import page_spec
 
 from kv_hf.backends.reference import pages as reference
 from kv_hf.backends.reference.pages import seal_pages
@@ -54,15 +55,7 @@ every_format = pytest.mark.parametrize(("name", "side"), ALL, ids=IDS)
 
 @functools.cache
 def side_spec(name, side, dtype=torch.float32, page_size=PAGE, dim=DIM):
-    spec = PageSpec.build(
-        key_scheme(name),
-        value_scheme(name),
-        num_kv_heads=HEADS,
-        key_dim=dim,
-        value_dim=dim,
-        page_size=page_size,
-        dtype=dtype,
-    )
+    spec = page_spec(name, heads=HEADS, key_dim=dim, page_size=page_size, dtype=dtype)
     return getattr(spec, side)
 
 
@@ -540,13 +533,6 @@ def numbers(*shape, seed=0):
     return torch.randn(shape, generator=generator) * sizes
 
 
-def spec_of(keys="int4", values="int4", dim=64, page=64, layout=ROWS, heads=2):
-    return PageSpec.build(
-        key_scheme(keys), value_scheme(values), num_kv_heads=heads, key_dim=dim, value_dim=dim,
-        page_size=page, dtype=torch.float32, layout=layout,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("dim", [8, 12, 64, 80, 96, 128, 256])
 def test_rotate_is_the_hadamard_matrix_over_its_size(dim):
     size = block(dim)
@@ -581,7 +567,7 @@ def test_restore_undoes_reorder():
 def test_pages_hold_what_the_formats_say(keys, values, dim, layout):
     """Bytes as spec.fields promises, errors within half a step of each channel or rotated token."""
     x = numbers(3, 2, 64, dim)
-    for side in spec_of(keys, values, dim, layout=layout).sides:
+    for side in page_spec(keys, values, key_dim=dim, layout=layout).sides:
         assert side.layout == layout
         fields, damaged = encode(x, side)
         assert not damaged
@@ -601,9 +587,9 @@ def test_pages_hold_what_the_formats_say(keys, values, dim, layout):
 @pytest.mark.parametrize("keys", MIXED)
 def test_wide_channels_lose_less(keys):
     x = numbers(2, 2, 64, 64)
-    side = spec_of(keys).keys
+    side = page_spec(keys, "int4").keys
     fields, _ = encode(x, side)
-    plain = spec_of(keys.removesuffix("_mixed")).keys
+    plain = page_spec(keys.removesuffix("_mixed"), "int4").keys
     wide = (
         fields["order"][..., : side.scheme.wide_channels].long()[:, :, None].expand(-1, -1, 64, -1)
     )
@@ -624,7 +610,7 @@ def test_wide_channels_lose_less(keys):
     ],
 )
 def test_bits_count_scales_and_the_order_of_channels(keys, values, dim, bits):
-    spec = spec_of(keys, values, dim)
+    spec = page_spec(keys, values, key_dim=dim)
     assert (spec.keys.bits_per_element, spec.values.bits_per_element) == bits
 
 
@@ -632,7 +618,7 @@ def test_bad_sizes_and_sides_are_refused():
     with pytest.raises(
         CacheOptionError, match="int3_rotated.* head_dim must be a multiple of 8, got 12"
     ):
-        spec_of(values="int3_rotated", dim=12)
+        page_spec("int4", "int3_rotated", key_dim=12)
     with pytest.raises(CacheOptionError, match="'int2_mixed' is for keys, not for values"):
         value_scheme("int2_mixed")
     with pytest.raises(CacheOptionError, match="'int2_rotated' is for values, not for keys"):

@@ -6,6 +6,7 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import nf4_format
@@ -15,6 +16,7 @@ import tiny_latent
 import tiny_models
 import torch
 from nf4_format import NF4
+from paged_inputs import page_spec
 from paths import ROOT
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation import configuration_utils
@@ -37,10 +39,10 @@ from kv_hf.formats import (
 from kv_hf.formats.linear import RangeFormat, per_channel, per_token
 from kv_hf.quant import codec
 from kv_hf.quant.codec import decode, encode
-from kv_hf.spec import PageSpec
 from kv_hf_cli import main
 
 CPU = torch.device("cpu")
+small = partial(page_spec, key_dim=32, page_size=16)
 PROMPT, NEW = 70, 12  # with pages of 16 tokens several are sealed before and while tokens are made
 
 
@@ -70,13 +72,6 @@ def generated(model, implementation, **options):
 
 def said(caught):
     return [str(one.message) for one in caught if issubclass(one.category, kv_hf.KVCacheWarning)]
-
-
-def spec_of(keys, values=None, *, layout="rows", dim=32, page=16):
-    return PageSpec.build(
-        key_scheme(keys), get_format(values or keys).scheme("values"), num_kv_heads=2, key_dim=dim, value_dim=dim,
-        page_size=page, dtype=torch.float32, layout=layout,
-    )  # fmt: skip
 
 
 # -- nf4, from registration to text -----------------------------------------------------------------------------------
@@ -112,7 +107,7 @@ def test_uninstall_takes_registered_names_back_and_install_brings_them(nf4):
 @pytest.mark.parametrize("layout", ["rows", "lanes"])
 def test_pages_hold_what_a_registered_format_encodes(nf4, layout):
     """Every stored number is its group's largest times a level; packing and both layouts lose nothing."""
-    for side in spec_of("nf4", layout=layout).sides:
+    for side in small("nf4", layout=layout).sides:
         tokens = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(1))
         fields, damaged = encode(tokens, side)
         assert {name: (t.shape[1:], t.dtype) for name, t in fields.items()} == side.fields
@@ -148,7 +143,7 @@ def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
 def rounded_by_hand(model, sequences):
     """Return the greedy choices of a loop over DynamicCache, whose full pages are replaced by what nf4 makes of them."""
     cache, choices, done = DynamicCache(config=model.config), [], 0
-    spec = spec_of("nf4", dim=16)
+    spec = small("nf4", key_dim=16)
     fed = sequences[:, :PROMPT]
     for step in range(NEW):
         with torch.no_grad():
@@ -209,7 +204,7 @@ def test_a_compiled_kernel_asked_for_by_name_refuses_a_registered_format(nf4, mo
 def test_choose_takes_no_compiled_kernel_on_a_gpu_either(nf4):
     """On a GPU the reference is what is left; nothing is compiled to find that out."""
     with pytest.warns(kv_hf.KVCacheWarning, match="'nf4' of keys and values"):
-        assert choose("auto", torch.device("cuda"), spec_of("nf4")).name == "reference"
+        assert choose("auto", torch.device("cuda"), small("nf4")).name == "reference"
 
 
 def test_latents_refuse_a_format_of_keys_and_values(nf4):
@@ -457,7 +452,7 @@ def test_a_format_of_shipped_codes_is_read_by_the_compiled_kernels(model):
     """Another grouping of int4 is another row, and needs no other kernel."""
     kv_hf.register_format(WIDER)
     try:
-        spec = spec_of("int4_g16", layout=layout_for(CPU), dim=16, page=64)
+        spec = page_spec("int4_g16", layout=layout_for(CPU), key_dim=16)
         assert choose("auto", CPU, spec).name == "c"
         got, right = (
             generated(model, "paged_int4_g16", kernel=name) for name in ("c", "reference")
@@ -489,7 +484,7 @@ class Fickle(NF4):
 @pytest.fixture
 def side(monkeypatch):
     kv_hf.register_format(Fickle)
-    yield spec_of("fickle").values
+    yield small("fickle").values
     kv_hf.unregister_format("fickle")
 
 
@@ -543,7 +538,7 @@ def test_shipped_formats_are_not_checked_at_each_page(monkeypatch):
     """Their arithmetic is tested; a step must not pay for the check."""
     monkeypatch.setattr(codec, "check_encoded", None)
     monkeypatch.setattr(codec, "check_decoded", None)
-    for one in spec_of("int4", "int8").sides:
+    for one in small("int4", "int8").sides:
         decode(encode(TOKENS, one)[0], one, torch.float32)
 
 

@@ -16,7 +16,7 @@ from kv_hf.backends.cpu import decode, unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import get_format, key_scheme, value_scheme
+from kv_hf.formats import get_format
 from kv_hf.formats.linear import Float8Format, Groups, RangeFormat, SignedFormat
 from kv_hf.spec import LANES, ROWS, PageSpec
 
@@ -167,10 +167,7 @@ def test_generate_runs_a_grouping_that_c_does_not_have_in_torch_and_says_so(regi
 def test_schemes_of_shipped_formats_are_all_read():
     for name in ("int8", "fp8", "int4", "int2"):
         for layout, reason in ((LANES, unsupported), (ROWS, None)):
-            spec = PageSpec.build(
-                key_scheme(name), value_scheme(name), num_kv_heads=2, key_dim=64, value_dim=64, page_size=PAGE,
-                dtype=torch.float32, layout=layout,
-            )  # fmt: skip
+            spec = paged_inputs.page_spec(name, page_size=PAGE, layout=layout)
             found = reason(spec) if reason else _why_not_sizes(torch.float32, spec, 1)
             assert found is None
 

@@ -1,13 +1,16 @@
 """Bytes: what PageSpec states, what storage allocates and what predict_memory adds up are one number."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_inputs import page_spec
 
 import kv_hf
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import WHOLE_HEAD, format_names, get_format, key_scheme, value_scheme
+from kv_hf.formats import WHOLE_HEAD, format_names, get_format
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.row_pages import page_capacity
@@ -20,28 +23,7 @@ from kv_hf.spec import (
 )
 
 F16, FP32, U8, I8 = torch.float16, torch.float32, torch.uint8, torch.int8
-
-
-def make_spec(
-    keys,
-    values=None,
-    *,
-    heads=2,
-    key_dim=128,
-    value_dim=None,
-    page_size=64,
-    dtype=F16,
-    groups=(None, None),
-):
-    return PageSpec.build(
-        key_scheme(keys, groups[0]),
-        value_scheme(values or keys, groups[1]),
-        num_kv_heads=heads,
-        key_dim=key_dim,
-        value_dim=value_dim or key_dim,
-        page_size=page_size,
-        dtype=dtype,
-    )
+make_spec = partial(page_spec, key_dim=128, dtype=F16)
 
 
 # (format, side) -> fields of a page of 64 tokens, 2 kv heads, head_dim 128, written out by hand

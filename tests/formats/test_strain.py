@@ -2,25 +2,12 @@
 
 import pytest
 import torch
+from paged_inputs import page_spec as spec
 
-from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.quant.strain import Sample, usual_damage
-from kv_hf.spec import LANES, ROWS, PageSpec
+from kv_hf.spec import LANES, ROWS
 
 FORMATS = ("fp8", "int8", "int4", "int2")
-
-
-def spec(name, layout=ROWS):
-    return PageSpec.build(
-        key_scheme(name),
-        value_scheme(name),
-        num_kv_heads=2,
-        key_dim=64,
-        value_dim=64,
-        page_size=64,
-        dtype=torch.float32,
-        layout=layout,
-    )
 
 
 def pages(seed=0):
@@ -36,7 +23,7 @@ def scaled(numbers, factor, channel=5):
 @pytest.mark.parametrize("layout", [ROWS, LANES])
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_numbers_take_the_usual_damage(name, layout):
-    made = spec(name, layout)
+    made = spec(name, layout=layout)
     sample = Sample(pages(1), pages(2))
     assert sample.says_something
     for side in range(2):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from paged_inputs import page_spec
 from tiny_models import make_model, tokens
 from token_states import FULL, HYBRID, PAGE, dense, feed, same, text
 
 import kv_hf
-from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages import cpu_memory
 from kv_hf.pages.cpu_memory import (
     AHEAD,
@@ -27,7 +27,6 @@ from kv_hf.pages.cpu_memory import (
     trim_heap,
 )  # fmt: skip
 from kv_hf.pages.storage import SideStorage
-from kv_hf.spec import PageSpec
 
 needs_mappings = pytest.mark.skipif(
     not hasattr(mmap, "MAP_PRIVATE"), reason="this system has no private mappings"
@@ -38,15 +37,7 @@ PAGES = 64  # of 6 KiB codes: enough for a mapping
 
 def side() -> SideStorage:
     """Return an empty side of SmolLM2-135M's sizes in int4."""
-    spec = PageSpec.build(
-        key_scheme("int4"),
-        value_scheme("int4"),
-        num_kv_heads=3,
-        key_dim=64,
-        value_dim=64,
-        page_size=64,
-        dtype=torch.bfloat16,
-    )
+    spec = page_spec("int4", heads=3, dtype=torch.bfloat16)
     return SideStorage(spec.keys, CPU)
 
 
@@ -168,15 +159,7 @@ def advised(address: int) -> bool:
 
 @needs_huge_pages
 def test_grown_asks_for_huge_pages_and_keeps_pages() -> None:
-    spec = PageSpec.build(
-        key_scheme("exact"),
-        value_scheme("exact"),
-        num_kv_heads=8,
-        key_dim=128,
-        value_dim=128,
-        page_size=64,
-        dtype=torch.float32,
-    )
+    spec = page_spec("exact", heads=8, key_dim=128)
     storage = SideStorage(spec.keys, torch.device("cpu"))
     storage.fields = storage.grown(3)
     storage.fields["codes"].fill_(7)

@@ -107,12 +107,17 @@ def scratch():
 
 
 def attend(asked, *, splits=2):
-    """The decode kernel as compiled for no GPU in particular."""
+    """The decode kernel as compiled for no GPU in particular; splits: 0 for what a launch would take."""
     from kv_hf.backends.triton import launch
-    from kv_hf.backends.triton.meta_params import Launch
+    from kv_hf.backends.triton.direct import Plan
 
-    with scratch():
-        return launch.paged_attention(asked, Launch(1, 2, splits))
+    rule = Plan.splits
+    Plan.splits = (lambda self, width: splits) if splits else rule
+    try:
+        with scratch():
+            return launch.paged_attention(asked)
+    finally:
+        Plan.splits = rule
 
 
 @contextmanager
@@ -125,8 +130,8 @@ def compiled_for(isa):
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = [np.ascontiguousarray(x.handle.data).view(np.uint32).ravel() for x in args]
         kinds = dtype if isinstance(dtype, tuple) else (dtype,)
-        # of four bytes: two words of two float16, or one of four bytes
-        each = [2 if kind == tl.float16 else 1 for kind in kinds]
+        # words that hold `pack` numbers
+        each = [pack * (2 if kind == tl.float16 else 1) // 4 for kind in kinds]
         outs = iter(ptx(text, words[0], sum(each), *words[1:]))
         tiles = []
         for kind, count in zip(kinds, each, strict=True):

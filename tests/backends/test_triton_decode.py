@@ -93,6 +93,37 @@ def test_decode_takes_every_group_size(name, sizes):
     check_kernel(make_query(kv, 1, dtype=FP32), kv)
 
 
+MIXED = ("int2_mixed", "int4_mixed")
+ROTATED = ("int2_rotated", "int3_rotated", "int4_rotated")
+PAIRS = [*((keys, "exact") for keys in MIXED), *(("int4", values) for values in ROTATED)]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, slow(256)])
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_decode_reads_mixed_keys_and_rotated_values(keys, values, head_dim):
+    """Rotated blocks of 16 to 128 channels, which at 80 and 96 lie across the runs of a byte."""
+    group = None if values == "exact" else head_dim
+    options = {"rows": FEW, "heads": 2 if keys in MIXED else 1, "shuffle": 1, "poison": True}
+    kv = make_kv(keys, values, key_dim=head_dim, value_group=group, **options)
+    check_kernel(make_query(kv, 1, dtype=FP32), kv)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "sizes"),
+    [
+        *((k, "exact", {"page": 32, "slots": 50, "key_group": g}) for k in MIXED for g in (8, 16)),
+        *(
+            ("exact", v, {"key_dim": 80 if g == 40 else 64, "value_group": g})
+            for v in ROTATED
+            for g in (16, 8, 40)
+        ),
+    ],
+)
+def test_decode_reads_mixed_keys_and_rotated_values_in_groups(keys, values, sizes):
+    kv = make_kv(keys, values, rows=FEW, heads=1, **sizes)
+    check_kernel(make_query(kv, 3, dtype=FP32), kv)
+
+
 # -- splits, rows, padding ---------------------------------------------------------------------------------------
 
 
@@ -302,11 +333,18 @@ def test_decode_keeps_queries_in_range(size):
 # -- what only NVIDIA GPUs run -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", [80, 90])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_decode_with_ptx_errs_no_more_than_float16(name, isa):
+@pytest.mark.parametrize(
+    ("keys", "values", "isa"),
+    [
+        *((name, name, isa) for name in format_names("keys", "values") for isa in (80, 90)),
+        *((keys, "int4", 90) for keys in MIXED),
+        *(("int4", values, 90) for values in ROTATED),
+    ],
+)
+def test_decode_with_ptx_errs_no_more_than_float16(keys, values, isa):
     """The NVIDIA branch: PTX unpacking, codes as float16 subnormals, scales as powers of two, float16 products."""
-    kv = make_kv(name, heads=1, dtype=torch.float16, rows=[(5, 0), (2, 0), (3, 2)], sinks=0)
+    options = {"heads": 1, "dtype": torch.float16, "rows": [(5, 0), (2, 0), (3, 2)], "sinks": 0}
+    kv = make_kv(keys, values, value_group=64 if values in ROTATED else None, **options)
     query = make_query(kv, 3, dtype=torch.float16)
     check_kernel(query, kv, partial(attend_with_ptx, isa=isa))
 

@@ -35,12 +35,46 @@ def check(kv):
         assert torch.equal(got.contiguous().view(torch.uint8), expected.view(torch.uint8)), side
 
 
+MIXED = ("int2_mixed", "int4_mixed")
+ROTATED = ("int2_rotated", "int3_rotated", "int4_rotated")
+PAIRS = [
+    *((name, name) for name in format_names("keys", "values")),
+    *((keys, "exact") for keys in MIXED),
+    *(("exact", values) for values in ROTATED),
+]
+
+
 @needs_interpreter
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_dense_kernel_writes_the_bits_of_the_definition(name, dtype):
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_dense_kernel_writes_the_bits_of_the_definition(keys, values, dtype):
     rows = [(2, 11), (0, 3), (1, 4), (0, 0)]  # pages and exact tokens of each row
-    check(make_kv(name, rows=rows, dtype=dtype, key_dim=32, shuffle=1, poison=True, more_padding=5))
+    options = {"value_group": 32} if values in ROTATED else {}
+    check(
+        make_kv(
+            keys, values, rows=rows, dtype=dtype, key_dim=32, shuffle=1, poison=True, more_padding=5, **options
+        )
+    )  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("keys", "values", "sizes"),
+    [
+        *(
+            (keys, "exact", {"key_dim": dim, "value_dim": 16, "key_group": group, "page": 32})
+            for keys in MIXED
+            for dim, group in ((96, None), (80, 16), (256, 8))
+        ),
+        *(
+            ("exact", values, {"key_dim": 16, "value_dim": dim, "value_group": group})
+            for values in ROTATED
+            for dim, group in ((96, 96), (80, 40), (256, 64))
+        ),
+    ],
+)
+def test_dense_kernel_takes_every_size_of_mixed_keys_and_rotated_values(keys, values, sizes):
+    check(make_kv(keys, values, rows=[(1, 2)], heads=1, **sizes))
 
 
 GROUPS = {

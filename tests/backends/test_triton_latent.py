@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import paged_inputs
 import pytest
 import torch
-from interpreter import call, needs_interpreter, scratch
+from interpreter import attend, attend_with_ptx, call, needs_interpreter
 from paths import TESTS
 from rounding import Rounding
 
@@ -95,15 +95,6 @@ def make_kv(name, *, rows=FEW, slots=40, poison=False, padding=0, **sizes):
 def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
     shape = (kv.rows, heads, q_len, kv.spec.query_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-
-
-def attend(asked, *, splits=2):
-    """The kernel as compiled for no GPU in particular (runs in the worker)."""
-    from kv_hf.backends.triton.launch import paged_attention
-    from kv_hf.backends.triton.meta_params import Launch
-
-    with scratch():
-        return paged_attention(asked, Launch(4, 2, splits))
 
 
 def check(query, kv, splits=2, kernel=attend, **options):
@@ -274,34 +265,6 @@ def test_ptx_unpacks_every_word(bits, code):
             wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
         finite = wanted.isfinite()
         assert torch.equal(got.double()[finite], wanted[finite])
-
-
-def attend_with_ptx(asked, *, isa):
-    """The kernel as compiled for an NVIDIA GPU, its PTX carried out by `interpreter.ptx` (runs in the worker)."""
-    import numpy as np
-    import triton.language as tl
-    from interpreter import ptx
-
-    from kv_hf.backends.triton import launch, support
-    from kv_hf.backends.triton.meta_params import Launch
-
-    def inline_asm(text, constraints, args, dtype, is_pure, pack):
-        words = np.ascontiguousarray(args[0].handle.data).view(np.uint32)
-        count = len(dtype) if isinstance(dtype, tuple) else 1
-        kind = tl.block_type(tl.float16, args[0].type.shape)
-        tiles = []
-        for out in ptx(text, words.ravel(), count):
-            tile = np.ascontiguousarray(out).view(np.float16).reshape(args[0].handle.data.shape)
-            tiles.append(tl.core.tensor(type(args[0].handle)(tile, tl.float16), kind))
-        return tl.tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
-
-    kept, real = tl.inline_asm_elementwise, support.target_isa
-    tl.inline_asm_elementwise, support.target_isa = inline_asm, lambda where: isa
-    try:
-        with scratch():
-            return launch.paged_attention(asked, Launch(4, 2, 2))
-    finally:
-        tl.inline_asm_elementwise, support.target_isa = kept, real
 
 
 @needs_interpreter

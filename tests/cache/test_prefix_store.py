@@ -154,6 +154,27 @@ def test_store_that_keeps_answers_knows_the_next_turn(rows, keys):
         assert second.sequences.shape[1] == 90 + 11 * (rows - 1) + 60 + 20 + 24
 
 
+def test_a_first_forward_that_no_layer_ran_leaves_no_prefix_in_the_cache():
+    """Its beginning would stand in front of whatever text comes next."""
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM], store)
+    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**batch([SYSTEM + words(9, 2)]), past_key_values=cache, **GREEDY)
+    finally:
+        hook.remove()
+    assert cache.get_seq_length() == 0
+    other = batch([words(len(SYSTEM) + 9, 8)])
+    found = model.generate(**other, past_key_values=cache, **GREEDY)
+    assert torch.equal(found, model.generate(**other, **GREEDY))
+
+
 def answers(out, new):
     return out.sequences[:, -new:].tolist()
 

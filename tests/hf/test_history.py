@@ -157,6 +157,15 @@ def test_text_that_is_not_known_is_said_and_then_what_the_user_says(fill):
     refused(cache, edited(next_turn(text)))
 
 
+def test_embeddings_behind_a_cache_are_said(recwarn):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    model.generate(tokens(1, 30), past_key_values=cache, **GREEDY)
+    embeds = model.get_input_embeddings()(tokens(1, 60, seed=3))
+    with pytest.warns(kv_hf.KVCacheWarning, match="the new text has none"):
+        model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+
+
 def test_a_stopped_generate_leaves_the_prompt_known():
     model, ids = shared_model("llama"), tokens(1, 40)
     cache = kv_hf.PagedCache(model.config, **PAGES)

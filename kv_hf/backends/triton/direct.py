@@ -237,7 +237,7 @@ class Plan:
     Attributes:
         kernel: what is launched.
         rows, blocks: the grid without its splits.
-        stretch: tokens of a split at least, 0: any number; most: splits at most.
+        stretch: tokens of a split at least; most: splits at most.
         scratch: partial results and counters.
     """
 
@@ -250,8 +250,6 @@ class Plan:
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""
-        if not self.stretch:
-            return self.most
         tokens = width * self.kernel.spec.keys.page_size
         return max(1, min(self.most, tokens // self.stretch))
 

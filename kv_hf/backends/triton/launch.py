@@ -13,7 +13,6 @@ from .decode import decode_kernel
 from .direct import INTERPRETED, Kernel, Plan, Scratch, kept
 from .meta_params import (
     MIN_TILES,
-    Launch,
     column_block,
     constants,
     launch_parameters,
@@ -39,12 +38,11 @@ class AttentionPlan(Plan):
     merged: tuple[int, int]
 
 
-def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.Tensor:
+def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, on the device of `query`, without waiting for it.
 
     Args:
         call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
-        launch: warps, stages and splits, or None for those of meta_params.py.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
     """
     query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
@@ -61,9 +59,9 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         mask_kind = mask.dtype, mask_strides[0] >> 31
     key = (
         id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
-        call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
+        call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, index,
     )  # fmt: skip
-    plan = kept(kv.launches, key, lambda: _prepare(call, launch))
+    plan = kept(kv.launches, key, lambda: _prepare(call))
     out = query.new_empty_strided(plan.shape, plan.strides)
     splits = plan.splits(kv.block_table.shape[1])
     room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
@@ -133,7 +131,7 @@ def refuse_cpu() -> None:
         )
 
 
-def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
+def _prepare(call: AttentionCall) -> AttentionPlan:
     query, spec = call.query, call.kv.spec
     where = query.device
     if where.type == "cpu":
@@ -146,14 +144,12 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
     sinks = call.sink_logits is not None
     columns = column_block(spec, heads // kv_heads, q_len, isa)
     blocks = kv_heads * -(-(heads // kv_heads) * q_len // columns)
-    launch = launch or launch_parameters(
-        spec, columns, isa, query.dtype, support.shared_memory(where), mask
-    )
+    launch = launch_parameters(spec, columns, isa, query.dtype, support.shared_memory(where), mask)
     plain = constants(
         spec, query_dtype=query.dtype, heads=heads, q_len=q_len, isa=isa, launch=launch, mask=mask,
         softcap=call.softcap is not None, sliding_window=call.sliding_window is not None, sinks=sinks,
     )  # fmt: skip
-    most = launch.num_splits or most_splits(spec, rows * blocks)
+    most = most_splits(spec, rows * blocks)
     parts = rows * blocks * plain["M_COLUMNS"] * most  # of all splits
     combine = None
     if spec.is_latent:
@@ -165,7 +161,7 @@ def _prepare(call: AttentionCall, launch: Launch | None) -> AttentionPlan:
         ),
         rows=rows,
         blocks=blocks,
-        stretch=0 if launch.num_splits else plain["KEYS"].tile * MIN_TILES,
+        stretch=plain["KEYS"].tile * MIN_TILES,
         most=most,
         scratch=Scratch((parts * dim, 2 * parts), rows * blocks, where),
         shape=(rows, heads, q_len, dim),

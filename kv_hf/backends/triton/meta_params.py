@@ -6,7 +6,6 @@ come from counting instructions and shared memory of compiled kernels (docs/kern
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -575,6 +574,13 @@ def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
 # -- a launch ----------------------------------------------------------------------------------------------------------
 
 
+class Launch(NamedTuple):
+    """Warps and stages of a compiled decode kernel."""
+
+    num_warps: int
+    num_stages: int
+
+
 def constants(
     spec: PageSpec,
     *,
@@ -582,7 +588,7 @@ def constants(
     heads: int,
     q_len: int,
     isa: int,
-    launch: "Launch",
+    launch: Launch,
     mask: str = "none",
     softcap: bool = False,
     sliding_window: bool = False,
@@ -618,20 +624,6 @@ PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, a
 LATENT_PROGRAMS = 132 * 2  # over latents, where each takes half of the registers
 MIN_TILES = 4  # tiles that a split should have at least
 MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Launch parameters of the decode kernel.
-
-    Attributes:
-        num_warps, num_stages: of the compiled kernel.
-        num_splits: programs that share a row's tiles; 0: by the width of the block table.
-    """
-
-    num_warps: int
-    num_stages: int
-    num_splits: int = 0
 
 
 def launch_parameters(

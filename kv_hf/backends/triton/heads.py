@@ -61,15 +61,15 @@ def attend_heads(
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = zeros(V_CUT, COLUMNS)
     offsets = no_offsets(VALUES, COLUMNS)
+    shrink, factor = query_units(queries, real, softmax_scale, KEYS.dim)
+    q = ()
+    whole_q = ()
+    if not KEYS.ordered:
+        q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
+        whole_q = q
+        if KEYS.fold == "tile":
+            whole_q = load_query(queries, real, shrink, (), W_CUT, K_DTYPE)
     if begin < end:
-        shrink, factor = query_units(queries, real, softmax_scale, KEYS.dim)
-        q = ()
-        whole_q = ()
-        if not KEYS.ordered:
-            q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
-            whole_q = q
-            if KEYS.fold == "tile":
-                whole_q = load_query(queries, real, shrink, (), W_CUT, K_DTYPE)
         lane = tl.arange(0, TILE)
         # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
         # copies that hide the latency of the codes' loads.

@@ -107,11 +107,16 @@ class LazyKV(_ReadOnly):
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv = view.kv
-        tokens = kv.residual_keys
-        size = tokens.shape[0], kv.seen, tokens.device
-        keys = cls(view, "keys", kv.spec.keys, *size)
-        return keys, cls(view, "values", kv.spec.values, *size)
+        kv, made = view.kv, []
+        rows, seen, device = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
+        # not by __new__: every layer comes here in every step
+        make = torch.Tensor._make_wrapper_subclass
+        for side, spec in (("keys", kv.spec.keys), ("values", kv.spec.values)):
+            shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
+            handle: Any = make(cls, shape, dtype=spec.dtype, device=device)
+            handle.view_of_pages, handle.side = view, side
+            made.append(handle)
+        return made[0], made[1]
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""
@@ -243,7 +248,8 @@ def view_of(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
     view = keys.view_of_pages
     if view is not values.view_of_pages or keys.side != "keys" or values.side != "values":
         return None
-    view.check()
+    if view.layer.revision != view.revision:
+        view.check()
     return view
 
 

@@ -57,7 +57,6 @@ def kv_hf_attention(
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
-    named = {name: given for name, given in named.items() if given is not None}
     batched = getattr(kwargs.get("cache"), "paged_attend", None)
     if batched is not None:  # continuous batching: the tokens of many requests in one row
         kwargs.update(dropout=dropout, scaling=scaling, dense=dense, indices=indices)
@@ -99,7 +98,8 @@ def kv_hf_attention(
                 asked = f"dropout={dropout}" if dropout else "output_attentions=True"
                 reason = f"{asked} needs the attention weights"
     if view is None or not pages:
-        kwargs.update(named, dropout=dropout, scaling=scaling)
+        kwargs.update({name: given for name, given in named.items() if given is not None})
+        kwargs.update(dropout=dropout, scaling=scaling)
         if view is not None:
             key, value = _written_out(module, view, reason)
         return dense_attention(dense, module, query, key, value, mask, kwargs)

@@ -4,6 +4,7 @@ Looks at ids at the beginning and the end of a call, never in a decode step.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -174,14 +175,15 @@ def note_at_end(cache: Any, columns_in_front: int, kept: bool = False) -> None:
 
 def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap GenerationMixin.generate."""
+    place = list(inspect.signature(original).parameters).index("streamer") - 1
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        streamer = args[place] if len(args) > place else kwargs.get("streamer")
         filled: list[tuple[Any, int, bool]] = []
         before = _filled.set(filled)
         try:
-            streams = kwargs.get("streamer") is not None
-            with held_back() if streams else nullcontext(), within_generate():
+            with nullcontext() if streamer is None else held_back(), within_generate():
                 result = original(self, *args, **kwargs)
         except ValueError as error:
             told = with_hint(error)

@@ -95,8 +95,10 @@ class Forward:
                 stack.enter_context(group.pool.lock)
             try:
                 plans = [group.plan(count, q_len) for group in groups]
-                pairs = zip(groups, plans, strict=True)
-                taken = [group.pool.allocate(plan.num_pages) for group, plan in pairs]
+                taken = [
+                    [] if plan.step.plain else group.pool.allocate(plan.num_pages)
+                    for group, plan in zip(groups, plans, strict=True)
+                ]
                 for group, plan, ids in zip(groups, plans, taken, strict=True):
                     group.make_room(plan, ids)
             except BaseException:  # stopped anywhere: what no row holds was not handed out

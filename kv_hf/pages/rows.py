@@ -79,12 +79,6 @@ class Batch:
             for pages, (padding, exact, dropped, ahead) in zip(self.pages, numbers, strict=True)
         )
 
-    def grown(self, tokens: int) -> "Batch":
-        """Return the rows with so many tokens more in each window."""
-        grown = replace(self, exact=self.exact + tokens)
-        vars(grown)["counts"] = self.counts
-        return grown
-
     @cached_property
     def counts(self) -> Numbers:
         """[rows], sealed pages that each row holds."""
@@ -170,7 +164,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
     """
     exact, nothing = batch.exact, np.zeros_like(batch.exact)
     step = Step(
-        seen, seen + q_len, len(batch), exact_before=exact, skip=nothing, new=nothing + q_len
+        seen, seen + q_len, len(batch.pages), exact_before=exact, skip=nothing, new=nothing + q_len
     )
     if (
         sizes.window is None
@@ -180,7 +174,9 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         and not batch.ahead.any()
     ):
         step.plain = True  # it adds its tokens to the window of every row, and does nothing else
-        return Append(batch, batch.grown(q_len), step, nothing, nothing, nothing)
+        after = replace(batch, exact=exact + q_len)
+        vars(after)["counts"] = batch.counts
+        return Append(batch, after, step, nothing, nothing, nothing)
     size, seen_after = sizes.page_size, seen + q_len
     padding = np.minimum(batch.padding, seen_after)
     skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))

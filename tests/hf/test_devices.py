@@ -153,16 +153,6 @@ def test_a_cache_loaded_elsewhere_lies_there():
     assert cache.update(keys, keys, 0)[0].shape == (2, 2, 91, 16)
 
 
-def test_a_cache_saved_while_offloaded_returns_to_its_device():
-    cache = filled()
-    for layer in cache.layers:
-        layer.device = layer.store.device = torch.device("meta")  # stands for a GPU
-    cache = loaded(cache, None)
-    for layer in cache.layers:
-        assert layer.device == layer.store.device == torch.device("meta")
-        assert layer.storage.keys.fields["codes"].device == CPU
-
-
 @needs_c
 def test_pages_of_a_gpu_are_read_on_the_cpu_and_the_kernel_says_why(monkeypatch):
     """A cache brought from a GPU keeps that layout: the C kernel cannot read it, and blamed the head size."""

@@ -52,7 +52,9 @@ def test_examine_family_equals_dynamic_cache(family):
     others = {name: one["verdict"] for name, one in row["others"].items()}
     options = {name for name, verdict in others.items() if verdict == "refused"}
     assert {name: others[name] for name in others.keys() - options} == expected, row["others"]
-    assert options <= {"saved", "prefix", "max_length"} | ({"padded"} if family == "git" else set())
+    assert options <= {"saved", "prefix", "max_length", "reading"} | (
+        {"padded"} if family == "git" else set()
+    )
     assert row["verdict"] == ("broken" if "broken" in expected.values() else "equal")
     assert row["pages"] >= 10
     assert row["reads"] == reads

@@ -19,9 +19,11 @@ from .softmax import Visibility, add_sink, arrive_last, merge_splits
 def _store(pointers, acc, norm, seen, held, KEYS: tl.constexpr, VALUES: tl.constexpr):
     """Store sums of values times norm [columns], zeros where not `seen`, where `held`, at `pointers` [columns]."""
     if VALUES is None:
-        store_runs(pointers, acc, norm, seen, held, KEYS.cut)
+        K_CUT: tl.constexpr = KEYS.cut  # triton 3.6 hands an attribute on as plain numbers otherwise
+        store_runs(pointers, acc, norm, seen, held, K_CUT)
     else:
-        store_parts(pointers, acc, norm, seen, held, VALUES.cut)
+        V_CUT: tl.constexpr = VALUES.cut
+        store_parts(pointers, acc, norm, seen, held, V_CUT)
 
 
 @triton.jit(**SPECIALIZED)

@@ -19,7 +19,9 @@ from .softmax import Visibility, add_sink, arrive_last, merge_splits
 def _store(pointers, acc, norm, seen, held, KEYS: tl.constexpr, VALUES: tl.constexpr):
     """Store sums of values times norm [columns], zeros where not `seen`, where `held`, at `pointers` [columns]."""
     if VALUES is None:
-        K_CUT: tl.constexpr = KEYS.cut  # triton 3.6 hands an attribute on as plain numbers otherwise
+        K_CUT: tl.constexpr = (
+            KEYS.cut
+        )  # triton 3.6 hands an attribute on as plain numbers otherwise
         store_runs(pointers, acc, norm, seen, held, K_CUT)
     else:
         V_CUT: tl.constexpr = VALUES.cut

@@ -18,10 +18,9 @@ from .softmax import Visibility, add_sink, arrive_last, merge_splits
 @triton.jit
 def _store(pointers, acc, norm, seen, held, KEYS: tl.constexpr, VALUES: tl.constexpr):
     """Store sums of values times norm [columns], zeros where not `seen`, where `held`, at `pointers` [columns]."""
+    # by names of their own: triton 3.6 hands an attribute on as plain numbers
     if VALUES is None:
-        K_CUT: tl.constexpr = (
-            KEYS.cut
-        )  # triton 3.6 hands an attribute on as plain numbers otherwise
+        K_CUT: tl.constexpr = KEYS.cut
         store_runs(pointers, acc, norm, seen, held, K_CUT)
     else:
         V_CUT: tl.constexpr = VALUES.cut

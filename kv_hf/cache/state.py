@@ -54,11 +54,12 @@ class CacheState:
 
     def windows(self, layer: int) -> Pair:
         """Return the exact tokens of a layer, as in `tensors`. Raises CacheMismatchError for missing ones, and impossible sizes."""
-        first = next(side for side in SECOND if tensor_name(layer, side, "window") in self.tensors)
-        second = tensor_name(layer, SECOND[first], "window")
-        if second not in self.tensors:
-            raise CacheMismatchError(f"tensor {second!r} is missing")
-        keys, values = self.tensors[tensor_name(layer, first, "window")], self.tensors[second]
+        first = "latent" if tensor_name(layer, "latent", "window") in self.tensors else "keys"
+        names = [tensor_name(layer, side, "window") for side in (first, SECOND[first])]
+        for name in names:
+            if name not in self.tensors:
+                raise CacheMismatchError(f"tensor {name!r} is missing")
+        keys, values = (self.tensors[name] for name in names)
         sizes = (*keys.shape[1::2], *values.shape[3:])
         if len(sizes) != 3 or min(sizes[:2]) < 1 or max(sizes) > MOST_SIZE:
             raise CacheMismatchError(

@@ -55,8 +55,7 @@ def _check_options(options: CacheConfig) -> None:
         if getattr(options, option) not in (None, 0):
             raise CacheOptionError(
                 f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "
-                "starts (cache_config={'max_bytes': ..}, and cpu_offload_space of the ContinuousBatchingConfig for requests that "
-                "find no room). Leave it out"
+                "starts (cache_config={'max_bytes': ..}). Leave it out"
             )
     if options.cuda_graph == "always":
         raise CacheOptionError(

@@ -429,3 +429,14 @@ def test_cache_of_an_interrupted_first_forward_is_not_saved(tmp_path, place):
     with pytest.raises(kv_hf.InterruptedForwardError, match="stopped half-way"):
         cache.save(tmp_path / "cache.safetensors", model)
     assert not list(tmp_path.iterdir())
+
+
+def test_state_without_the_exact_tokens_of_a_layer_is_refused():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
+    with torch.no_grad():
+        model(tokens(1, 60), past_key_values=cache)
+    state = cache.state()
+    rest = {name: one for name, one in state.tensors.items() if not name.endswith("window")}
+    with pytest.raises(kv_hf.CacheMismatchError, match=r"'layers.0.keys.window' is missing"):
+        kv_hf.PagedCache.from_state(model.config, replace(state, tensors=rest))

@@ -124,10 +124,6 @@ def killed_at(folder, at, work):
 
 
 FOLDER = str(Path(kv_hf.__file__).parent)
-FINALIZERS = (
-    "release_pages",
-    "let_go",
-)  # Python ignores what they throw, and pytest keeps it alive
 
 
 @functools.cache
@@ -159,17 +155,9 @@ class Places:
         finally:
             sys.settrace(before)
 
-    @staticmethod
-    def _is_finalizer(frame: FrameType | None) -> bool:
-        while frame is not None and frame.f_code.co_filename.startswith(FOLDER):
-            if frame.f_code.co_name in FINALIZERS:
-                return True
-            frame = frame.f_back
-        return False
-
     def _trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(FOLDER) or self._is_finalizer(frame):
+        if not code.co_filename.startswith(FOLDER):
             return None
         if event in ("call", "line"):
             if event == "line" and _is_with(code.co_filename, frame.f_lineno):

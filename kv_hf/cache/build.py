@@ -250,13 +250,13 @@ def make_room(
     batch, q_len = keys.shape[0], keys.shape[2]
     for group in groups:
         count = group.plan(batch, q_len).num_pages
-        group.pool.check_room(count)
+        lacking = group.pool.lacking(count)
         reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
         whole = bool(group.rows) and _reads_everything(group, q_len)
         if not count and group.rows and not whole and _is_settled(arena, layers, group):
             continue
         held = {page for row in group.rows for page in row.pages}
-        capacity = max(page_capacity(group.pool.ids_with(count)), reserved)
+        capacity = max(page_capacity(group.pool.num_ids + lacking), reserved)
         most = max(page_capacity(len(held) + count), min(reserved, capacity))
         budget = group.reading.usual
         if budget is not None and not whole:

@@ -1,5 +1,6 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -336,7 +337,9 @@ class HandleLayer(PagedLayer):
     """A paged layer that answers `keys` and `values` with a pair of handles, which attention over pages takes."""
 
     attention_of: Any = None  # the config that names the model's attention
-    _view: LayerView | None = None
+    _view: Callable[[], LayerView | None] = staticmethod(
+        lambda: None
+    )  # weak: pages are free when the cache is gone
 
     def read_by(self, config: Any) -> None:
         """Note the `config` that names the attention by which `keys` and `values` are read."""
@@ -350,10 +353,11 @@ class HandleLayer(PagedLayer):
         """Return one side as a handle."""
         if self.store is None or not self.seen:
             return None
-        # one view for both sides: attention takes a pair of one view only
-        if self._view is None or self._view.revision != self.revision:
-            self._view = LayerView(self)
+        view = self._view()  # one for both sides: attention takes a pair of one view only
+        if view is None or view.revision != self.revision:
+            view = LayerView(self)
+            self._view = weakref.ref(view)
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
-            return self._view.dense(side)
-        return self._view.handle(side)
+            return view.dense(side)
+        return view.handle(side)

@@ -3,7 +3,6 @@
 import copy
 import os
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -88,12 +87,6 @@ def _filled(layer: Any) -> bool:
     return bool(getattr(layer, "is_initialized", False)) and not is_dummy(layer)
 
 
-def release_pages(layers: Sequence[Any]) -> None:
-    """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
-    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
-        group.let_go()
-
-
 class PagedCache(MadeOfOptions, Origin, DynamicCache):
     """Keys and values in fixed-size pages, stored exactly or quantized.
 
@@ -124,7 +117,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     layer_class = PagedLayer
     captured = False
-    _releases = False
     _last_updated = sys.maxsize  # layer of the last update
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     _straight = False  # the forward in progress is one without special cases
@@ -158,8 +150,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             self.layers, decoder, options, self._kept, kind
         )
         self.groups = self.forward.groups
-        if options.prefix_store is not None:
-            self.release_when_gone()
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
         self.masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
@@ -524,12 +514,9 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         copied._number()
-        copied._releases = False
-        for cache in (self, copied):
-            cache.release_when_gone()
-        # last: stopped before, the copy holds no page, and stopped from here on, it gives back what it holds
         for theirs, ours in zip(copied.groups, self.groups, strict=True):
-            theirs.adopt(ours.rows, ours.seen)
+            with ours.pool.lock:
+                theirs.adopt(ours.rows, ours.seen)
         return copied
 
     def __copy__(self) -> Self:
@@ -609,23 +596,14 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
     def _group_number(self, layer: Any) -> int:
         return next(number for number, group in enumerate(self.groups) if group is layer.group)
 
-    def release_when_gone(self) -> None:
-        """See to it that pages are freed with this cache although others share their storage."""
-        if not self._releases:
-            weakref.finalize(self, release_pages, self.layers)
-            self._releases = True
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
         return {**vars(self), "number": None, "views": {}, "compared": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a pickle: pages that other caches held in it are free here."""
+        """Take over a pickle; it is found anew in this process."""
         vars(self).update(state)
-        self._releases = False
         self._number()
-        for group in self.groups:
-            group.pool.recount()
 
     def check_done(self) -> None:
         """Raise InterruptedForwardError where the last forward or change did not reach all layers."""

@@ -101,9 +101,8 @@ class Forward:
                 ]
                 for group, plan, ids in zip(groups, plans, taken, strict=True):
                     group.make_room(plan, ids)
-            except BaseException:  # stopped anywhere: what no row holds was not handed out
+            except BaseException:  # pages that no row holds are free again by themselves
                 for group in groups:
-                    group.pool.recount()
                     group.forget_padding()  # of a forward that never was
                 raise
             self.changing = True

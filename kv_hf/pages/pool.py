@@ -1,12 +1,17 @@
-"""Page ids and their reference counts. Knows nothing of rows, layers or tensors."""
+"""Page ids. Knows nothing of rows, layers or tensors.
+
+Nobody counts references: a page is held as long as a holder lists it. When the free ids have run out, those that no
+holder lists any more are free again. So a change of rows only has to be right in the rows, and one that stops half-way, or a
+cache that is gone, leaves nothing to put in order.
+"""
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..errors import PagePoolExhaustedError
+from ..row_pages import page_capacity
 
 
 class PageHolder(Protocol):
@@ -18,146 +23,93 @@ class PageHolder(Protocol):
 
 
 class PagePool:
-    """Hands out page ids from 0 up and counts who holds them. Safe to be used from several threads.
+    """Hands out page ids from 0 up. Safe to be used from several threads.
 
-    An id is free (count 0) or held (count >= 1). Freed ids are handed out again, the last freed first. Whoever takes ids
-    keeps `lock` until a registered holder holds them, because the counts only repeat what the holders hold: `recount` sets
-    them anew where a holder is gone or a change stopped half-way.
+    Whoever takes ids keeps `lock` until a registered holder lists them, and changes what it lists under `lock` alone.
 
     Args:
         max_pages: largest number of ids ever held at once, or None for no limit.
     Attributes:
-        holder_gone: set by finalizers, which may run at any moment: count anew before the next ids are handed out.
+        num_ids: ids ever handed out: storage must have room for this many pages.
+        holders: whose pages are held, as long as they live.
     """
 
     def __init__(self, max_pages: int | None = None) -> None:
         self.max_pages = max_pages
-        self._counts: list[int] = []
-        self._free: list[int] = []
+        self.num_ids = 0
         self._prepare()
 
     def _prepare(self) -> None:
+        self._free: list[int] = []  # ids that nobody holds, the next one last; not all of them
         self.lock = threading.RLock()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._registered = 0
-        self.holder_gone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Counts and limits; who holds the pages registers again where the pickle is read."""
-        return {name: getattr(self, name) for name in ("max_pages", "_counts", "_free")}
+        """Numbers alone: who holds pages registers again where the pickle is read."""
+        return {"max_pages": self.max_pages, "num_ids": self.num_ids}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._prepare()
 
-    @property
-    def num_ids(self) -> int:
-        """Ids ever handed out: storage must have room for this many pages."""
-        return len(self._counts)
+    def register(self, holder: PageHolder) -> None:
+        """Keep what `holder` holds as long as it lives."""
+        self.holders.add(holder)
+
+    def held(self, besides: Any = None) -> set[int]:
+        """Return the pages that holders hold, but for one of them."""
+        with self.lock:
+            some = [one for one in list(self.holders) if one is not besides]
+            return {page for holder in some for pages in holder.held_pages() for page in pages}
 
     @property
     def num_held(self) -> int:
         """Pages with at least one holder."""
+        return len(self.held())
+
+    def lacking(self, count: int) -> int:
+        """Return how many ids are to be made for `count` more pages; those that nobody holds any more are free then.
+
+        Raises: PagePoolExhaustedError where they would pass `max_pages`.
+        """
+        if count <= len(self._free):
+            return 0
         with self.lock:
-            self._follow_holders()
-            return len(self._counts) - len(self._free)
-
-    def register(self, holder: PageHolder) -> None:
-        """Count what `holder` holds as long as it lives."""
-        self.holders.add(holder)
-        self._registered += 1
-
-    def _follow_holders(self) -> None:
-        """Count anew where a holder is gone."""
-        if self.holder_gone or len(self.holders) < self._registered:
-            self.recount()
-
-    def recount(self) -> None:
-        """Set the counts to what the registered holders hold."""
-        with self.lock:
-            self.holder_gone = False  # a finalizer that runs from here on has it counted once more
-            self._registered = len(self.holders)
-            counts = Counter(page for held in self._held() for page in held)
-            size = max(len(self._counts), max(counts, default=-1) + 1)
-            in_order = dict.fromkeys(page for page in self._free if page < size)
-            free = [page for page in in_order if not counts[page]]
-            free += [page for page in range(size) if not counts[page] and page not in in_order]
-            self._counts = [counts[page] for page in range(size)]
-            self._free = free
-
-    def _held(self) -> list[Iterable[int]]:
-        return [pages for holder in list(self.holders) for pages in holder.held_pages()]
-
-    # -- counting --------------------------------------------------------------------------------------------
-
-    def check_room(self, count: int) -> None:
-        """Raise PagePoolExhaustedError if `count` more pages would pass `max_pages`."""
-        held = self.num_held
-        if self.max_pages is not None and held + count > self.max_pages:
+            held = self.held()
+            self._free = [page for page in range(self.num_ids - 1, -1, -1) if page not in held]
+        if self.max_pages is not None and len(held) + count > self.max_pages:
             raise PagePoolExhaustedError(
-                f"max_pages={self.max_pages} is reached: {held} pages are held and {count} more are "
+                f"max_pages={self.max_pages} is reached: {len(held)} pages are held and {count} more are "
                 "needed; the cache is unchanged. Raise max_pages, use a smaller batch or shorter text"
             )
+        return max(0, count - len(self._free))
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` page ids with reference count 1; all or none."""
-        if not count:
-            return []
+        """Return `count` page ids that nobody holds; all or none. Raises PagePoolExhaustedError at `max_pages`."""
         with self.lock:
-            self.check_room(count)
-            ids = [self._free.pop() for _ in range(min(count, len(self._free)))]
-            for page in ids:
-                self._counts[page] = 1
-            fresh = range(len(self._counts), len(self._counts) + count - len(ids))
-            self._counts.extend(1 for _ in fresh)
-            return ids + list(fresh)
-
-    def ids_with(self, count: int) -> int:
-        """Return `num_ids` as it will be when `count` more pages are handed out."""
-        return len(self._counts) + max(0, count - len(self._free))
-
-    def share(self, pages: Iterable[int]) -> None:
-        """Add one holder to each page."""
-        with self.lock:
-            for page in pages:
-                if not self._counts[page]:
-                    raise ValueError(f"page {page} is free and cannot be shared")
-                self._counts[page] += 1
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Take one holder from each page; a page without holders is free."""
-        with self.lock:
-            for page in pages:
-                if not self._counts[page]:
-                    raise ValueError(f"page {page} is free and cannot be released")
-                self._counts[page] -= 1
-                if not self._counts[page]:
-                    self._free.append(page)
+            if lacking := self.lacking(count):
+                # as many as storage makes room for, so that it is not asked each time who holds what
+                room = page_capacity(self.num_ids + lacking)
+                most = room if self.max_pages is None else min(room, self.max_pages)
+                self._free = [*range(most - 1, self.num_ids - 1, -1), *self._free]
+                self.num_ids = most
+            return [self._free.pop() for _ in range(count)]
 
     def clear(self) -> None:
-        """Forget all ids. Nobody may hold one."""
+        """Forget all ids. Raises ValueError where somebody holds one."""
         with self.lock:
             if held := self.num_held:
                 raise ValueError(f"{held} pages are held and cannot be forgotten")
-            self._free.clear()
-            self._counts.clear()
+            self.num_ids, self._free = 0, []
 
-    def count(self, page: int) -> int:
-        """Return the number of holders of `page`."""
-        return self._counts[page]
-
-    def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
-        """Raise ValueError unless the counts equal what is held.
-
-        Args:
-            holders: lists of page ids; None asks the registered holders.
-        """
+    def check_integrity(self) -> None:
+        """Raise ValueError where a page that somebody holds could be handed out, or was never handed out."""
         with self.lock:
-            self._follow_holders()
-            held = self._held() if holders is None else holders
-            expected = Counter(page for pages in held for page in pages)
-            for page, count in enumerate(self._counts):
-                if count != expected[page]:
-                    raise ValueError(f"page {page} has count {count} but {expected[page]} holders")
-            if sorted(self._free) != [page for page, count in enumerate(self._counts) if not count]:
-                raise ValueError("the list of free pages differs from the pages with count 0")
+            held = self.held()
+            free = set(self._free)
+            if len(free) != len(self._free) or free & held or free - set(range(self.num_ids)):
+                raise ValueError(f"pages {sorted(free & held)} are held, and free to be handed out")
+            if held - set(range(self.num_ids)):
+                raise ValueError(
+                    f"pages beyond the {self.num_ids} that there are are held: {max(held)}"
+                )

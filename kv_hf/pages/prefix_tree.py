@@ -37,7 +37,7 @@ class PrefixTree:
     """Pages by the tokens that they and all before them hold, the least recently used given up first.
 
     Args:
-        pool: the pool of the pages; the tree holds one reference to each page in it.
+        pool: the pool of the pages, which are held as long as they are in the tree.
         page_size, sink_tokens: as in CacheConfig.
     """
 
@@ -53,7 +53,7 @@ class PrefixTree:
 
     def held_pages(self) -> list[tuple[int, ...]]:
         """Return the page ids that the tree holds."""
-        return [(node.page,) for node in self._used if node.page is not None]
+        return [tuple(node.page for node in self._used if node.page is not None)]
 
     @property
     def num_pages(self) -> int:
@@ -63,7 +63,7 @@ class PrefixTree:
     @property
     def num_spare(self) -> int:
         """Pages that nobody but the tree holds; under the pool's lock."""
-        return sum(node.page is not None and self.pool.count(node.page) == 1 for node in self._used)
+        return len(set(*self.held_pages()) - self.pool.held(besides=self))
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -77,7 +77,6 @@ class PrefixTree:
         if self._changing:
             self.roots.clear()
             self._used.clear()
-            self.pool.recount()
             self._changing = False
 
     def _keys(self, space: Hashable, tokens: Sequence[int]) -> list[Hashable]:
@@ -112,7 +111,7 @@ class PrefixTree:
     ) -> list[Prefix]:
         """Keep `pages`, the sealed pages of a row whose tokens begin with `tokens`; return their nodes.
 
-        A node that is there already keeps its page. The tree takes a reference to each page that is new to it.
+        A node that is there already keeps its page.
 
         Args:
             sinks: called without arguments for the exact first tokens where the root is new.
@@ -126,8 +125,6 @@ class PrefixTree:
                 node = level.get(key)
                 if node is None:
                     node = Prefix(parent, key, page, sinks() if parent is None else None)
-                    if page is not None:
-                        self.pool.share([page])
                     self._used[node] = None
                     level[key] = node
                 nodes.append(node)
@@ -137,12 +134,12 @@ class PrefixTree:
 
     def give_up(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many."""
-        before = self.evictions
+        before, others = self.evictions, self.pool.held(besides=self)
         with self._change():
             for node in list(self._used):
                 if self.evictions - before >= count:
                     break
-                if node.page is not None and not node.children and self.pool.count(node.page) == 1:
+                if node.page is not None and not node.children and node.page not in others:
                     self._remove(node)
         return self.evictions - before
 
@@ -151,7 +148,6 @@ class PrefixTree:
         del siblings[node.key]
         del self._used[node]
         if node.page is not None:
-            self.pool.release([node.page])
             self.evictions += 1
         if node.parent is not None and node.parent.page is None and not siblings:
             self._remove(node.parent)  # a root without pages is of no use
@@ -164,6 +160,5 @@ class PrefixTree:
     def clear(self) -> None:
         """Let go of all pages."""
         with self._change():
-            self.pool.release(node.page for node in self._used if node.page is not None)
             self.roots.clear()
             self._used.clear()

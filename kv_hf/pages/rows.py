@@ -1,12 +1,11 @@
 """The rows of a batch and the pages that they hold: where tokens go, planned for all layers of a sliding window at once.
 
 Layers that see the same tokens (all with full attention, or all with the same window) share one `Rows`: row lengths, page
-ids and reference counts. Each layer owns its tensors and follows the steps that are planned here (forward.py). A forward reads
+ids. Each layer owns its tensors and follows the steps that are planned here (forward.py). A forward reads
 as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -359,15 +358,12 @@ class Rows:
                 f"max_length={self.max_length} is reached: {self.seen} columns are held and {q_len} more were given; the "
                 "cache is unchanged. Make it with a larger max_length"
             )
-        if self._leaving:
-            self.release_read()
+        self.forget_read()
         return plan_append(self.sizes, self._padded(count), self.seen, q_len, self.confirmed)
 
-    def release_read(self) -> None:
+    def forget_read(self) -> None:
         """Let go of the pages that the last forward read, and nobody else will."""
-        leaving, self._leaving = self._leaving, ()
-        for pages in leaving:
-            self.pool.release(pages)
+        self._leaving = ()
 
     def capacity(self, count: int) -> int:
         """Return the pages that storage has room for, once all ids so far were handed out to `count` rows."""
@@ -389,12 +385,8 @@ class Rows:
     def commit(self, plan: Append, ids: Sequence[int]) -> None:
         """Put a plan into force, whose new pages are `ids`."""
         step, self.batch, leaving = self.step_of(plan, ids, self._tables)
-        if leaving and len(self.pool.holders) == 1:
-            # nobody else seals pages: their bytes change at the earliest one step later
-            for pages in leaving:
-                self.pool.release(pages)
-            leaving = ()
-        self._leaving = leaving
+        # where nobody else seals pages, their bytes change at the earliest one step later
+        self._leaving = leaving if len(self.pool.holders) > 1 else ()
         self.seen, self.step = step.seen_after, step
         if self._padding_seen is not None and not self.needs_padding():
             self._padding_seen = None
@@ -444,7 +436,7 @@ class Rows:
             step.first = SealJobs.build(first, size, sinks)
             step.first_leaving = plan.first * size
         step.seal = SealJobs.build(last, size, sinks, plan.passed)
-        step.begins = bool(ids) and self.pool.num_held == len(ids)
+        step.begins = bool(ids) and not self.pool.num_held
         stays = step.fits and not step.moves_rest
         step.plain, self._shown = stays and not (step.seal or step.first), ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)
@@ -485,17 +477,8 @@ class Rows:
         """Let row i continue the former row sources[i]; sealed pages are shared. `check_rows` has passed."""
         rows = self.rows
         chosen = [source % len(rows) for source in sources]
-        uses = Counter(chosen)
-        self.release_read()
         with self.pool.lock:
-            # a row that is continued once keeps its pages as they are: most rows of a beam search, in most steps
-            for index, row in enumerate(rows):
-                for _ in range(uses[index] - 1):
-                    self.pool.share(row.pages)
-            self.batch = Batch.of([rows[source] for source in chosen])
-            for index, row in enumerate(rows):
-                if not uses[index]:
-                    self.pool.release(row.pages)
+            self.batch, self._leaving = Batch.of([rows[source] for source in chosen]), ()
         self.step = Step(self.seen, self.seen, len(chosen), sources=chosen)
         self._padding_seen = None
         self.reading.note_end()
@@ -514,13 +497,10 @@ class Rows:
         seen = max(0, self.seen - count)
         cropped = [self._cropped(row, seen) for row in self.rows]
         reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
-        old, rows = self.rows, [row for row, _ in cropped]
-        self.release_read()
         with self.pool.lock:
-            self.batch = Batch.of(rows)
-            for row, kept in zip(old, rows, strict=True):
-                self.pool.release(row.pages[len(kept.pages) :])
-        self.step = Step(self.seen, seen, len(rows), sources=range(len(rows)), reopened=reopened)
+            self.batch, self._leaving = Batch.of([row for row, _ in cropped]), ()
+        everyone = range(len(cropped))
+        self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
         self.seen = self.confirmed = seen
         self._padding_seen = None
         self.reading.note_end()
@@ -543,23 +523,17 @@ class Rows:
         with self.pool.lock:
             self._clear()
             self.end_recording()
-            self.pool.recount()
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
-        """Begin with rows whose pages others hold too, as if `seen` columns had gone through empty rows."""
-        with self.pool.lock:
-            for row in rows:
-                self.pool.share(row.pages)
-            self.batch, self.seen = Batch.of(rows), seen
+        """Begin with rows whose pages others hold too, as if `seen` columns had gone through empty rows; under the pool's lock."""
+        self.batch, self.seen = Batch.of(rows), seen
 
     def replace_pages(self, index: int, pages: PageIds) -> None:
         """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
         held = list(self.batch.pages)
+        held[index] = pages
         with self.pool.lock:
-            self.pool.share(pages)
-            old, held[index] = held[index], pages
             self.batch = replace(self.batch, pages=tuple(held))
-            self.pool.release(old)
 
     # -- states and copies ---------------------------------------------------------------------------------
 
@@ -573,11 +547,8 @@ class Rows:
     def restore(self, state: RowsState) -> None:
         """Let these rows, which are empty and new, stand where others stood; the pool hands out the ids 0 .. num_pages - 1."""
         with self.pool.lock:
-            ids = self.pool.allocate(state.num_pages)
+            self.pool.allocate(state.num_pages)
             self.batch = Batch.of(state.rows)
-            for row in state.rows:
-                self.pool.share(row.pages)
-            self.pool.release(ids)
         self.seen, self.confirmed = state.seen, state.confirmed
         self.sizes = replace(self.sizes, recording=state.recording)
         self._padding_seen = state.padding_seen
@@ -604,13 +575,8 @@ class Rows:
         vars(self).update(state)
         self.pool.register(self)
 
-    def let_go(self) -> None:
-        """Hold nothing any more: for finalizers, which may run at any moment."""
-        # nothing is called: neither another thread nor Ctrl-C comes between
-        self.batch, self._leaving, self.pool.holder_gone = NO_ROWS, (), True
-
     def check_integrity(self) -> None:
-        """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
+        """Raise ValueError unless the pool knows the pages that the rows hold, and lengths add up."""
         self.pool.check_integrity()
         for index, row in enumerate(self.rows):
             if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):

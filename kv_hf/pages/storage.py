@@ -1,7 +1,7 @@
 """The tensors of sealed pages: of one side, of one layer, and of all layers of the caches that share them.
 
 A cache makes an owner of pages of its own (PageArena). Copies of it, and all caches of one prefix store, share one: a page is
-then held by several of them, and freed when the last lets go. Knows ids, not rows.
+then held by several of them, and free when no one is left. Knows ids, not rows.
 """
 
 import functools

@@ -408,7 +408,7 @@ class BatchCache:
             if request.coming == 1 and request.held >= (request.prompt if reads_part else 1):
                 single.append(request)
         for group in self.groups.values():
-            group.release_read()
+            group.forget_read()
         self._put_first(single)
         parts = []
         if single:

@@ -71,7 +71,6 @@ class BatchRows(Rows):
     def admit(self, row: Row) -> None:
         """Add `row` behind the others; it shares its pages with whoever holds them."""
         with self.pool.lock:
-            self.pool.share(row.pages)
             self.batch = Batch.of((*self.batch.rows, row))
 
     def grow(self, first: int, last: int, q_len: int) -> Step:

@@ -26,6 +26,8 @@ from kv_hf.cache.identity import (
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
+from kv_hf.pages.rows import Rows, RowSizes
+from kv_hf.pages.step import Row
 
 PAGE = 16
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -105,8 +107,8 @@ def test_later_calls_share_and_compute_only_what_is_new():
     assert stats.tokens_computed == 220 + 5 * (220 - 4 - 12 * PAGE)
     first = kept[0].group.rows[0].pages[:12]
     assert all(cache.group.rows[0].pages[:12] == first for cache in kept)
-    # one of the store, one of each cache
-    assert {kept[0].group.pool.count(page) for page in first} == {6}
+    pool = kept[0].group.pool
+    assert set(first) <= pool.held(besides=kept[0].group) and len(pool.holders) == 6
 
 
 @pytest.mark.parametrize("name", ["one row", "ragged", "a row that is a prefix"])
@@ -266,16 +268,16 @@ def test_full_store_gives_up_the_least_recently_used():
 def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)
+    rows = Rows(RowSizes(2, 0, 0, None), pool)  # somebody who reads pages
     pages = pool.allocate(4)
     tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
     tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
-    pool.release(pages[:3])
     assert tree.give_up(1) == 1
     assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
-    pool.share([pages[2]])  # somebody reads it
-    assert tree.give_up(5) == 0
-    pool.release([pages[2]])
-    assert tree.give_up(5) == 2 and not tree.roots and pool.num_held == 1
+    rows.adopt([Row(0, (pages[2],), 0)], 2)
+    assert tree.give_up(5) == 0 and tree.num_spare == 1
+    rows.reset()
+    assert tree.give_up(5) == 2 and not tree.roots and not pool.num_held
 
 
 def test_store_of_another_model_or_format_is_refused():

@@ -171,10 +171,7 @@ def mask_of(paddings, columns):
 
 def state_of(forward):
     """Everything that a refused forward must leave alone: ids that it was the first to get are free."""
-    groups = [
-        (group.rows, group.seen, group.step, [n for n in group.pool._counts if n])
-        for group in forward.groups
-    ]
+    groups = [(group.rows, group.seen, group.step, group.pool.held()) for group in forward.groups]
     return groups, forward.members, forward.arrived, forward.changing
 
 
@@ -328,11 +325,11 @@ def test_a_layer_that_joins_with_another_change_raises():
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda group: group.pool.share([0]), "has count"),
-        (lambda group: group.pool.release([0]), "has count"),
+        (lambda group: group.pool._free.append(0), "free to be handed out"),
+        (lambda group: setattr(group.pool, "num_ids", 1), "that there are are held"),
         (lambda group: setattr(group, "seen", group.seen + 1), "tokens, expected"),
     ],
-    ids=["held-too-often", "free-but-held", "length"],
+    ids=["free-but-held", "never-handed-out", "length"],
 )
 def test_check_integrity_finds_damage(damage, says):
     group, layer = one()
@@ -642,86 +639,67 @@ def test_long_texts_take_few_operations(window, monkeypatch):
     assert sum(looked) <= 2 * (2**20 // 64 if window is None else window // 64 + 8)
 
 
-# -- page ids and their counts ------------------------------------------------------------------------------
-
-
-def test_allocate_reuses_freed_ids_the_last_freed_first():
-    pool = PagePool()
-    pool.allocate(5)
-    pool.release([1, 3])
-    assert (pool.num_ids, pool.num_held) == (5, 3)
-    assert pool.allocate(3) == [3, 1, 5]
-    assert (pool.num_ids, pool.num_held) == (6, 6)
-
-
-def test_allocate_past_max_pages_raises_and_changes_nothing():
-    pool = PagePool(max_pages=4)
-    pool.allocate(3)
-    pool.release([1])
-    held = [pool.count(page) for page in range(3)]
-    with pytest.raises(PagePoolExhaustedError, match=r"max_pages=4 is reached: 2 pages .* 3 more"):
-        pool.allocate(3)
-    assert [pool.count(page) for page in range(pool.num_ids)] == held == [1, 0, 1]
-    assert len(pool.allocate(2)) == 2
-    with pytest.raises(PagePoolExhaustedError):
-        pool.allocate(1)
-
-
-@pytest.mark.parametrize("verb", ["share", "release"])
-def test_a_free_page_cannot_be_held_again(verb):
-    pool = PagePool()
-    pool.allocate(2)
-    pool.release([1])
-    with pytest.raises(ValueError, match=f"page 1 is free and cannot be {verb}d"):
-        getattr(pool, verb)([1])
-    pool.check_integrity([[0]])
-
-
-@pytest.mark.parametrize(
-    "holders",
-    [[[0, 1]], [[0, 1], [0], [0]], [[0, 1], [0], [2]], [[1], [0]], []],
-    ids=["too-few", "too-many", "free-page-held", "shared-once", "nobody"],
-)
-def test_check_integrity_finds_wrong_counts(holders):
-    pool = PagePool()
-    pool.allocate(3)
-    pool.share([0])
-    pool.release([2])
-    pool.check_integrity([[0, 1], [0]])
-    with pytest.raises(ValueError, match="has count"):
-        pool.check_integrity(holders)
-
-
-@pytest.mark.parametrize("free", [[], [2, 2], [2, 0]], ids=["lost", "twice", "held"])
-def test_check_integrity_finds_a_wrong_list_of_free_pages(free):
-    pool = PagePool()
-    pool.allocate(3)
-    pool.release([2])
-    pool._free[:] = free
-    with pytest.raises(ValueError, match="list of free pages"):
-        pool.check_integrity([[0, 1]])
+# -- page ids -----------------------------------------------------------------------------------------------
 
 
 class Holder:
     """Whoever holds pages."""
 
-    def __init__(self, *pages):
+    def __init__(self, pool, *pages):
         self.pages = pages
+        pool.register(self)
 
     def held_pages(self):
         return self.pages
 
 
-def test_recount_sets_counts_to_what_holders_hold():
-    pool, holder = PagePool(), Holder((0, 2), (2,))
-    pool.register(holder)
-    pool.allocate(4)
-    pool.recount()
-    assert [pool.count(page) for page in range(4)] == [1, 0, 2, 0]
+def test_ids_are_handed_out_again_when_no_holder_lists_them():
+    pool = PagePool()
+    one, two = Holder(pool, pool.allocate(2)), Holder(pool, pool.allocate(3))
+    three = Holder(pool, [4, 0], [0])  # some of them twice
+    assert (pool.num_ids, pool.num_held, pool.held(besides=two)) == (5, 5, {0, 1, 4})
+    del one, two
+    assert (pool.num_ids, pool.num_held) == (5, 2)
+    assert pool.lacking(5) == 2 and pool.num_ids == 5
+    three.pages += (pool.allocate(5),)
+    assert three.pages[-1] == [1, 2, 3, 5, 6] and (pool.num_ids, pool.num_held) == (7, 7)
     pool.check_integrity()
-    assert sorted(pool.allocate(3)) == [1, 3, 4]
-    del holder  # what a holder held that is gone is counted no longer
-    assert pool.num_held == 0
+
+
+def test_ids_beyond_256_are_made_as_many_as_storage_makes_room_for():
+    pool = PagePool()
+    held = Holder(pool, pool.allocate(256))
+    assert pool.num_ids == 256
+    held.pages += (pool.allocate(1),)
+    assert (pool.num_ids, held.pages[-1]) == (258, [256])
+    bounded = PagePool(max_pages=257)
+    held = Holder(bounded, bounded.allocate(257))
+    assert bounded.num_ids == 257
+
+
+def test_allocate_past_max_pages_raises_and_changes_nothing():
+    pool = PagePool(max_pages=4)
+    held = Holder(pool, pool.allocate(3))
+    held.pages = ([0, 2],)
+    with pytest.raises(PagePoolExhaustedError, match=r"max_pages=4 is reached: 2 pages .* 3 more"):
+        pool.allocate(3)
+    assert (pool.num_ids, pool.held()) == (3, {0, 2})
+    held.pages += (pool.allocate(2),)
+    assert held.pages[-1] == [1, 3]
+    with pytest.raises(PagePoolExhaustedError):
+        pool.allocate(1)
+
+
+@pytest.mark.parametrize(
+    ("free", "pages"), [([2], [0, 2]), ([2, 2], [0]), ([5], [0]), ([1], [0, 7])]
+)
+def test_check_integrity_finds_pages_that_could_be_handed_out_twice(free, pages):
+    pool = PagePool()
+    held = Holder(pool, pool.allocate(3))
+    pool.check_integrity()
+    pool._free[:], held.pages = free, (pages,)
+    with pytest.raises(ValueError, match="handed out|are held"):
+        pool.check_integrity()
 
 
 # -- caches that share pages -----------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ import math
 import mmap
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -34,16 +33,14 @@ from ..errors import OffloadError
 
 LEAST_BYTES = 256 << 10  # smaller fields stay in the heap: a mapping costs 4 KiB, and a call
 AHEAD = 2  # a mapping has addresses for so many times the pages that are asked for
+# Of mappings that are offered as huge pages of 2 MiB: a table of a few thousand places finds addresses, and a long cache hardly
+# ever misses it then. The last one of a field is resident as a whole, so that small fields do without.
+LEAST_HUGE = 16 << 20
 
 TRIM_VARIABLE = "KV_HF_MALLOC_TRIM"  # "never": the heap is left alone
 # Of a row in one forward. Fewer are a decode step, one that tries candidates included, or a sentence of a chat: they leave
 # behind less than the call is worth.
 LEAST_COLUMNS = 64
-
-_MADV_HUGEPAGE = 14  # asm-generic/mman-common.h
-_MADV_COLLAPSE = 25  # the same file, Linux 6.1
-_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_LEAST_HUGE = 2  # huge pages that a tensor must have room for: smaller ones lie in memory that is shared with others
 
 Fields = Mapping[str, torch.Tensor]
 Run = tuple[int, int, int]  # first place, first id, count: of pages and places that are consecutive
@@ -75,56 +72,10 @@ def mapped_zeros(field: torch.Tensor, pages: int) -> torch.Tensor | None:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # too many mappings, or no memory: torch's allocator finds some, or raises
         return None
+    if size >= LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them: nothing depends on it but speed
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=field.dtype).view(shape)
-
-
-# -- huge pages: a table of a few thousand places finds addresses; with 2 MiB a place, a long cache hardly ever misses it -----
-
-
-def advise(tensor: torch.Tensor, written: int = 0) -> bool:
-    """Ask for huge pages for the memory of a contiguous CPU tensor [any shape].
-
-    Only whole huge pages inside of the tensor are asked for: memory beside it is not touched, and none is added.
-
-    Args:
-        written: bytes at the front that were written already, and of which whole huge pages were asked for before. What
-            is written cannot become huge by itself any more; Linux 6.1 and later put it together here.
-    Returns: whether the system took the advice; it may still give small pages. Nothing depends on that but speed.
-    """
-    size = huge_page_bytes()
-    if not size or tensor.nbytes < _LEAST_HUGE * size or tensor.device.type != "cpu":
-        return False
-    start = tensor.data_ptr()
-    behind = (start + tensor.nbytes) // size * size
-    asked = start if written < _LEAST_HUGE * size else (start + written) // size * size
-    first = -(-asked // size) * size
-    if first >= behind or madvise()(first, behind - first, _MADV_HUGEPAGE) != 0:
-        return False
-    half_written = min(behind, -(-(start + written) // size) * size) - first
-    if written and half_written > 0:
-        madvise()(first, half_written, _MADV_COLLAPSE)
-    return True
-
-
-@functools.cache
-def huge_page_bytes() -> int:
-    """Return the bytes of a huge page that programs may ask for; 0 where there are none."""
-    try:
-        return int(_SIZE_FILE.read_text())
-    except (OSError, ValueError):  # another system, or a kernel without them
-        return 0
-
-
-@functools.cache
-def madvise() -> Callable[[int, int, int], int]:
-    """Return the C library's function of that name: (address, bytes, advice) -> 0, or -1 where it was refused."""
-    if sys.platform == "win32":
-        return lambda address, nbytes, advice: -1
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    found: Callable[[int, int, int], int] = function
-    return found
 
 
 # -- offloaded pages -------------------------------------------------------------------------------------------------
@@ -252,6 +203,7 @@ class DiskMemory(HostMemory):
         self.pinned = False
         self.folder = tempfile.gettempdir() if folder is None else folder
         self._process = os.getpid()
+        self._mappings: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by address
 
     def check_process(self) -> None:
         """Raise OffloadError in a process that was forked from the one that made the files."""
@@ -281,12 +233,12 @@ class DiskMemory(HostMemory):
         with file:
             try:
                 _reserve(file.fileno(), nbytes)
-                # torch maps by name, and keeps no open file: this one has no other name
-                name = f"/dev/fd/{file.fileno()}"
-                mapped: Any = torch.UntypedStorage.from_file(name, shared=True, nbytes=nbytes)
-            except (OSError, RuntimeError) as error:
+                mapping = mmap.mmap(file.fileno(), nbytes)
+            except (OSError, ValueError) as error:
                 raise self._full(nbytes, getattr(error, "strerror", None) or str(error)) from error
-        return torch.empty(0, dtype=torch.uint8).set_(mapped)
+        piece = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._mappings[piece.data_ptr()] = mapping
+        return piece
 
     def drop(self, piece: torch.Tensor) -> None:
         """Unmap the memory pages of a piece [any shape] and those mapped with them; its contents stay in the file."""
@@ -297,12 +249,12 @@ class DiskMemory(HostMemory):
         self._advise(piece, "MADV_WILLNEED", mmap.PAGESIZE)
 
     def _advise(self, piece: torch.Tensor, advice: str, alignment: int) -> None:
-        whole = piece.untyped_storage()
-        first, last = piece.data_ptr(), piece.data_ptr() + piece.nbytes
-        if first < last and hasattr(mmap, advice):
-            start = max(whole.data_ptr(), first - first % alignment)
-            end = min(whole.data_ptr() + whole.nbytes(), -(-last // alignment) * alignment)
-            madvise()(start, end - start, getattr(mmap, advice))
+        base = piece.untyped_storage().data_ptr()
+        first = piece.data_ptr() - base
+        if piece.nbytes and hasattr(mmap, advice):
+            start = first - first % alignment
+            count = -(-(first + piece.nbytes - start) // alignment) * alignment
+            self._mappings[base].madvise(getattr(mmap, advice), start, count)
 
     def _full(self, nbytes: int, reason: str) -> OffloadError:
         return OffloadError(

@@ -28,7 +28,6 @@ from .storage import (
     Pair,
     ReadablePages,
     Sides,
-    SideStorage,
     carve,
     carved_bytes,
     empty_fields,
@@ -228,50 +227,6 @@ class PageIndex:
             )
 
 
-class OffloadedSide(SideStorage):
-    """One side of an OffloadedStorage.
-
-    Attributes:
-        host: the memory that `fields` lie in; None while they are on the device.
-    """
-
-    host: HostMemory | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy fields out of host memory: where the pickle is read, they leave the device once more."""
-        if self.host is None:
-            return super().__getstate__()
-        fields = empty_fields(self.spec, self.capacity, torch.device("cpu"))
-        self.host.fetch(self.fields, [(0, 0, self.capacity)], fields)
-        return {**vars(self), "fields": fields, "host": None, "_mapped": {}}
-
-    def leave(self, host: HostMemory, fields: PageFields) -> None:
-        """Lie in these fields of host memory from now on, which contain the pages so far."""
-        self.host, self.fields, self._mapped = host, fields, {}
-
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes allocated on the device, by tensor name."""
-        return super().nbytes if self.host is None else dict.fromkeys(self.fields, 0)
-
-    def take(
-        self, pages: Sequence[int], names: Sequence[str] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
-        if self.host is None:
-            return super().take(pages, names)
-        found = dict(empty_fields(self.spec, len(pages), self.device))
-        found = {name: found[name] for name in names or found}
-        self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
-        return found
-
-    def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to n ids of storage that nothing was read from yet."""
-        if self.host is None:
-            return super().put(ids, field, pages)
-        self.host.store({field: pages}, runs_of(enumerate(ids)), self.fields)
-
-
 class OffloadedStorage(PageStorage):
     """Both sides of one layer's pages, on the device or in host memory.
 
@@ -282,9 +237,6 @@ class OffloadedStorage(PageStorage):
         index: what choices among offloaded pages read, from the first choice on.
     """
 
-    keys: OffloadedSide
-    values: OffloadedSide
-    side_class = OffloadedSide
     resident = False
 
     def __init__(
@@ -345,7 +297,7 @@ class OffloadedStorage(PageStorage):
                 host.store(side.take(some), [(0, first, len(some))], fields)
         self.written = self._staging.copies.mark()
         for side, fields in zip((self.keys, self.values), sides, strict=True):
-            side.leave(host, fields)
+            side.host, side.fields, side._mapped = host, fields, {}
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` pages, which may leave the device for it."""
@@ -458,7 +410,7 @@ class ChosenPages:
         table, counts = block_table.cpu(), num_pages.cpu()
         with storage.lock:
             held = storage.arena.staging(storage.device).held(storage)
-            plan = SlotPlan.choose(table, counts, most, held, storage.device)
+            plan = SlotPlan.of(table, counts, storage.device, most, held)
         found = storage.through(plan)
         return found.keys, found.values, found.block_table, found.hold
 
@@ -548,7 +500,7 @@ class OffloadArena(PageArena):
         key = id(view.block_table)  # nobody else's: the plan keeps the table
         found = self._plans.get(key)
         if found is None or found.table.device != device:
-            found = self._plans[key] = SlotPlan.build(view, device)
+            found = self._plans[key] = SlotPlan.of(view.block_table, view.num_pages, device)
             while len(self._plans) > PLANS:
                 del self._plans[next(iter(self._plans))]
         return found

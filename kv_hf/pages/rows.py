@@ -358,7 +358,7 @@ class Rows:
                 f"max_length={self.max_length} is reached: {self.seen} columns are held and {q_len} more were given; the "
                 "cache is unchanged. Make it with a larger max_length"
             )
-        self.forget_read()
+        self._leaving = ()
         return plan_append(self.sizes, self._padded(count), self.seen, q_len, self.confirmed)
 
     def forget_read(self) -> None:

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..spec import TABLE_DTYPE, PageSpec
+from ..spec import PageSpec
 from .cpu_memory import Run, runs_of
 from .moved import moved, persistent_tensors
-from .step import TableView
 from .storage import Sides, carve, carved_bytes
 
 NO_PAGE = -1  # in a slot that nobody reads
@@ -81,7 +80,7 @@ class SlotPlan:
 
     Attributes:
         source: the block table that this plan was made of.
-        ids: page of each slot, ascending; of chosen pages in any order, and NO_PAGE for slots that are not read.
+        ids: page of each slot, ascending where no buffer held any; NO_PAGE for slots that are not read.
         table: the block table in slots, on the device; entries past a row's last page hold slot 0 or any other.
     """
 
@@ -90,34 +89,27 @@ class SlotPlan:
     table: torch.Tensor
 
     @classmethod
-    def build(cls, view: TableView, device: torch.device) -> "SlotPlan":
-        """Number the pages of `view` from 0 up."""
-        table = view.block_table
-        held = torch.arange(table.shape[1]) < view.num_pages[:, None]
-        ids = torch.unique(table[held])
-        slots = torch.searchsorted(ids, table).clamp(max=max(0, ids.numel() - 1))
-        return cls(table, ids.tolist(), slots.to(TABLE_DTYPE).to(device, non_blocking=True))
-
-    @classmethod
-    def choose(
+    def of(
         cls,
         table: torch.Tensor,
         num_pages: torch.Tensor,
-        slots: int,
-        held: Sequence[int | None],
         device: torch.device,
+        slots: int | None = None,
+        held: Sequence[int | None] = (),
     ) -> "SlotPlan":
-        """Give the pages of a choice slots, those that a buffer holds the slots that they are in.
+        """Give the pages of a table slots, those that a buffer holds the slots that they are in.
 
         Args:
-            table: [rows, width], int32, on the CPU, with at most `slots` different pages.
+            table: [rows, width], int32, on the CPU.
             num_pages: [rows], int32, on the CPU.
+            slots: that there are, at least as many as different pages; None: just as many.
             held: page in each slot of the buffer that holds pages of this layer; anything else where none does.
         """
         pages = table.numpy()
         used = np.arange(pages.shape[1]) < num_pages.numpy()[:, None]
         ids, places = np.unique(pages[used], return_inverse=True)
         wanted = set(ids.tolist())
+        slots = len(wanted) if slots is None else slots
         if len(held) != slots:
             held = [NO_PAGE] * slots
         found = [page if page in wanted and page is not None else NO_PAGE for page in held]

@@ -48,13 +48,12 @@ def block_table(pages: Sequence[PageIds]) -> torch.Tensor:
 class Tables:
     """The block table of the last rows, on the CPU and on every device that asked for it.
 
-    A page that is appended to a row is written into the table that is there: kernels of earlier steps read no further than
-    to the pages that the row had. A row that changed otherwise makes a new table.
+    A page that is appended to a row is written into the CPU's table: kernels of earlier steps read no further than to the
+    pages that the row had. A row that changed otherwise makes a new table.
     """
 
     def __init__(self) -> None:
-        self._pages: tuple[PageIds, ...] | None = None
-        self._on: dict[torch.device, torch.Tensor] = {}
+        self._last: tuple[tuple[PageIds, ...], dict[torch.device, torch.Tensor]] = (), {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: where a pickle is read, tables are made anew."""
@@ -68,52 +67,27 @@ class Tables:
 
         Entries past a row's last page are 0, or pages of a later forward.
         """
-        old = self._pages
-        if old is pages:
-            return self._on
-        appended = None if old is None or len(old) != len(pages) else _appended(old, pages)
-        self._pages = None  # stopped in the middle, the next table is made anew
-        with persistent_tensors():
-            if appended is None:
-                self._on = {CPU: block_table(pages)}
-            elif appended:
-                self._write(appended, max(map(len, pages)))
-        self._pages = pages
-        return self._on
-
-    def _write(self, entries: list[tuple[int, int, int]], width: int) -> None:
-        """Write (row, place, page id) into the tables, which shall have `width` columns."""
-        columns = torch.tensor(entries, dtype=torch.int64).T
-        made = {}
-        for device, table in self._on.items():
-            row, place, page = moved(columns, device).unbind(0)
-            # always another object: whoever has renumbered the pages of a table knows it by that (offload)
-            made[device] = wider = _widened(table, width)[:]
-            wider.index_put_((row, place), page.to(TABLE_DTYPE))
-        self._on = made
+        old, on = self._last
+        if old is not pages or not on:
+            pairs = list(zip(old, pages, strict=False))
+            appended = (
+                on and len(old) == len(pages) and all(b is a or b[: len(a)] == a for a, b in pairs)
+            )
+            with persistent_tensors():
+                # always another object: whoever has renumbered the pages of a table knows it by that (offload)
+                table = _appended(on[CPU], pairs) if appended else block_table(pages)
+            self._last = pages, {CPU: table}
+        return self._last[1]
 
 
-def _appended(
-    old: tuple[PageIds, ...], pages: tuple[PageIds, ...]
-) -> list[tuple[int, int, int]] | None:
-    """Return (row, place, page id) of what was appended to `old`; None for other changes."""
-    found = []
-    for row, (before, now) in enumerate(zip(old, pages, strict=True)):
+def _appended(table: torch.Tensor, pairs: Sequence[tuple[PageIds, PageIds]]) -> torch.Tensor:
+    """Return `table` with what was appended to rows (pages before, and now); it gets columns where it has too few."""
+    lacking = max(len(now) for _, now in pairs) - table.shape[1]
+    table = torch.nn.functional.pad(table, (0, lacking)) if lacking > 0 else table[:]
+    for row, (before, now) in enumerate(pairs):
         if before is not now:
-            first = len(before)
-            if now[:first] != before:
-                return None
-            found += [(row, place, page) for place, page in enumerate(now[first:], first)]
-    return found
-
-
-def _widened(table: torch.Tensor, width: int) -> torch.Tensor:
-    """Return `table` with at least `width` columns: itself, or a copy with zeros behind."""
-    if table.shape[1] >= width:
-        return table
-    wide = table.new_zeros((table.shape[0], width))
-    wide[:, : table.shape[1]] = table
-    return wide
+            table[row, len(before) : len(now)] = torch.tensor(now[len(before) :])
+    return table
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ then held by several of them, and free when no one is left. Knows ids, not rows.
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageFields, PageSpec, SideSpec
-from .cpu_memory import AHEAD, advise, mapped_zeros
+from .cpu_memory import AHEAD, HostMemory, mapped_zeros
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
@@ -92,7 +92,10 @@ class SideStorage:
 
     Attributes:
         fields: replaced as a whole: whoever reads has the tensors of before or those of after.
+        host: the memory that they lie in, apart from the device; None while they are there.
     """
+
+    host: HostMemory | None = None
 
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -107,14 +110,15 @@ class SideStorage:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated on the device, by tensor name."""
-        return {name: tensor.nbytes for name, tensor in self.fields.items()}
+        here = self.host is None
+        return {name: tensor.nbytes if here else 0 for name, tensor in self.fields.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy fields out of memory that has addresses for more pages: a pickle holds the pages alone."""
-        if not self._mapped:
+        """Copy fields out of host memory, and of memory that has addresses for more pages: a pickle holds the pages alone."""
+        if self.host is None and not self._mapped:
             return vars(self)
         fields = PageFields({name: tensor.clone() for name, tensor in self.fields.items()})
-        return {**vars(self), "fields": fields, "_mapped": {}}
+        return {**vars(self), "fields": fields, "_mapped": {}, "host": None}
 
     def grown(self, capacity: int) -> PageFields:
         """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite."""
@@ -126,13 +130,11 @@ class SideStorage:
         if capacity <= held:
             return old
         if whole is not None and len(whole) >= capacity and whole.data_ptr() == old.data_ptr():
-            advise(whole[:capacity], written=old.nbytes)
             return whole[:capacity]
         for room in (AHEAD * capacity, capacity):
             whole = mapped_zeros(old, room)
             if whole is not None:
                 self._mapped[name], new = whole, whole[:capacity]
-                advise(new)
                 break
         else:
             new = old.new_empty((capacity, *old.shape[1:]))
@@ -148,11 +150,25 @@ class SideStorage:
         Args:
             names: the fields that are wanted; None takes all.
         """
-        return {name: self.fields[name][list(pages)] for name in names or self.fields}
+        with self._used():
+            ids = list(pages)
+            return {name: self.fields[name][ids].to(self.device) for name in names or self.fields}
 
     def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
         """Write one field of encoded pages [n, ..] to these n ids, which must have room."""
-        self.fields[field][list(ids)] = pages.to(self.fields[field].device)
+        with self._used():
+            self.fields[field][list(ids)] = pages.to(self.fields[field].device)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Read or write within; fields in a file are out of resident memory behind it."""
+        if self.host is None:
+            yield
+            return
+        self.host.check_process()
+        yield
+        for tensor in self.fields.values():
+            self.host.drop(tensor)
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,6 @@ class PageStorage:
         lock: held while pages are written or storage grows; storages of one owner share it.
     """
 
-    side_class: type[SideStorage] = SideStorage
     resident = True  # pages never leave the device
 
     def __init__(self, spec: PageSpec, device: torch.device, lock: Any = None) -> None:
@@ -193,8 +208,8 @@ class PageStorage:
         self.keeps: str | None = None
         self.sealed = False
         self.lock = lock or threading.RLock()
-        self.keys = self.side_class(spec.keys, device)
-        self.values = self.side_class(spec.values, device)
+        self.keys = SideStorage(spec.keys, device)
+        self.values = SideStorage(spec.values, device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock."""
@@ -211,7 +226,7 @@ class PageStorage:
     def widen(self, spec: PageSpec, wider: Wider) -> None:
         """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
         with persistent_tensors():
-            made = [self.side_class(one, self.device) for one in spec.sides]
+            made = [SideStorage(one, self.device) for one in spec.sides]
             for side, old in zip(made, self.sides, strict=True):
                 side.fields = side.grown(old.capacity)
         self.keys, self.values = made

@@ -18,11 +18,10 @@ from kv_hf.pages.cpu_memory import (
     AHEAD,
     LEAST_BYTES,
     LEAST_COLUMNS,
+    LEAST_HUGE,
     TRIM_VARIABLE,
     HostMemory,
-    advise,
     give_back_freed,
-    huge_page_bytes,
     runs_of,
     trim_heap,
 )  # fmt: skip
@@ -138,11 +137,6 @@ def test_runs_of_joins_neighbours():
 
 # -- huge pages
 
-needs_huge_pages = pytest.mark.skipif(
-    not 0 < huge_page_bytes() <= 4 << 20,
-    reason="no huge pages here, or huger ones than a test should fill",
-)
-
 
 def advised(address: int) -> bool:
     """Say whether huge pages were asked for at an address, by the flags that Linux shows."""
@@ -157,35 +151,17 @@ def advised(address: int) -> bool:
     return False
 
 
-@needs_huge_pages
-def test_grown_asks_for_huge_pages_and_keeps_pages() -> None:
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here"
+)
+def test_large_fields_are_offered_as_huge_pages_and_small_ones_are_not() -> None:
     spec = page_spec("exact", heads=8, key_dim=128)
     storage = SideStorage(spec.keys, torch.device("cpu"))
-    storage.fields = storage.grown(3)
-    storage.fields["codes"].fill_(7)
-    pages = 3 * huge_page_bytes() // spec.keys.payload_bytes
-    codes = storage.grown(pages)["codes"]
-    assert advised(codes.data_ptr() + codes.nbytes // 2)
-    assert bool((codes[:3] == 7).all()) and not codes[3:].any()
-
-
-@needs_huge_pages
-def test_advise_asks_for_what_was_added_and_puts_together_what_was_written() -> None:
-    size = huge_page_bytes()
-    # of its own: the heap may hand out memory that an earlier test advised
-    mapped = mmap.mmap(-1, 8 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
-    begin = -memory.data_ptr() % size
-    part = memory[begin : begin + 6 * size + 100]
-    written = 2 * size + size // 2
-    assert advise(part[:written])
-    part[:written] = 7
-    start = part.data_ptr()
-    assert not advised(start + 2 * size)
-    assert advise(part, written=written)
-    assert advised(start + 2 * size) and advised(start + 6 * size - 1)
-    assert bool((part[:written] == 7).all())
-    assert not advise(part, written=part.nbytes)  # nothing was added
+    for size, huge in ((LEAST_BYTES, False), (LEAST_HUGE, True)):
+        storage.fields = storage.grown(size // spec.keys.payload_bytes)
+        codes = storage.fields["codes"]
+        assert advised(codes.data_ptr() + codes.nbytes // 2) == huge
+        assert not codes[-1].any()
 
 
 # -- the heap

@@ -287,7 +287,8 @@ def view_of(*rows):
 
 
 def plan_of(*rows):
-    return SlotPlan.build(view_of(*rows), torch.device("cpu"))
+    view = view_of(*rows)
+    return SlotPlan.of(view.block_table, view.num_pages, torch.device("cpu"))
 
 
 def check_slots(fields, layer, plan):

@@ -249,7 +249,7 @@ class World:
 
 
 class Twin:
-    """A paged cache, and a plain one to which the same has happened; row 0 is the longest."""
+    """A paged cache, and a plain one to which the same has happened; row 0 has tokens, and ends at the last column."""
 
     def __init__(self, world, paged=None):
         self.world, self.paged = world, paged or world.make()
@@ -293,6 +293,8 @@ class Twin:
         else:
             take = sorted(rng.sample(range(len(rows)), rng.randint(1, len(rows))))
             operation = lambda cache: cache.batch_select_indices(torch.tensor(take))  # noqa: E731
+        if not rows[take[0]]:  # the columns are counted by row 0
+            return None
         return operation, [rows[index] for index in take], [self.padding[index] for index in take]
 
     def draw_append(self):

@@ -157,8 +157,8 @@ class Places:
 
     def _trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(FOLDER):
-            return None
+        if not code.co_filename.startswith(FOLDER) or code.co_name == "<genexpr>":
+            return None  # Python ignores what is thrown where it closes a generator, and pytest keeps it alive
         if event in ("call", "line"):
             if event == "line" and _is_with(code.co_filename, frame.f_lineno):
                 return self._trace

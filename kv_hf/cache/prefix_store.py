@@ -344,7 +344,7 @@ class PrefixStore:
 
     def _held_bytes(self) -> int:
         page, sinks = self._bytes_each()
-        return self.tree.num_pages * page + len(self.tree.roots) * sinks
+        return self.tree.num_pages * page + self.tree.num_roots * sinks
 
     def give_up(self, pages: int) -> int:
         """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""

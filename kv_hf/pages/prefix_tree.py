@@ -7,9 +7,8 @@ automatic prefix caching (arXiv 2309.06180), the tree that of RadixAttention (ar
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .pool import PagePool
@@ -21,20 +20,19 @@ class Prefix:
 
     Attributes:
         parent: None for a root.
-        key: what it is found under in its parent.
         page: page id, None for a root.
         sinks: of a root: the exact first tokens, as the layers keep them; opaque here.
     """
 
     parent: "Prefix | None"
-    key: Hashable
     page: int | None = None
     sinks: Any = None
-    children: dict[Hashable, "Prefix"] = field(default_factory=dict)
 
 
 class PrefixTree:
     """Pages by the tokens that they and all before them hold, the least recently used given up first.
+
+    All nodes lie in one dictionary, by parent and tokens: what is found there is held, whatever stops a change in the middle.
 
     Args:
         pool: the pool of the pages, which are held as long as they are in the tree.
@@ -46,47 +44,35 @@ class PrefixTree:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.evictions = 0
-        self.roots: dict[Hashable, Prefix] = {}
-        self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
-        self._changing = False  # without the pool's lock held: a change was interrupted
+        # the least recently used first; what follows a node was used before it, or at the same time
+        self._nodes: OrderedDict[tuple[Prefix | None, Hashable], Prefix] = OrderedDict()
         pool.register(self)
 
     def held_pages(self) -> list[tuple[int, ...]]:
         """Return the page ids that the tree holds."""
-        return [tuple(node.page for node in self._used if node.page is not None)]
+        return [tuple(node.page for node in self._nodes.values() if node.page is not None)]
 
     @property
     def num_pages(self) -> int:
         """Pages that the tree holds."""
-        return len(self._used) - len(self.roots)
+        return len(self.held_pages()[0])
+
+    @property
+    def num_roots(self) -> int:
+        """Beginnings whose exact tokens the tree holds."""
+        return len(self._nodes) - self.num_pages
 
     @property
     def num_spare(self) -> int:
         """Pages that nobody but the tree holds; under the pool's lock."""
         return len(set(*self.held_pages()) - self.pool.held(besides=self))
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Change what the tree holds; what a change that was interrupted has left is given up, whatever it was."""
-        self._forget_interrupted()
-        self._changing = True
-        yield
-        self._changing = False
-
-    def _forget_interrupted(self) -> None:
-        if self._changing:
-            self.roots.clear()
-            self._used.clear()
-            self._changing = False
-
-    def _keys(self, space: Hashable, tokens: Sequence[int]) -> list[Hashable]:
+    def _keys(self, space: Hashable, tokens: Sequence[int]) -> Iterator[Hashable]:
         sinks, size = self.sink_tokens, self.page_size
-        if len(tokens) < sinks:
-            return []
-        keys: list[Hashable] = [(space, array("q", tokens[:sinks]).tobytes())]
+        if len(tokens) >= sinks:
+            yield space, array("q", tokens[:sinks]).tobytes()
         for start in range(sinks, len(tokens) - size + 1, size):
-            keys.append(array("q", tokens[start : start + size]).tobytes())
-        return keys
+            yield array("q", tokens[start : start + size]).tobytes()
 
     def find(self, space: Hashable, tokens: Sequence[int]) -> list[Prefix]:
         """Return the nodes of the longest known prefix of `tokens`, the root first; empty without any.
@@ -94,17 +80,16 @@ class PrefixTree:
         Args:
             space: what besides tokens the keys and values depend on.
         """
-        self._forget_interrupted()
-        found: list[Prefix] = []
-        level = self.roots
+        places: list[tuple[Prefix | None, Hashable]] = []
+        parent = None
         for key in self._keys(space, tokens):
-            node = level.get(key)
-            if node is None:
+            if (parent, key) not in self._nodes:
                 break
-            found.append(node)
-            level = node.children
-        self._touch(found)
-        return found
+            places.append((parent, key))
+            parent = self._nodes[parent, key]
+        for place in reversed(places):  # its end first: it is given up before what leads to it
+            self._nodes.move_to_end(place)
+        return [self._nodes[place] for place in places]
 
     def add(
         self, space: Hashable, tokens: Sequence[int], pages: Sequence[int], sinks: Any
@@ -116,49 +101,32 @@ class PrefixTree:
         Args:
             sinks: called without arguments for the exact first tokens where the root is new.
         """
-        nodes: list[Prefix] = []
-        if not pages:
-            return nodes
-        with self._change():
-            level, parent = self.roots, None
-            for key, page in zip(self._keys(space, tokens), (None, *pages), strict=False):
-                node = level.get(key)
-                if node is None:
-                    node = Prefix(parent, key, page, sinks() if parent is None else None)
-                    self._used[node] = None
-                    level[key] = node
-                nodes.append(node)
-                level, parent = node.children, node
-            self._touch(nodes)
-        return nodes
+        parent = None
+        for key, page in zip(
+            self._keys(space, tokens), (None, *pages) if pages else (), strict=False
+        ):
+            if (parent, key) not in self._nodes:
+                exact = sinks() if parent is None else None
+                self._nodes[parent, key] = Prefix(parent, page, exact)
+            parent = self._nodes[parent, key]
+        return self.find(space, tokens)[: len(pages) + 1] if pages else []
 
     def give_up(self, count: int) -> int:
-        """Release up to `count` pages that nobody else holds, the least recently used first; return how many."""
+        """Release up to `count` pages that nobody else holds, the least recently used first; return how many.
+
+        A root goes with the last page behind it.
+        """
         before, others = self.evictions, self.pool.held(besides=self)
-        with self._change():
-            for node in list(self._used):
-                if self.evictions - before >= count:
-                    break
-                if node.page is not None and not node.children and node.page not in others:
-                    self._remove(node)
+        needed = set()
+        for place, node in list(self._nodes.items()):
+            given = self.evictions - before
+            if node in needed or node.page in others or (node.page is not None and given >= count):
+                needed.add(node.parent)
+                continue
+            del self._nodes[place]
+            self.evictions += node.page is not None
         return self.evictions - before
-
-    def _remove(self, node: Prefix) -> None:
-        siblings = self.roots if node.parent is None else node.parent.children
-        del siblings[node.key]
-        del self._used[node]
-        if node.page is not None:
-            self.evictions += 1
-        if node.parent is not None and node.parent.page is None and not siblings:
-            self._remove(node.parent)  # a root without pages is of no use
-
-    def _touch(self, nodes: Iterable[Prefix]) -> None:
-        """Mark a path as used: its end first, so that a node is never given up before those that follow it."""
-        for node in reversed(list(nodes)):
-            self._used.move_to_end(node)
 
     def clear(self) -> None:
         """Let go of all pages."""
-        with self._change():
-            self.roots.clear()
-            self._used.clear()
+        self._nodes.clear()

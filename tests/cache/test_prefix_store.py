@@ -277,7 +277,7 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     rows.adopt([Row(0, (pages[2],), 0)], 2)
     assert tree.give_up(5) == 0 and tree.num_spare == 1
     rows.reset()
-    assert tree.give_up(5) == 2 and not tree.roots and not pool.num_held
+    assert tree.give_up(5) == 2 and not tree.num_roots and not pool.num_held
 
 
 def test_store_of_another_model_or_format_is_refused():

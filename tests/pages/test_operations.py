@@ -171,6 +171,8 @@ class World:
             elif twin.holds(twin.truth):
                 try:
                     operation(twin.paged)
+                except DeviceBudgetError:
+                    return
                 except InterruptedForwardError:
                     twin.reset()
                     return

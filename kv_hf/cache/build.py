@@ -21,7 +21,7 @@ from ..pages.offload import OffloadArena
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageArena
 from ..read_budget import ReadBudget
-from ..row_pages import page_capacity, reserved_pages
+from ..row_pages import page_capacity
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
 from .layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
@@ -250,23 +250,16 @@ def make_room(
     batch, q_len = keys.shape[0], keys.shape[2]
     for group in groups:
         count = group.plan(batch, q_len).num_pages
-        lacking = group.pool.lacking(count)
-        reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
-        whole = bool(group.rows) and _reads_everything(group, q_len)
-        if not count and group.rows and not whole and _is_settled(arena, layers, group):
-            continue
-        held = {page for row in group.rows for page in row.pages}
-        capacity = max(page_capacity(group.pool.num_ids + lacking), reserved)
-        most = max(page_capacity(len(held) + count), min(reserved, capacity))
+        capacity = group.capacity(batch, group.pool.lacking(count))
+        held = len(set().union(*group.batch.pages)) + count
+        most = max(page_capacity(held), group.reserved(batch))
         budget = group.reading.usual
-        if budget is not None and not whole:
+        if budget is not None and not _reads_everything(group, q_len):
             most = budget.batch_width(most, batch, group.sizes.page_size)
         for layer in layers:
             if layer.group is group:
                 capacities[layer.layer_idx] = capacity
                 slots[layer.layer_idx] = most
-    if not capacities:
-        return
     expected = {
         layer.layer_idx: (layer.formats.spec_of(keys, values), keys.device)
         for layer in layers
@@ -275,14 +268,8 @@ def make_room(
     arena.make_room(capacities, slots, expected)
 
 
-def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: Rows) -> bool:
-    """Say whether room was made for the pages that a group holds: not so where they came out of a pickle."""
-    known = any(arena.room_for(layer.layer_idx) for layer in layers if layer.group is group)
-    return known or not any(row.pages for row in group.rows)
-
-
 def _reads_everything(group: Rows, q_len: int) -> bool:
     """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
-    if group.reading.usual is None or not any(row.pages or row.exact for row in group.rows):
-        return False  # as every step, or a first forward, which reads no pages
+    if not group.lengths().any():
+        return False  # a first forward reads no pages
     return q_len > MAX_DECODE_QUERIES or group.reading.budget is None

@@ -628,7 +628,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         for layer in self.paged_layers:
             if layer.storage is None:
                 continue
-            layer.storage.check_integrity()
             most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
             if layer.storage.capacity < most:
                 raise ValueError(

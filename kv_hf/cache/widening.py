@@ -134,8 +134,8 @@ def widen(
     wider = formats.choose(sample, pages.spec)
     if wider is None:
         return
-    if pages.why_not_wider is not None:
-        return say_kept(layer_idx, wider, pages.why_not_wider)
+    if pages.keeps is not None:
+        return say_kept(layer_idx, wider, pages.keeps)
     try:
         pages.widen(formats.spec(wider, pages.spec), wider)
     except (torch.OutOfMemoryError, MemoryError):

@@ -238,6 +238,7 @@ class OffloadedStorage(PageStorage):
     """
 
     resident = False
+    keeps = "its pages may leave the device, whose budget was planned for it"
 
     def __init__(
         self, layer_idx: int, spec: PageSpec, device: torch.device, arena: "OffloadArena"
@@ -269,19 +270,9 @@ class OffloadedStorage(PageStorage):
         return 0 if self.index is None else self.index.nbytes
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether the pages lie in host memory or on a disk, apart from the device."""
-        return self.values.host is not None
-
-    @property
     def has_left(self) -> bool:
         """Whether the pages are not on the device; out of a pickle they are on the CPU, in no host memory."""
         return self.keys.fields["codes"].device != self.device or self.is_offloaded
-
-    @property
-    def why_not_wider(self) -> str | None:
-        """Return why these pages cannot get a wider spec: host memory and budget were planned for the one they have."""
-        return "its pages may leave the device, whose budget was planned for it"
 
     def leave(self, capacity: int) -> None:
         """Move all pages to host memory with room for `capacity`; where that fails nothing has changed."""
@@ -528,10 +519,12 @@ class OffloadArena(PageArena):
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
         with self.pages_lock, persistent_tensors():
+            room, most = _largest(self._capacities, capacities), _largest(self._slots, slots or {})
+            if (room, most) == (self._capacities, self._slots):
+                return
             storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
             held = {layer: (one.spec, one.device) for layer, one in storages.items()}
             specs = {**self._specs, **(expected or {}), **held}
-            room, most = _largest(self._capacities, capacities), _largest(self._slots, slots or {})
             demands = {
                 layer: Demand(
                     spec,

@@ -365,10 +365,13 @@ class Rows:
         """Let go of the pages that the last forward read, and nobody else will."""
         self._leaving = ()
 
-    def capacity(self, count: int) -> int:
-        """Return the pages that storage has room for, once all ids so far were handed out to `count` rows."""
-        reserved = reserved_pages(count, self.reserve, self.pool.max_pages)
-        return max(page_capacity(self.pool.num_ids), reserved)
+    def reserved(self, rows: int) -> int:
+        """Return the pages that storage has room for from the first forward of `rows` rows on."""
+        return reserved_pages(rows, self.reserve, self.pool.max_pages)
+
+    def capacity(self, rows: int, lacking: int = 0) -> int:
+        """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""
+        return max(page_capacity(self.pool.num_ids + lacking), self.reserved(rows))
 
     def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""

@@ -200,12 +200,12 @@ class PageStorage:
     """
 
     resident = True  # pages never leave the device
+    keeps: str | None = None
 
     def __init__(self, spec: PageSpec, device: torch.device, lock: Any = None) -> None:
         self.spec = self.asked = spec
         self.device = device
         self.wider: Wider | None = None
-        self.keeps: str | None = None
         self.sealed = False
         self.lock = lock or threading.RLock()
         self.keys = SideStorage(spec.keys, device)
@@ -218,10 +218,6 @@ class PageStorage:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         vars(self).setdefault("lock", threading.RLock())  # its owner, read before, has given it one
-
-    def use_lock(self, lock: Any) -> None:
-        """Be written under `lock` from now on."""
-        self.lock = lock
 
     def widen(self, spec: PageSpec, wider: Wider) -> None:
         """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
@@ -248,14 +244,9 @@ class PageStorage:
         return min(self.keys.capacity, self.values.capacity)
 
     @property
-    def why_not_wider(self) -> str | None:
-        """Return why these pages cannot get a wider spec, or None."""
-        return self.keeps
-
-    @property
     def is_offloaded(self) -> bool:
         """Whether the pages lie in host memory or on a disk, apart from the device."""
-        return False
+        return self.values.host is not None
 
     @property
     def offloaded_bytes(self) -> int:
@@ -267,18 +258,8 @@ class PageStorage:
 
         Nothing of the old is given up before all of the new is there: for a moment the layer's pages exist twice.
         """
-        self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
-
-    def take_over(self, sides: Sides) -> None:
-        """Hold these fields of keys and of values from now on, which contain the pages so far."""
-        self.keys.fields, self.values.fields = sides
-
-    def check_integrity(self) -> None:
-        """Raise ValueError unless all fields of both sides have room for equally many pages."""
-        names = ((side, name) for side in self.sides for name in side.fields)
-        room = {f"{side.spec.side}.{name}": len(side.fields[name]) for side, name in names}
-        if len(set(room.values())) > 1:
-            raise ValueError(f"fields have room for different numbers of pages: {room}")
+        grown = self.keys.grown(capacity), self.values.grown(capacity)
+        self.keys.fields, self.values.fields = grown
 
     def write_pair(
         self,
@@ -356,7 +337,7 @@ class PageArena:
         vars(self).update(state)
         self._make_locks()
         for storage in self.storages.values():
-            storage.use_lock(self.pages_lock)
+            storage.lock = self.pages_lock
 
     def pool(self, window: int | None) -> PagePool:
         """Return the pool of the group with this sliding window (None: full attention)."""

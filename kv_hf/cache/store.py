@@ -46,10 +46,10 @@ class Residual:
         self.tokens = self._resized(rows, slots)
         return self.tokens
 
-    def part(self, first: int, last: int) -> "Residual":
-        """Return the windows of the rows first .. last - 1, which share memory with these as long as nobody replaces them."""
+    def over(self, tokens: torch.Tensor) -> "Residual":
+        """Return windows like these in the memory of `tokens` [rows, num_kv_heads, slots, head_dim], until somebody replaces them."""
         part = Residual.__new__(Residual)
-        part.spec, part.tokens = self.spec, self.tokens[first:last]
+        part.spec, part.tokens = self.spec, tokens
         return part
 
     def hold(self, tokens: torch.Tensor) -> None:

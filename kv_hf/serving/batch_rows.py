@@ -20,13 +20,13 @@ FIXED_PART = 0.25
 
 
 class Part(NamedTuple):
-    """Neighbouring rows that grow by as many tokens of a forward.
+    """Neighbouring rows that grow by one token each in a forward, or one row that grows by many.
 
     Attributes:
         first: row.
         rows: how many.
         q_len: tokens of each row.
-        tokens: where they lie in the forward, [rows * q_len], int64, on the device; or a slice.
+        tokens: where they lie in the forward, a slice; or of several rows [rows], int64, on the device.
         prompt: whether they may be of a prompt, and read everything.
     """
 
@@ -38,13 +38,9 @@ class Part(NamedTuple):
 
     def cut(self, states: torch.Tensor) -> torch.Tensor:
         """Return the part of queries, keys or values [1, heads, tokens, head_dim] as [rows, heads, q_len, head_dim]."""
-        if isinstance(self.tokens, slice):
-            found = states[0, :, self.tokens]
-        else:
-            found = states[0].index_select(1, self.tokens)
         if self.rows == 1:
-            return found[None]
-        return found.unflatten(1, (self.rows, self.q_len)).transpose(0, 1).contiguous()
+            return states[:, :, self.tokens]
+        return states.transpose(0, 2)[self.tokens].contiguous()
 
 
 class Forward(NamedTuple):

@@ -38,6 +38,7 @@ class BatchStore(LayerStore):
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.windows = self.residuals
+        self._rows, self._parts = slice(0), list[torch.Tensor]()
         with persistent_tensors():
             for window in self.windows:
                 window.tokens = _windows(window, rows, slots)
@@ -92,8 +93,10 @@ class BatchStore(LayerStore):
         The mask hides what comes later, and other rows' padding.
         """
         self.check(*new)
-        last = part.first + part.rows
-        keys, values = (window.part(part.first, last) for window in self.windows)
+        rows = slice(part.first, part.first + part.rows)
+        if rows != self._rows:  # kernels are ready for the tensors of the last forward
+            self._rows, self._parts = rows, [window.tokens[rows] for window in self.windows]
+        keys, values = map(Residual.over, self.windows, self._parts)
         self.residuals = keys, values
         runs = self.append(step, *new, self.slots)
         seen, padding, window = part.q_len, None, self.window

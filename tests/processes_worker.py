@@ -1,4 +1,4 @@
-"""What each of two processes does in test_distributed.py: `torchrun processes_worker.py <folder> <parallelism> ..`.
+"""What each of two processes does in test_distributed.py: `torchrun processes_worker.py <folder> <parallelism>`.
 
 Reads the models that the test saved in <folder> and writes what came out into <folder>/<parallelism>_<rank>.pt. Any
 warning of kv_hf (a dense path, for one) is an error here.
@@ -134,15 +134,13 @@ def alone(model: Any, name: str, prompt: int) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    folder, name = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
-    for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", kv_hf.KVCacheWarning)
-            warnings.filterwarnings("ignore", "Paged attention runs as 'reference'")  # without C
-            warnings.filterwarnings("ignore", "Keys and values of 2 bits", kv_hf.KVCacheWarning)
-            found = globals()[name](folder)
-        torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")
+    warnings.simplefilter("error", kv_hf.KVCacheWarning)
+    warnings.filterwarnings("ignore", "Paged attention runs as 'reference'")  # without C
+    warnings.filterwarnings("ignore", "Keys and values of 2 bits", kv_hf.KVCacheWarning)
+    found = globals()[name](folder)
+    torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -87,6 +87,7 @@ class Killed(LlamaConfig):
         self.__dict__.update(state)
 
 
+@pytest.mark.slow
 def test_a_child_that_is_killed_says_so():
     with pytest.raises(MeasurementError, match="of dynamic ended without an answer: memory"):
         measure_footprint(Killed(**COMMON), "dynamic", 10, **TINY)

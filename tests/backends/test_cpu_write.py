@@ -216,20 +216,6 @@ def test_seal_pair_writes_the_bytes_of_the_codec(isa, dtype):
     assert not check_seals_as_torch(apart, jobs[:2], spec)
 
 
-@pytest.mark.parametrize("q_len", [1, 4])
-def test_append_tokens_writes_each_row_at_its_place(q_len):
-    window = torch.zeros(3, 2, 9, 4)
-    new = torch.randn(3, 2, q_len, 4)
-    for skips in ([0, 0, 0], [0, 1, q_len - 1]):
-        starts = [5, 0, 2]
-        append_tokens(window.zero_(), new, torch.tensor(starts).int(), torch.tensor(skips).int())
-        for row, (start, skip) in enumerate(zip(starts, skips, strict=True)):
-            count = q_len - skip
-            assert torch.equal(window[row, :, start : start + count], new[row, :, skip:])
-            assert not bool(window[row, :, :start].any())
-            assert not bool(window[row, :, start + count :].any())
-
-
 def test_write_pair_stays_inside_of_its_arguments(isa):
     for spec in specs(torch.float16):
         assert_equal(Inputs(spec, place=guarded).by_pair(), Inputs(spec).by_reference())

@@ -21,7 +21,6 @@ from kv_hf.evaluation.needles import (
     TASKS,
     Haystack,
     frame_of,
-    hide,
     load_haystack,
     make_prompt,
     needle_grid,
@@ -80,13 +79,6 @@ def test_needle_lies_at_its_depth(depth):
     longest = max(len("".join(s).split()) for s in load_haystack().sentences)
     assert abs(len(before.split()) - depth * words) <= (longest / 2 if 0 < depth < 1 else 0)
     assert not before.strip() or before.strip()[-1] in ".?!"  # at the border of a sentence
-
-
-def test_hide_measures_depth_in_words_and_keeps_the_order():
-    sentences = ["a b c d.", "e.", "f g h i j."]
-    assert hide(sentences, [(0.45, "X."), (0.41, "Y.")]) == "a b c d. X. Y. e. f g h i j."
-    assert hide(sentences, [(0.46, "X.")]) == "a b c d. e. X. f g h i j."
-    assert hide(sentences, [(1.0, "Z."), (0.0, "X.")]) == "X. a b c d. e. f g h i j. Z."
 
 
 def test_haystacks_are_cut_to_words_and_begin_anew(tmp_path):

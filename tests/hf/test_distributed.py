@@ -64,12 +64,6 @@ def test_tensor_parallel_gives_the_tokens_of_one_process(folder, model, name):
         assert torch.equal(rank[name], want)
 
 
-def test_tensor_parallel_beams_equal_those_of_one_process(folder, model):
-    want = continued(model, "dynamic", num_beams=3)
-    for rank in of_ranks(folder, "tensor"):
-        assert torch.equal(rank["beams"], want)
-
-
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_a_rank_stores_the_bytes_of_its_heads_and_nothing_else(folder, model, name):
     """The heads that both ranks were given, put into one cache: each rank holds a slice of its bytes."""
@@ -150,14 +144,6 @@ def test_split_between_processes_gives_the_tokens_of_one_process(folder, model, 
     assert [rank[f"{name} own"] for rank in ranks] == [3, 2]
     for rank in ranks:
         assert rank[name] == want
-
-
-@pytest.mark.slow
-def test_a_cache_passes_through_distributed_data_parallel(folder):
-    for rank in of_ranks(folder, "data"):
-        assert rank["wrapped"] == "DistributedDataParallel"
-        wrapped, plain = rank["logits"]
-        assert torch.equal(wrapped, plain)
 
 
 def test_caches_gathered_by_data_parallel_are_refused_with_the_remedy():

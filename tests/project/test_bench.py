@@ -279,24 +279,6 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, name, factor):
 # -- the order on a GPU
 
 
-def test_gpu_checks_first_and_times_the_headline_before_the_rest():
-    names = [name for name in WORKLOADS if name.startswith("gpu/")]
-    order = "pages logits warm steps kernels compiled latents"
-    assert names == [f"gpu/{one}" for one in order.split()]
-    works = [WORKLOADS[name] for name in names]
-    assert [work.timed for work in works] == [False] * 3 + [True] * 4
-    assert [work.until for work in works] == sorted(work.until for work in works)
-    assert works[0].until * 480 <= 160 and works[-1].until == 1.0
-    assert all(work.device == "cuda" and 0 < work.limit < 480 for work in works)
-    pages, _, warm, *timed = (work.configurations({}) for work in works)
-    headline, kernels, _, latents = timed
-    for config in kernels:
-        wanted = {name: config[name] for name in ("shape", "context", "batch", "format")}
-        assert config["format"] == "torch" or any(wanted.items() <= one.items() for one in pages)
-    for config in (*headline, *latents):
-        assert (config in warm) == config["cache"].startswith("paged")
-
-
 def test_decoding_is_generate():
     model, ids = make_model("llama"), tokens(2, 40)
     how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}

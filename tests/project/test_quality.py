@@ -16,7 +16,7 @@ import transformers
 from measure import quality
 from measure.models import packaged
 from measure.models.stories15m import half_split, read_model
-from measure.peers import RESIDUAL, known_peers, levels, rotation
+from measure.peers import known_peers, levels, rotation
 from measure.runner import FAILED, WORKLOADS, run
 from paths import ROOT
 from tiny_models import make_model, tokens
@@ -25,10 +25,9 @@ from tiny_tokenizer import make_tokenizer
 from kv_hf.backends.cpu import library
 from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.accuracy import decoded
-from kv_hf.evaluation.caches import cache_kind, held_bytes, why_not
+from kv_hf.evaluation.caches import cache_kind, why_not
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import format_names, get_format
-from kv_hf.geometry import Geometry
 
 
 def npm_package(path, name, data):
@@ -186,31 +185,6 @@ def test_channel_keys_keep_groups_within_a_channel_of_a_head(length, peers):
     assert (own - keys[..., :64, :]).abs().max() > 1
 
 
-def test_channel_keys_hold_their_codes_once_and_refuse_other_axes(peers):
-    skip_without("quanto_int4_channel")
-    keys = keys_with_offsets(256).bfloat16()
-    few, exact = (
-        held_bytes(read_keys(n, keys)[1]) for n in (f"quanto_int4_channel:{CHANNEL}", "dynamic")
-    )
-    assert few < 0.6 * exact  # no view keeps the exact tokens alive
-    with pytest.raises(ValueError, match="q_group_size and residual_length"):
-        read_keys("quanto_int4_channel:axis_key=0", keys)
-
-
-@pytest.mark.parametrize("tokens_held", [100, 512, 513])
-def test_kivi_keeps_its_residual(tokens_held, peers):
-    """One name follows the rule of KIVI's keys; the other keeps at least the 128 newest tokens."""
-    exact = {}
-    for name in ("kivi_int2", "kivi_int2_window"):
-        own = cache_kind(f"{name}:value_group_size=16").make(make_model("llama").config, 0).options
-        pages = Geometry(own.page_size, own.sink_tokens, own.recent_tokens)
-        exact[name] = pages.exact(tokens_held)
-    assert exact["kivi_int2"] == tokens_held % RESIDUAL
-    assert exact["kivi_int2_window"] in range(
-        min(tokens_held, RESIDUAL), RESIDUAL + 32 if tokens_held > RESIDUAL else tokens_held + 1
-    )
-
-
 def test_kivi_spans_the_range_of_each_group_in_3_bits(peers):
     """A loop over groups of 32 by the paper's formula: round((x - min) / step) * step + min, scale and minimum in fp16."""
     found = get_format("kivi_int2")
@@ -295,13 +269,6 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     monkeypatch.setattr(quality, "held", lambda *args, **how: pytest.fail("measured again"))
     again, outcome = accuracy(out, model, ["paged_exact", "paged_int2_v1"])
     assert again == rows and not outcome.failed
-
-
-def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
-    names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
-    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names)
-    assert kivi["bits_per_element"] == 2 + 2 * 16 / 16  # a scale and an offset of 16 numbers
-    assert turboquant["bits_per_element"] == 4 + 16 / 16  # a norm of 16 channels
 
 
 def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tmp_path):

@@ -71,7 +71,6 @@ def stored(cache: kv_hf.PagedCache) -> list[list[torch.Tensor]]:
 def tensor(folder: Path) -> dict[str, Any]:
     model = load(folder, "tensor")
     found = {name: continued(model, f"paged_{name}") for name in ("exact", "int4")}
-    found["beams"] = continued(model, "paged_exact", num_beams=3)
     found["dynamic"] = continued(model, "dynamic")
     return {**found, "caches": {name: recorded(model, name) for name in ("int8", "int4", "int2")}}
 
@@ -115,15 +114,7 @@ def data(folder: Path) -> dict[str, Any]:
             own = [(i, alone(model, name, i)) for i in mine]
         found[name] = gather_object(own)
         found[f"{name} own"] = len(own)
-    wrapped = accelerator.prepare(model)  # DistributedDataParallel
-    ids = tokens(1, 80, seed=accelerator.process_index)
-    logits = []
-    for forward in (wrapped, accelerator.unwrap_model(wrapped)):
-        cache = kv_hf.PagedCache(model.config, keys="int4")
-        with torch.no_grad():
-            first = forward(ids, past_key_values=cache, use_cache=True)
-            logits.append(forward(ids[:, :3], past_key_values=first.past_key_values).logits)
-    return {**found, "wrapped": type(wrapped).__name__, "logits": logits}
+    return found
 
 
 def alone(model: Any, name: str, prompt: int) -> list[int]:

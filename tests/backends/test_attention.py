@@ -269,8 +269,11 @@ CASES = (
 
 @pytest.mark.parametrize("kernel", [pytest.param(None, id="reference"), *ISAS], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_backends_attend_as_the_definition(case, kernel):
-    for kv, query, options in case(kernel.layout):
+@pytest.mark.parametrize(
+    "nth", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["every third", "all"]
+)
+def test_backends_attend_as_the_definition(case, kernel, nth):
+    for kv, query, options in islice(case(kernel.layout), 0, None, nth):
         assert not kernel.is_c or unsupported_in_c(kv.spec) is None
         kernel.check(query, kv, **options)
 

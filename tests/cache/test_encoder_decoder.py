@@ -57,7 +57,7 @@ def stock_greedy(family):
 
 # before 5.23 T5 and its kin compute attention by themselves: from dense tensors
 OLD = CHUNKS_BEHIND_A_CACHE is False
-DENSE = ("t5", "mt5", "umt5", "switch") if OLD else ()
+DENSE = ("t5", "umt5") if OLD else ()
 
 
 def said(record):

@@ -208,6 +208,7 @@ def test_doctor_refuses_what_cannot_be_in_one_sentence(capsys, arguments, says):
     assert says in printed.err and printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_doctor_is_installed_as_a_command():
     command = Path(sys.executable).with_name("kv-hf")
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -207,6 +207,7 @@ def test_resident_meter_sees_memory_come_and_go():
 # -- children
 
 
+@pytest.mark.slow
 def test_footprint_of_a_folder_in_a_child(folder):
     """The one whole way through a real child; a refusal and a failure in it come back in its words."""
     found = measure_footprint(str(folder), "paged_int4", 150, threads=1, **TINY)

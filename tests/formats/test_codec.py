@@ -506,11 +506,9 @@ def test_pages_hold_what_the_formats_say(keys, values, dim, layout):
 def test_wide_channels_lose_less(keys):
     x = numbers(2, 2, 64, 64)
     side = page_spec(keys, "int4").keys
-    fields, _ = encode(x, side)
     plain = page_spec(keys.removesuffix("_mixed"), "int4").keys
-    wide = (
-        fields["order"][..., : side.scheme.wide_channels].long()[:, :, None].expand(-1, -1, 64, -1)
-    )
+    count = side.scheme.wide_channels
+    wide = wide_first(x, count)[..., None, :count].long().expand(-1, -1, 64, -1)
     errors = [
         (decode(encode(x, one)[0], one, torch.float32) - x).gather(-1, wide).square().mean()
         for one in (side, plain)

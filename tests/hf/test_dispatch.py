@@ -49,7 +49,7 @@ def kernels(monkeypatch):
 # -- plain models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_plain_models_compile_export_and_train_as_without_kv_hf(family):
     """The wrapper is a check of types: it takes no lock, patches nothing, and breaks no graph."""
     ids = tokens(2, 9)

@@ -14,6 +14,21 @@ from transformers import DynamicCache
 
 import kv_hf
 
+QUICK = (
+    "llama",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "phi",
+    "mixtral",
+    "gptj",
+    "bloom",
+)  # the others are slow
+every_family = pytest.mark.parametrize(
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_left_padded_equals_dynamic_cache(family):
@@ -41,7 +56,7 @@ def test_family_without_an_attention_interface_warns_and_works(family):
         model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("implementation", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
 def test_quantized_logits_stay_close(family, implementation):
     """Random weights are the hardest input there is, so this only catches collapse and mix-ups."""
@@ -58,7 +73,7 @@ def test_quantized_logits_stay_close(family, implementation):
         assert change > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_autocast_works_wherever_dynamic_cache_does(family):
     """Rotary embeddings leave keys in fp32 while values are bf16: the two sides have their own dtypes."""
     model, ids = shared_model(family), tokens(2, 80)

@@ -86,7 +86,9 @@ SINGLE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("inputs", [EVEN, PADDED], ids=["even", "padded"])
+@pytest.mark.parametrize(
+    "inputs", [pytest.param(EVEN, marks=pytest.mark.slow), PADDED], ids=["even", "padded"]
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_generate_equals_dynamic_cache(model, options, inputs):
     compare(model, inputs, **options)

@@ -129,28 +129,6 @@ def test_logits_are_those_of_the_stock_model(family):
         assert set(lengths[count:]) <= {91, 75} and 91 in lengths
 
 
-@pytest.mark.parametrize("family", HERE)
-def test_greedy_tokens_are_those_of_the_stock_model(family):
-    model = make_model(family)
-    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
-    stock = model.generate(**left_padded(LENGTHS), output_logits=True, **options)
-    found = model.generate(
-        **left_padded(LENGTHS), output_logits=True, cache_implementation="paged_exact",
-        cache_config={"page_size": 16}, **options,
-    )  # fmt: skip
-    assert torch.equal(found.sequences, stock.sequences)
-    assert_all_close(found.logits, stock.logits)
-    cache = found.past_key_values
-    kinds = [row.kind for row in cache.report() if "Layer" not in row.kind]
-    if family in EXPANDING:
-        assert all("latents" in kind for kind in kinds)
-        assert any(kind.startswith("paged latents") for kind in kinds)
-    else:
-        assert all(kind.startswith("paged") and "latents" not in kind for kind in kinds)
-    assert cache.memory().pages_held > 0
-    assert text_config(model)._attn_implementation == stock_attention(family)
-
-
 @pytest.mark.parametrize("family", [family for family in SPARSE if is_there(family)])
 def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
     """An index that chooses 8 tokens: the same choices (many heads, so that no scores tie), honoured by all forwards."""

@@ -42,12 +42,19 @@ FAST = {
 }
 
 
+# the others are slow, as is the walk over all families
+QUICK = ("deepseek_v3", "gpt_oss", "bloom", "zamba2", "git", "t5", "qwen2_vl")
+
+
 def supported(family: str, role: str) -> None:
     if family not in families(role):
         pytest.skip(f"this transformers has no {family}")
 
 
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize(
+    "family",
+    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FAST],
+)
 def test_examine_family_equals_dynamic_cache(family):
     role, reads, expected = FAST[family]
     supported(family, role)

@@ -179,9 +179,13 @@ MAKERS = {
 # those of their makers, and one of every other family; all are read in test_source.py
 FAMILIES = {read_preset(name)["config"]["model_type"]: name for name in preset_names()}
 PRESETS = sorted({*MAKERS, *FAMILIES.values()})
+QUICK = ("deepseek-v3", "gemma-2-9b", "gpt-oss-120b", "llama-3.1-8b")  # the others are slow
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
+)
 def test_every_preset_has_a_plan(name):
     found = kv_hf.plan(name, batch=2, caches=["dynamic", "static", "paged_int8"], bandwidth="1TB/s")
     assert found.rows[2].ratio > 1 and found.rows[2].tokens_per_second > 0

@@ -191,7 +191,7 @@ def test_code_of_a_model_is_never_run(tmp_path):
 
 
 def test_vision_models_are_planned_with_their_tower():
-    for make in (tiny_encoders.llava, tiny_encoders.qwen2_5_vl):
+    for make in (tiny_encoders.llava, tiny_encoders.qwen2_vl):
         model, _ = make()
         planned = load_inventory(model.config, dtype="bfloat16")
         assert planned.parameters == sum(p.numel() for p in model.parameters())

@@ -50,11 +50,12 @@ def ended(path):
 # -- the runner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("dies", "its process died (exit code 3)"),
-        pytest.param("hangs", "its time was over", marks=pytest.mark.slow),
+        ("hangs", "its time was over"),
     ],
 )
 def test_run_goes_on_behind_a_child_that_dies_or_hangs(what, says, tmp_path):

@@ -157,15 +157,6 @@ def test_generate_says_nothing_while_it_streams(positional, monkeypatch):
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [20, 60, 200])
-def test_table_lines_loses_no_cell(width):
-    figures = [(f"figure {i}", [f"{i}.0", f"{i}.5"]) for i in range(9)]
-    lines = table_lines([("cache", ["dynamic", "paged_int4"]), *figures], width)
-    words = " ".join(lines).split()
-    assert all(words.count(cell) == 1 for _, cells in figures for cell in cells)
-    assert max(map(len, lines)) <= max(width, len("paged_int4  figure 0"))
-
-
 def test_table_lines_folds_a_long_name_and_wrap_keeps_words():
     name = "paged_int4:key_group_size=32,value_group_size=32,offload=cpu,device_bytes=1073741824"
     columns = [("cache", ["dynamic", name]), ("n", ["0.0", "0.5"]), ("figure 1", ["1.0", "1.5"])]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import tables
@@ -33,6 +34,9 @@ SPEED = Table(
     "page.md", "speed", "speed.jsonl", FORM, {"kind": "speed"}, one_run=True, across="context"
 )
 
+SAID = "weights: Q4_1 (a.gguf); computed in float32; AMD EPYC, 2 cores, 1 thread; 2026-11-21:"
+PLAIN = Table("page.md", "a", "a.jsonl", "A\n| c | s |\n| --- | ---: |\n| {cache} | {s:.1%} |")
+
 
 def row(**changed):
     return {**ROW, **changed}
@@ -55,6 +59,37 @@ ROWS = [
     speed("dynamic", 512, 1.0),
     speed("paged", 4096, 0.26, ratio=8, held_bytes=5 << 20),
 ]
+
+
+def test_table_of_three_rows_is_the_markdown_written_by_hand():
+    assert SPEED.markdown(ROWS).splitlines() == [
+        f"Steps of SmolLM2-135M; {SAID}",
+        "",
+        "| cache | 512 tokens | of 512 | 4,096 tokens | of 4,096 | held at 4,096, MiB |",
+        "| --- | ---: | --- | ---: | --- | ---: |",
+        "| `dynamic` | 1.0 | - | 2.0 | - | 4.0 |",
+        "| `paged` | - | - | 0.3 | 8 | 5.0 |",
+    ]
+
+
+def test_table_takes_the_newest_run_and_refuses_to_be_empty():
+    newer = [speed("paged", 512, 7.0, date="2026-12-01", commit="b")]
+    text = SPEED.markdown([*ROWS, row(kind="other"), *newer])
+    assert "7.0" in text and "dynamic" not in text and "2026-12-01" in text
+    with pytest.raises(ValueError, match=r"speed\.jsonl must hold rows of table 'speed', got none"):
+        SPEED.markdown([row(kind="other")])
+
+
+def test_table_splits_sorts_and_keeps_the_newest_row_of_a_key():
+    rows = [row(load="a", cache=c, s=s) for c, s in (("x", 0.1), ("y", 0.2), ("x", 0.3))]
+    rows += [row(load="b", cache="z", s=None, date="2026-11-22")]
+    rows.append({"kind": "failed", "failed": "out of memory"})
+    newest, older = (
+        replace(PLAIN, split="load", key="cache", sort="-s").markdown(rows).split("A;")[1:]
+    )
+    assert newest.endswith("| z | - |\n\n")  # the newest table first; a dash where nothing is known
+    assert older.endswith("| x | 30.0 % |\n| y | 20.0 % |")
+    assert "| y | 20.0 % |\n| x |" in replace(PLAIN, key="cache", sort="s").markdown(rows[:3])
 
 
 def test_pages_notice_a_row_that_changed_and_a_page_without_marks(tmp_path, monkeypatch, capsys):

@@ -213,19 +213,6 @@ def test_an_answer_ends_where_the_cache_has_no_room_for_more():
         assert len(found.generated_tokens) == most - 100
 
 
-def test_a_second_turn_finds_the_pages_of_the_first(manager):
-    cache = manager.batch_processor.cache
-    first = prompts()[3]
-    manager.add_request(first, request_id="a", max_new_tokens=40)
-    answer = collected(manager, 1)["a"].generated_tokens
-    before = cache.prefix_store.stats().tokens_computed
-    second = [*first, *answer, 4, 5]
-    manager.add_request(second, request_id="b", max_new_tokens=2)
-    assert collected(manager, 1)["b"].error is None
-    computed = cache.prefix_store.stats().tokens_computed - before
-    assert computed == len(second) - 4 - 64 * 5  # sinks and whole pages of 339 tokens
-
-
 def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
     computed = []

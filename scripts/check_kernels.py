@@ -47,7 +47,7 @@ SANITIZERS = {
     "thread": Sanitizer(
         "-fsanitize=thread -DKV_HF_OWN_THREADS",
         "libtsan.so",
-        f"{KERNELS} backends/test_threads.py",
+        KERNELS,
         {"TSAN_OPTIONS": f"suppressions={ROOT / 'scripts' / 'tsan.supp'}:exitcode=66"},
         "thread and not fork",  # it does not know threads that start in a forked process
     ),

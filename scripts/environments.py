@@ -30,7 +30,6 @@ COMPILED = [
     "backends/test_attention_variants",
     "backends/test_choose_pages",
     "backends/test_cpu_write",
-    "backends/test_error_bound",
     "backends/test_latent_fallbacks",
     "cache/test_latent",
     "cache/test_reading",
@@ -46,15 +45,14 @@ COMPILED = [
 INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_latent"]
 # start children, look for files, ask for models, or print
 OUTWARD = [
-    "backends/test_threads",
+    "backends/test_cpu_library",
     "backends/test_triton_launch",
     "cache/test_options",
     "doctor",
     "hf/test_devices",
-    "hf/test_install",
+    "hf/test_dispatch",
     "pages/test_cpu_memory",
     "planner/test_source",
-    "project/test_cli",
     "project/test_development",
     "project/test_files",
     "project/test_messages",

@@ -1,4 +1,4 @@
-"""What each of two processes does in test_distributed.py: `torchrun processes_worker.py <folder> <parallelism> ..`.
+"""What each of two processes does in test_distributed.py: `torchrun processes_worker.py <folder> <parallelism>`.
 
 Reads the models that the test saved in <folder> and writes what came out into <folder>/<parallelism>_<rank>.pt. Any
 warning of kv_hf (a dense path, for one) is an error here.
@@ -71,7 +71,6 @@ def stored(cache: kv_hf.PagedCache) -> list[list[torch.Tensor]]:
 def tensor(folder: Path) -> dict[str, Any]:
     model = load(folder, "tensor")
     found = {name: continued(model, f"paged_{name}") for name in ("exact", "int4")}
-    found["beams"] = continued(model, "paged_exact", num_beams=3)
     found["dynamic"] = continued(model, "dynamic")
     return {**found, "caches": {name: recorded(model, name) for name in ("int8", "int4", "int2")}}
 
@@ -115,15 +114,7 @@ def data(folder: Path) -> dict[str, Any]:
             own = [(i, alone(model, name, i)) for i in mine]
         found[name] = gather_object(own)
         found[f"{name} own"] = len(own)
-    wrapped = accelerator.prepare(model)  # DistributedDataParallel
-    ids = tokens(1, 80, seed=accelerator.process_index)
-    logits = []
-    for forward in (wrapped, accelerator.unwrap_model(wrapped)):
-        cache = kv_hf.PagedCache(model.config, keys="int4")
-        with torch.no_grad():
-            first = forward(ids, past_key_values=cache, use_cache=True)
-            logits.append(forward(ids[:, :3], past_key_values=first.past_key_values).logits)
-    return {**found, "wrapped": type(wrapped).__name__, "logits": logits}
+    return found
 
 
 def alone(model: Any, name: str, prompt: int) -> list[int]:
@@ -134,15 +125,13 @@ def alone(model: Any, name: str, prompt: int) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    folder, name = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
-    for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", kv_hf.KVCacheWarning)
-            warnings.filterwarnings("ignore", "Paged attention runs as 'reference'")  # without C
-            warnings.filterwarnings("ignore", "Keys and values of 2 bits", kv_hf.KVCacheWarning)
-            found = globals()[name](folder)
-        torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")
+    warnings.simplefilter("error", kv_hf.KVCacheWarning)
+    warnings.filterwarnings("ignore", "Paged attention runs as 'reference'")  # without C
+    warnings.filterwarnings("ignore", "Keys and values of 2 bits", kv_hf.KVCacheWarning)
+    found = globals()[name](folder)
+    torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -47,26 +47,9 @@ PART = {
 # family -> (model class, config class, options); all of them take input_ids
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
-    "mt5": ("MT5ForConditionalGeneration", "MT5Config", {**T5, "feed_forward_proj": "gated-gelu"}),
     "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5),
-    "switch": (
-        "SwitchTransformersForConditionalGeneration",
-        "SwitchTransformersConfig",
-        {
-            **T5,
-            "num_decoder_layers": 2,
-            "num_experts": 2,
-            "num_sparse_encoder_layers": 1,
-            "num_sparse_decoder_layers": 1,
-        },
-    ),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),
-    "mbart": ("MBartForConditionalGeneration", "MBartConfig", BART),
-    "marian": ("MarianMTModel", "MarianConfig", BART),
-    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", BART),
-    "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", BART),
     "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Config", BART),
-    "plbart": ("PLBartForConditionalGeneration", "PLBartConfig", BART),
     "t5gemma": ("T5GemmaForConditionalGeneration", "T5GemmaConfig", {"vocab_size": 97, **SPECIAL}),
 }
 
@@ -134,7 +117,7 @@ def whisper() -> tuple[Any, dict[str, torch.Tensor]]:
 
 @cache
 def vision_encoder_decoder(decoder: str = "gpt2") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a tiny ViT with a GPT-2, MBart or TrOCR decoder, and two images (65 encoder positions)."""
+    """Return a tiny ViT with a GPT-2 or MBart decoder, and two images (65 encoder positions)."""
     torch.manual_seed(0)
     vit = transformers.ViTConfig(
         hidden_size=64,
@@ -149,16 +132,6 @@ def vision_encoder_decoder(decoder: str = "gpt2") -> tuple[Any, dict[str, torch.
             vocab_size=97, n_embd=64, n_layer=2, n_head=4, **SPECIAL
         ),
         "mbart": lambda: transformers.MBartConfig(**{**BART, "encoder_layers": 2}),
-        "trocr": lambda: transformers.TrOCRConfig(
-            vocab_size=97,
-            d_model=64,
-            decoder_layers=2,
-            decoder_attention_heads=4,
-            decoder_ffn_dim=96,
-            cross_attention_hidden_size=64,
-            max_position_embeddings=1024,
-            **SPECIAL,
-        ),
     }[decoder]()
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, text)
     config.decoder_start_token_id, config.pad_token_id = 3, 0
@@ -238,65 +211,21 @@ def llava() -> Made:
     return model, {**prompt(3, 4), "pixel_values": torch.randn(ROWS, 3, 32, 32)}
 
 
-def _qwen(config: Any, model: Any, vision: dict[str, Any]) -> Made:
-    made = config(
+def qwen2_vl() -> Made:
+    config = transformers.Qwen2VLConfig(
         text_config={**TEXT, "rope_parameters": MROPE},
-        vision_config={**QWEN_VISION, **vision},
+        vision_config={**QWEN_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
         image_token_id=IMAGE,
         video_token_id=95,
         vision_start_token_id=94,
         vision_end_token_id=93,
     )
     given = prompt(4, 4, begin=94, end=93)
-    return wider(model(made)), {
+    return wider(transformers.Qwen2VLForConditionalGeneration(config)), {
         **given,
         "mm_token_type_ids": (given["input_ids"] == IMAGE).int(),
         "pixel_values": torch.randn(ROWS * 16, 3 * 2 * 16),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
-    }
-
-
-def qwen2_vl() -> Made:
-    vision = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-    return _qwen(transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, vision)
-
-
-def qwen2_5_vl() -> Made:
-    vision = {
-        "hidden_size": 32,
-        "out_hidden_size": 64,
-        "intermediate_size": 48,
-        "window_size": 16,
-        "fullatt_block_indexes": [0],
-    }
-    kinds = transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration
-    return _qwen(*kinds, vision)
-
-
-def gemma3() -> Made:
-    layers = ["sliding_attention", "full_attention"]
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "image_size": 32,
-        "patch_size": 8,
-    }
-    config = transformers.Gemma3Config(
-        text_config={**TEXT, "head_dim": 16, "sliding_window": 16, "layer_types": layers},
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=IMAGE,
-        boi_token_index=94,
-        eoi_token_index=95,
-    )
-    given = prompt(4, 4, begin=94, end=95)
-    model = wider(transformers.Gemma3ForConditionalGeneration(config))
-    return model, {
-        **given,
-        "token_type_ids": (given["input_ids"] == IMAGE).long(),
-        "pixel_values": torch.randn(ROWS, 3, 32, 32),
     }
 
 
@@ -338,8 +267,6 @@ def mllama() -> Made:
 MODELS: dict[str, Callable[[], Made]] = {
     "llava": llava,
     "qwen2_vl": qwen2_vl,
-    "qwen2_5_vl": qwen2_5_vl,
-    "gemma3": gemma3,
     "mllama": mllama,
 }
 

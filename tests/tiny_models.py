@@ -75,6 +75,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
     ),
 }
+FOUR = {**COMMON, "num_hidden_layers": 4}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+# the same of families whose layers, or some of them, have a sliding window
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", {**FOUR, "sliding_window": 20}),
+    "qwen2": (
+        "Qwen2Config",
+        {**FOUR, "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "gemma2": ("Gemma2Config", {**FOUR, "head_dim": 16, "sliding_window": 20}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**FOUR, "head_dim": 16, "sliding_window": 20, "layer_types": ALTERNATING},
+    ),
+    "cohere2": ("Cohere2Config", {**FOUR, "sliding_window": 20}),
+    "starcoder2": ("Starcoder2Config", {**FOUR, "sliding_window": 20}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **{**FOUR, "head_dim": 16, "sliding_window": 20},
+            **{"num_local_experts": 4, "num_experts_per_tok": 2},
+        },
+    ),
+}
+GEMMA3N = {
+    **{**FOUR, "head_dim": 16, "sliding_window": 20, "hidden_size_per_layer_input": 8},
+    **{"vocab_size_per_layer_input": 97, "laurel_rank": 8},
+    "activation_sparsity_pattern": None,
+}
+# the last two of six layers read the keys of layers 2 (sliding) and 3 (full)
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n_text": (
+        "Gemma3nTextConfig",
+        {
+            **GEMMA3N,
+            **{"num_hidden_layers": 6, "num_kv_shared_layers": 2},
+            "layer_types": [*ALTERNATING, *ALTERNATING[:2]],
+        },
+    ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            **{**GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "global_head_dim": 32},
+            "layer_types": [*ALTERNATING, *ALTERNATING[:2]],
+        },
+    ),
+}
 # the caches whose keys and values have one format, by name
 ONE_FORMAT = {
     "paged_exact": "exact",
@@ -88,6 +136,17 @@ NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
 
 def make_config(family: str, **changes: Any) -> Any:
     name, options = FAMILIES[family]
+    return getattr(transformers, name)(**{**options, **changes})
+
+
+def is_there(name: str) -> bool:
+    """Say whether the installed transformers knows a family with windows or shared keys at all."""
+    return hasattr(transformers, {**WINDOWS, **SHARED}[name][0])
+
+
+def make_layers(name: str, **changes: Any) -> Any:
+    """Return the config of a family with windows or shared keys."""
+    name, options = {**WINDOWS, **SHARED}[name]
     return getattr(transformers, name)(**{**options, **changes})
 
 
@@ -109,6 +168,15 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
 def shared_model(family: str) -> Any:
     """Return one model per family for tests that do not change it."""
     return make_model(family)
+
+
+def make_sliding(name: str, window: int) -> Any:
+    """Return a fresh model of four layers, some or all of them with this window."""
+    torch.manual_seed(0)
+    config = make_layers(name, sliding_window=window)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

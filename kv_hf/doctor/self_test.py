@@ -201,7 +201,7 @@ def _generate(device: torch.device) -> None:
     """Generating through pages needs every seam of transformers, writes token by token, and gives DynamicCache's tokens.
 
     In fp32 the tokens of two right caches are the same: rounding moves these logits by some 1e-5, and the best token
-    of these weights lies 0.05 and more above the second (tests/doctor/test_doctor_self_test.py).
+    of these weights lies 0.05 and more above the second (tests/doctor/test_doctor.py).
     """
     model, ids = tiny_model(device)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}

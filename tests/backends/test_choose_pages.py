@@ -78,21 +78,6 @@ def assert_same_choice(call, choice):
 # -- the definition --------------------------------------------------------------------------------------------------
 
 
-def test_mass_of_whole_keys_is_that_of_attention():
-    """With pages whose keys are all read, masses are those of a softmax over the row's tokens."""
-    kv = long_kv(
-        "exact", dim=8
-    )  # two words of eight channels are all that there is to read: a quarter is less than 2 words
-    kv = replace(kv, spec=kv.spec)
-    call = call_of(kv, q_len=2)
-    whole = selection.page_mass(call)
-    assert whole[0].shape == (5, 50)
-    for row, (pages, exact) in enumerate(ROWS):
-        total = float(whole[0][row, :pages].sum() + whole[1][row])
-        expected = torch.tensor(call.query.shape[1] * 2.0 if pages + exact else 0.0)
-        rounding.assert_close(torch.tensor(total), expected)
-
-
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_mass_against_a_softmax_over_decoded_tokens(softcap):
     kv = long_kv("exact", layout=ROWS_LAYOUT)

@@ -179,16 +179,6 @@ def test_chunks_of_a_prompt_that_cannot_be_traced_run_as_they_are():
     cache.check_integrity()
 
 
-def test_a_reset_cache_runs_the_code_that_is_there():
-    model, inputs = make_model("llama", num_hidden_layers=1), INPUTS["padded"]
-    cache = preallocated(model)
-    options = {"max_new_tokens": 30, "do_sample": False, "compile_config": compiling()}
-    first = model.generate(**inputs, **options, past_key_values=cache)
-    cache.reset()
-    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), first)
-    assert graphs() == 1
-
-
 # -- a step by itself ----------------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,14 @@
-"""The C library: its choice, its threads, and the processes and threads that call it."""
+"""The C library: its choice, its threads, and the processes and threads that call it or share a model."""
 
+import contextlib
 import ctypes
 import os
 import pickle
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +17,16 @@ import rounding
 import tiny_models
 import torch
 from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library, page_spec
+from tiny_models import left_padded, make_model
 
 import kv_hf
-from kv_hf.backends import cpu, dispatch, registry
+from kv_hf import notices
+from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library
 from kv_hf.backends.reference import attention as reference
 from kv_hf.errors import CacheOptionError
 from kv_hf.spec import LANES
-from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 
 @pytest.fixture(params=["torch", "own"])
@@ -109,10 +112,6 @@ def test_choose_takes_the_c_kernel_on_a_cpu():
     latents = [latent_spec(*names, rank=128) for names in LATENTS]
     for spec in (spec_of(), *latents):
         assert registry.choose("auto", torch.device("cpu"), spec).name == "c"
-
-
-def test_choose_takes_what_was_asked_for():
-    assert registry.choose("reference", torch.device("cpu"), spec_of()).name == "reference"
 
 
 def test_choose_refuses_what_cannot_run(monkeypatch):
@@ -251,20 +250,100 @@ def test_ops_say_why_they_take_the_reference(learns):
         dispatch.paged_attention(AttentionCall(query, kv, 0.1), kernel="c")
 
 
-def test_c_kernel_says_which_latents_it_does_not_know():
-    def reason(side, **changes):
-        spec = latent_spec("int8", "int8")
-        return cpu.unsupported(replace(spec, **{side: replace(getattr(spec, side), **changes)}))
+# -- threads of Python ---------------------------------------------------------------------------------------
 
-    scheme = latent_spec("int8", "int8").values.scheme
-    assert "latent lie in the layout of another" in reason("keys", layout=ROWS_LAYOUT)
-    assert "latent of torch.float64" in reason("keys", dtype=torch.float64)
-    per_page = replace(scheme, scale_group=(16, 64), offset_group=None)
-    assert (
-        "latent in format 'int8': signed codes of 8 bits with a scale (16, 64) and no offset"
-        in reason("keys", scheme=per_page)
-    )
-    per_token = replace(scheme, scale_group=(1, 16))
-    assert "k_rope in format 'int8': signed codes of 8 bits with a scale (1, 16)" in reason(
-        "values", scheme=per_token
-    )
+NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
+
+
+def at_once(work: Callable[[int], object], count: int) -> list[object]:
+    """Run work(0) .. work(count - 1), each in a thread, from the same moment on; return what each gave or raised."""
+    results: list[object] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        barrier.wait(60)
+        try:
+            results[index] = work(index)
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+    return results
+
+
+def generate(model, index: int) -> torch.Tensor:
+    name = NAMES[index % len(NAMES)]
+    batch = left_padded([75 + 7 * index, 30 + 5 * index], seed=index)
+    pages = {"cache_implementation": name, "cache_config": {"page_size": 16}}
+    return model.generate(**batch, **pages, max_new_tokens=20, do_sample=False)
+
+
+def check(threads: int, rounds: int) -> None:
+    """Generate in `threads` threads, `rounds` times each; raise where a thread gets other tokens than alone."""
+    alone = make_model("llama")
+    want = [generate(alone, index) for index in range(threads)]
+    model = make_model("llama")  # whose attention is switched by the threads, not before
+
+    def work(index: int) -> bool:
+        return all(torch.equal(generate(model, index), want[index]) for _ in range(rounds))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        results = at_once(work, threads)
+    finally:
+        sys.setswitchinterval(before)
+    if results != [True] * threads:
+        raise AssertionError(results)
+
+
+def test_threads_that_share_a_model_get_the_tokens_they_get_alone():
+    check(threads=5, rounds=1)
+
+
+def test_a_notice_is_said_once_whatever_the_threads(monkeypatch):
+    class Slow(set):
+        """Two threads that look a key up at the same time meet here."""
+
+        meeting = threading.Barrier(2)
+
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self._meet()
+            return found
+
+        def __len__(self):
+            found = super().__len__()
+            self._meet()
+            return found
+
+        def _meet(self):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.meeting.wait(0.2)
+
+    monkeypatch.setattr(notices, "_said", Slow())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        at_once(lambda index: notices.warn_once("key", "message"), 2)
+    assert [str(warning.message) for warning in said] == ["message"]
+
+
+def test_a_second_forward_on_one_cache_is_refused_and_harms_nothing():
+    """A cache belongs to one thread: here another one comes between layer 0 and layer 1."""
+    cache, alone = (kv_hf.PagedCache(make_model("llama").config, keys="int4") for _ in range(2))
+    keys = torch.randn(1, 2, 70, 16)
+    for layer in (0, 1, 0):
+        cache.update(keys, keys, layer)
+    [error] = at_once(lambda index: cache.update(keys, keys, 0), 1)
+    assert isinstance(error, kv_hf.InterruptedForwardError)
+    cache.update(keys, keys, 1)
+    for layer in (0, 1, 0, 1):
+        alone.update(keys, keys, layer)
+    cache.check_integrity()
+    for mine, other in zip(cache.layers, alone.layers, strict=True):
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import rounding
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, dispatch_model
 from test_latent_families import (
     LENGTHS,
     assert_all_close,
@@ -181,12 +181,6 @@ def test_expansion_is_right_and_said_once_and_absorption_an_error(reason):
     assert torch.equal(generate(other, mla="absorb"), generate(other))
 
 
-def test_disk_offloaded_weights_give_the_same_tokens(tmp_path):
-    model = make_model("deepseek_v3")
-    disk_offload(model, tmp_path, CPU)
-    assert torch.equal(generate(model, mla="auto"), generate(make_model("deepseek_v3")))
-
-
 def test_a_model_split_by_accelerate_is_absorbed():
     """Hooks that only move inputs do not keep kv_b_proj from being absorbed."""
     model = make_model("deepseek_v3")
@@ -270,20 +264,6 @@ def test_uninstall_gives_all_classes_their_own_method_back():
     assert lengths == [40, 40]
 
 
-def test_dense_latents_are_expanded_while_kv_hf_is_at_work():
-    """Transformers' own cache, and a forward without a cache, behind one with pages."""
-    model = make_model("deepseek_v3")
-    stock = forwards(model, DynamicCache(config=model.config))
-    ids = tokens(1, 30)
-    with torch.no_grad():
-        alone = model(ids, use_cache=False).logits
-    generate(model, mla="auto")
-    found = forwards(model, DynamicCache(config=model.config))
-    assert_all_close(found, stock)
-    with torch.no_grad():
-        rounding.assert_close(model(ids, use_cache=False).logits, alone)
-
-
 def test_handles_of_an_earlier_forward_are_refused():
     model, kept = make_model("deepseek_v3"), []
     cache = paged(model)
@@ -362,27 +342,6 @@ def test_gradients_reach_kv_b_proj_as_with_expansion():
     assert any(grad is not None and grad.abs().sum() > 0 for grad in grads[0])
 
 
-def test_models_generate_inside_of_one_another():
-    """A logits processor that runs another model, of the same class, on pages of its own."""
-    model, other = make_model("deepseek_v3"), make_model("deepseek_v3", kv_lora_rank=16)
-    stock = generate(model)
-    inner = generate(other)
-    seen = []
-
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] in (45, 46):
-            seen.append(torch.equal(generate(other, mla="auto"), inner))
-        return scores
-
-    found = model.generate(
-        **left_padded(LENGTHS),
-        **OPTIONS,
-        cache_implementation="paged_exact",
-        logits_processor=[process],
-    )
-    assert torch.equal(found, stock) and seen == [True, True]
-
-
 def test_several_threads_patch_the_class_once():
     kv_hf.uninstall()
     own = DeepseekV3Attention.expand_kv
@@ -404,48 +363,6 @@ def test_several_threads_patch_the_class_once():
     assert DeepseekV3Attention.expand_kv.__wrapped__ is own
     kv_hf.uninstall()
     assert DeepseekV3Attention.expand_kv is own
-
-
-def test_attention_weights_and_dropout_are_those_of_the_stock_model():
-    """What a kernel does not give is computed from expanded latents, and said."""
-    model = make_model("deepseek_v3")
-    model.set_attn_implementation("eager")
-    stock = model.generate(
-        tokens(1, 40), **OPTIONS, output_attentions=True, return_dict_in_generate=True
-    )
-    with pytest.warns(kv_hf.KVCacheWarning, match="densely"):
-        found = model.generate(
-            tokens(1, 40), **OPTIONS, output_attentions=True, return_dict_in_generate=True,
-            cache_implementation="paged_exact",
-        )  # fmt: skip
-    assert torch.equal(found.sequences, stock.sequences)
-    for mine, theirs in zip(found.attentions, stock.attentions, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            rounding.assert_close(one, other)
-
-
-def test_masks_that_hide_more_than_padding():
-    """A hole in the 2D mask, and an additive 4D mask."""
-    model = make_model("deepseek_v3")
-    ids, mask = tokens(2, 44), torch.ones(2, 44, dtype=torch.long)
-    mask[0, 10:14] = 0
-    hidden = torch.zeros(2, 1, 2, 44)
-    hidden[1, :, :, 5:20] = torch.finfo(torch.float32).min
-    hidden[:, :, 0, 43] = torch.finfo(torch.float32).min
-    results = []
-    for read in (False, True):
-        cache = paged(model) if read else DynamicCache(config=model.config)
-        with torch.no_grad():
-            out = [
-                model(
-                    ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache, use_cache=True
-                ),
-                model(ids[:, 40:41], attention_mask=mask[:, :41], past_key_values=cache),
-                model(ids[:, 41:42], attention_mask=mask[:, :42], past_key_values=cache),
-                model(ids[:, 42:], attention_mask=hidden, past_key_values=cache),
-            ]
-        results.append([one.logits for one in out])
-    assert_all_close(*results)
 
 
 def test_a_copied_model_and_its_original_share_nothing():

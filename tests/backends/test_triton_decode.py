@@ -1,17 +1,26 @@
-"""The Triton decode kernel in the interpreter, against an fp64 softmax over decoded tokens (see paged_inputs)."""
+"""The Triton decode kernels in the interpreter, of keys and values and of latents, against an fp64 softmax over decoded tokens.
+
+CASES is one table (see paged_inputs): what pages hold, what the queries ask for, and in how many splits.
+"""
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import interpreter
+import paged_inputs
 import pytest
 import torch
 from interpreter import attend, attend_with_ptx, call, needs_interpreter
-from paged_inputs import ROWS, assert_within, check, exact_attention, make_kv, make_query
+from paged_inputs import ROWS, assert_within, exact_attention, make_kv, make_query
 from rounding import Rounding
+from test_triton_latent import RAGGED
+from test_triton_latent import make_kv as make_latents
 
 from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import format_names
+from kv_hf.quant.codec import decode
 
 pytestmark = needs_interpreter
 
@@ -19,169 +28,261 @@ pytestmark = needs_interpreter
 # apart: groups and chunks, splits, masks and sink logits of heads, permuted pages, strides
 FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row, for cases that need no more
 FP32 = torch.float32
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
-def check_kernel(query, kv, kernel=attend, **options):
-
-    def called(*args, **given):
-        return call(kernel, *args, **given)
-
-    return check(query, kv, called, Rounding.of("triton", query.dtype), **options)
-
-
-def check_splits(query, kv, splits, **options):
-    return check_kernel(query, kv, partial(attend, splits=splits), **options)
-
-
-# -- formats and sizes ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("values", format_names("keys", "values"))
-@pytest.mark.parametrize("keys", format_names("keys", "values"))
-def test_decode_reads_every_pair_of_formats(keys, values):
-    kv = make_kv(keys, values, rows=FEW, heads=1)
-    check_kernel(make_query(kv, 3, dtype=FP32), kv)
-
-
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, slow(192), slow(256)])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_decode_takes_every_head_dim(name, head_dim):
-    kv = make_kv(name, key_dim=head_dim, rows=FEW, heads=1)
-    check_kernel(make_query(kv, 1, dtype=FP32), kv)
-
-
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (64, 128), (80, 32)])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_decode_takes_keys_and_values_of_different_dims(name, key_dim, value_dim):
-    kv = make_kv(name, key_dim=key_dim, value_dim=value_dim, rows=FEW, heads=1)
-    assert check_kernel(make_query(kv, 1, dtype=FP32), kv).shape[-1] == value_dim
-
-
-@pytest.mark.parametrize("page", [32, 64, 128, slow(256)])
-@pytest.mark.parametrize("name", ["exact", "int8", "int4", "int2"])
-def test_decode_takes_every_page_size(name, page):
-    """Pages of 128 tokens are two tiles, and four where the keys' scales change every 32 tokens (int2)."""
-    kv = make_kv(name, page=page, slots=page + 20, rows=[(3, page + 7), (0, 2)], heads=1)
-    check_kernel(make_query(kv, 3, dtype=FP32), kv)
-
-
-@pytest.mark.parametrize("group", [1, slow(2), 3, slow(4), 8])
-@pytest.mark.parametrize("q_len", [1, 3, 16])
-def test_decode_takes_every_group_and_chunk(q_len, group):
-    """8 heads of 16 queries are four blocks of 32 columns; 3 of 3 leave columns unused."""
-    kv = make_kv("int4", rows=FEW, heads=1 if group * q_len > 64 else 2)
-    check_kernel(make_query(kv, q_len, group, FP32), kv)
-
-
-GROUPS = {
-    "key-groups-of-a-tile": {"key_group": 16, "page": 64},
-    "key-groups-below-a-tile": {"key_group": 8, "page": 32},
-    "value-groups-of-part-of-a-run": {"value_group": 16},
-    "value-groups-of-a-run": {"value_group": 32},
-    "value-groups-across-runs": {"value_group": 8},
-}
-
-
-@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("name", ["int4", "int2"])
-def test_decode_takes_every_group_size(name, sizes):
-    kv = make_kv(name, rows=FEW, heads=1, **{"slots": 80, **sizes})
-    check_kernel(make_query(kv, 1, dtype=FP32), kv)
-
-
+NAMES = format_names("keys", "values")
 MIXED = ("int2_mixed", "int4_mixed")
 ROTATED = ("int2_rotated", "int3_rotated", "int4_rotated")
 PAIRS = [*((keys, "exact") for keys in MIXED), *(("int4", values) for values in ROTATED)]
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, slow(256)])
-@pytest.mark.parametrize(("keys", "values"), PAIRS)
-def test_decode_reads_mixed_keys_and_rotated_values(keys, values, head_dim):
+def check(query, kv, splits=2, kernel=attend, **options):
+    """Compare with fp64: no error beyond what rounding in this kernel explains."""
+
+    def called(*args, **given):
+        return call(kernel, *args, splits=splits, **given)
+
+    return paged_inputs.check(query, kv, called, Rounding.of("triton", query.dtype), **options)
+
+
+def slow_one(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def pages(keys="int4", values=None, *, q_len=3, group=2, times=1, **held):
+    """Keys and values of one head and few rows, and queries that are `times` as large as usual."""
+    kv = make_kv(keys, values, **{"rows": FEW, "heads": 1, **held})
+    return times * make_query(kv, q_len, group, FP32), kv
+
+
+def latents(name="int4", *, q_len=3, heads=3, **held):
+    """Latents of few rows, and queries of some heads for them."""
+    kv = make_latents(name, **held)
+    return make_query(kv, q_len, heads, FP32), kv
+
+
+def random_mask(kind, *shape):
+    """Return what makes a mask [*shape, columns] for pages."""
+
+    def make(kv):
+        mask = torch.rand(*shape, kv.seen, generator=torch.Generator().manual_seed(7))
+        if kind == "bool":
+            return mask > 0.4
+        additive = 3 * mask - 1
+        if kind == "lowest":
+            return additive.masked_fill(mask < 0.2, torch.finfo(FP32).min)
+        return additive.masked_fill(mask < 0.2, float("-inf")) if kind == "float-inf" else additive
+
+    return make
+
+
+def hides_a_query(kv):
+    mask = torch.ones(1, 1, 3, kv.seen).bool()
+    mask[:, :, 1] = False
+    return mask
+
+
+# finfo.min everywhere is the same for all tokens: softmax gives their mean. With more splits it is the mean of the splits'
+# means: beside such a number a log-sum-exp has no room for counts
+def all_alike(kv):
+    return torch.full((1, 1, 1, kv.seen), torch.finfo(FP32).min)
+
+
+def causal(kv):
+    return torch.ones(1, 1, 3, kv.seen).tril(kv.seen - 3).bool()
+
+
+def case(made, splits=2, slow=False, **options):
+    """Return a case: what makes queries and pages, splits, and options, of which functions get the pages."""
+    return made, splits, slow, options
+
+
+def formats():
+    for keys, values in product(NAMES, NAMES):
+        yield case(partial(pages, keys, values))
+    for name, dim in product(NAMES, (16, 64, 80, 96, 128, 192, 256)):
+        yield case(partial(pages, name, key_dim=dim, q_len=1), slow=dim > 128)
+    for name, (key_dim, value_dim) in product(NAMES, ((128, 64), (64, 128), (80, 32))):
+        yield case(partial(pages, name, key_dim=key_dim, value_dim=value_dim, q_len=1))
+
+
+def page_sizes():
+    """Pages of 128 tokens are two tiles, and four where the keys' scales change every 32 tokens (int2)."""
+    for name, page in product(("exact", "int8", "int4", "int2"), (32, 64, 128, 256)):
+        held = {"page": page, "slots": page + 20, "rows": [(3, page + 7), (0, 2)]}
+        yield case(partial(pages, name, **held), slow=page == 256)
+
+
+def groups_and_chunks():
+    """8 heads of 16 queries are four blocks of 32 columns; 3 of 3 leave columns unused."""
+    for group, q_len in product((1, 2, 3, 4, 8), (1, 3, 16)):
+        heads = 1 if group * q_len > 64 else 2
+        yield case(partial(pages, q_len=q_len, group=group, heads=heads), slow=group in (2, 4))
+
+
+def group_sizes():
+    """Key groups of a tile and below one; value groups of a run, of a part of it, and across runs."""
+    sizes = [{"key_group": 16, "page": 64}, {"key_group": 8, "page": 32}]
+    sizes += [{"value_group": channels} for channels in (16, 32, 8)]
+    for name, given in product(("int4", "int2"), sizes):
+        yield case(partial(pages, name, q_len=1, **{"slots": 80, **given}))
+
+
+def mixed_and_rotated():
     """Rotated blocks of 16 to 128 channels, which at 80 and 96 lie across the runs of a byte."""
-    group = None if values == "exact" else head_dim
-    options = {"rows": FEW, "heads": 2 if keys in MIXED else 1, "shuffle": 1, "poison": True}
-    kv = make_kv(keys, values, key_dim=head_dim, value_group=group, **options)
-    check_kernel(make_query(kv, 1, dtype=FP32), kv)
+    for (keys, values), dim in product(PAIRS, (16, 64, 80, 96, 128, 256)):
+        held = {"key_dim": dim, "value_group": None if values == "exact" else dim}
+        held |= {"heads": 2 if keys in MIXED else 1, "shuffle": 1, "poison": True, "q_len": 1}
+        yield case(partial(pages, keys, values, **held), slow=dim == 256)
+    for keys, group in product(MIXED, (8, 16)):
+        yield case(partial(pages, keys, "exact", page=32, slots=50, key_group=group))
+    for values, group in product(ROTATED, (16, 8, 40)):
+        dim = 80 if group == 40 else 64
+        yield case(partial(pages, "exact", values, key_dim=dim, value_group=group))
+
+
+def rows_and_splits():
+    """16 splits are more than any row has pages: most are empty, and their partial results stay unwritten."""
+    for name, splits in product(("exact", "int4"), (1, 2, 5, 16)):
+        few = {"rows": ROWS[::2]} if splits == 16 else {"rows": ROWS, "heads": 2}
+        yield case(partial(pages, name, **few), splits, slow=splits == 5)
+    for sinks in (0, 1, 20):
+        held = {"rows": [(3, 30), (2, 21), (0, 5)], "sinks": sinks, "q_len": 16}
+        yield case(partial(pages, "exact", **held))
+    # an empty row, and one of 3 tokens for a chunk of 16 queries
+    for splits in (1, 3):
+        yield case(partial(pages, "int8", rows=ROWS, poison=True, q_len=16), splits)
+
+
+def options():
+    for window, mask in product((1, 7, 16, 30, 90, 1000), (None, causal)):
+        made = partial(pages, "exact", rows=ROWS)
+        yield case(made, slow=window in (16, 90), sliding_window=window, mask=mask)
+    for kind, shape in product(
+        ("bool", "float", "float-inf", "lowest"), ((1, 1), (5, 1), (1, 4), (5, 4))
+    ):
+        made = partial(pages, rows=ROWS, heads=2 if shape[1] > 1 else 1, more_padding=3)
+        yield case(made, mask=random_mask(kind, *shape, 3))
+    yield case(partial(pages, "int8", rows=ROWS), mask=hides_a_query)
+    yield case(partial(pages, "exact", q_len=1), 1, mask=all_alike)
+    for cap, kind in product((0.5, 5.0, 50.0), (None, "bool", "float")):
+        yield case(partial(pages, "int8"), softcap=cap, mask=kind and random_mask(kind, 1, 1, 3))
+    for size, splits in product((1.0, 30.0, -30.0, float("-inf")), (1, 3)):
+        made = partial(pages, "int8", rows=[*FEW, (0, 0)], heads=2)
+        yield case(made, splits, sink_logits=size * torch.linspace(0.5, 1.5, 4))
+    held = {"key_dim": 128, "value_dim": 64, "shuffle": 3, "poison": True, "heads": 2}
+    together = {"softcap": 8.0, "sliding_window": 40, "sink_logits": torch.linspace(-2, 2, 8)}
+    made = partial(pages, "int4", "int8", q_len=16, group=4, **held)
+    yield case(made, mask=random_mask("float-inf", 2, 8, 16), **together)
+    yield case(partial(pages, "exact", rows=ROWS, times=400))  # scores that overflow exp
+
+
+# name, page size, tokens of a scale: places of a word lie in one token group or in several, and the words of small pages fill
+# no tile alone
+LATENT_PAGES = [
+    ("exact", 64, None), ("int8", 64, None), ("int4", 64, None), ("int4", 64, 16), ("int2", 64, None), ("int2", 128, None),
+]  # fmt: skip
+MORE_LATENT_PAGES = [
+    ("int8", 32, None), ("fp8", 128, None), ("int4", 32, None), ("int4", 64, 32), ("int4", 128, None), ("int4", 128, 32),
+    ("int4", 256, 16), ("int2", 32, None), ("int2", 64, 16), ("int2", 64, 64), ("int2", 128, 128), ("int2", 256, None),
+    ("int2", 512, 16),
+]  # fmt: skip
+LATENT_SIZES = [
+    {"rope_dim": 0}, {"rank": 240}, {"rank": 8, "rope_dim": 8}, {"rank": 128, "page": 64, "slots": 90}, {"group": 16},
+]  # fmt: skip
+
+
+def latents_of_every_kind():
+    for name in format_names("latent"):
+        yield case(partial(latents, name, poison=True))
+    for name, rope in (("int4", "exact"), ("exact", "int8")):
+        yield case(partial(latents, name, rope=rope))
+    for name, page, tokens in (*LATENT_PAGES, *MORE_LATENT_PAGES):
+        made = partial(latents, name, page=page, tokens=tokens, slots=page + 26, q_len=1)
+        yield case(made, slow=(name, page, tokens) in MORE_LATENT_PAGES)
+    for name, sizes in product(("exact", "fp8", "int8", "int4", "int2"), LATENT_SIZES):
+        quick = name == ("int8" if "group" in sizes else "int4")
+        yield case(partial(latents, name, q_len=1, **sizes), slow=not quick)
+    for name, splits in (("int4", 1), ("int4", 9), ("int4", 3), ("exact", 3), ("int8", 9)):
+        yield case(
+            partial(latents, name, rows=RAGGED, poison=True),
+            splits,
+            slow=name != "int4" or splits == 3,
+        )
+    yield case(partial(latents, "int8", heads=7))
+
+
+def latents_with_options():
+    for name, kind in product(("int2", "exact"), ("bool", "float-inf")):
+        made = partial(latents, name, rows=RAGGED[:3], padding=3)
+        yield case(made, slow=name == "exact", mask=random_mask(kind, 3, 1, 3))
+    for name, window in product(("int4", "exact"), (1, 30, 1000)):
+        slow = name == "exact" or window == 1000
+        yield case(partial(latents, name, rows=RAGGED[:2]), 1, slow=slow, sliding_window=window)
+    yield case(partial(latents, "int4", rows=RAGGED[:2]), softcap=0.7)
+    for splits in (1, 2):
+        yield case(partial(latents, "int8"), splits, sink_logits=torch.linspace(-1, 2, 3))
+
+
+CASES = (
+    formats, page_sizes, groups_and_chunks, group_sizes, mixed_and_rotated, rows_and_splits, options, latents_of_every_kind,
+    latents_with_options,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "sizes"),
-    [
-        *((k, "exact", {"page": 32, "slots": 50, "key_group": g}) for k in MIXED for g in (8, 16)),
-        *(
-            ("exact", v, {"key_dim": 80 if g == 40 else 64, "value_group": g})
-            for v in ROTATED
-            for g in (16, 8, 40)
-        ),
-    ],
+    ("cases", "slow"),
+    [(one, False) for one in CASES]
+    + [pytest.param(one, True, marks=pytest.mark.slow) for one in CASES],
+    ids=lambda value: getattr(value, "__name__", "slow" if value else "quick"),
 )
-def test_decode_reads_mixed_keys_and_rotated_values_in_groups(keys, values, sizes):
-    kv = make_kv(keys, values, rows=FEW, heads=1, **sizes)
-    check_kernel(make_query(kv, 3, dtype=FP32), kv)
+def test_decode_is_the_definition(cases, slow):
+    for made, splits, is_slow, options in cases():
+        if is_slow == slow:
+            query, kv = made()
+            given = {name: one(kv) if callable(one) else one for name, one in options.items()}
+            try:
+                out = check(query, kv, splits, **given)
+            except AssertionError as error:
+                raise AssertionError(f"{made}, {splits} splits, {options}: {error}") from error
+            assert bool(out.isfinite().all())
 
 
-# -- splits, rows, padding ---------------------------------------------------------------------------------------
+# -- what the result does not depend on ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits", [1, 2, slow(5), 16])
-@pytest.mark.parametrize("name", ["exact", "int4"])
-def test_decode_does_not_depend_on_its_splits(name, splits):
-    """16 splits are more than any row has pages: most are empty, and their partial results stay unwritten."""
-    few = {} if splits < 16 else {"rows": ROWS[::2], "heads": 1}
-    kv = make_kv(name, **few)
-    check_splits(make_query(kv, 3, dtype=FP32), kv, splits)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_decode_gives_zeros_to_rows_and_queries_without_tokens(splits):
-    """Row 4 is empty; row 2 has 3 tokens for a chunk of 16 queries."""
-    kv = make_kv("int8", heads=1, poison=True)
-    out = check_splits(make_query(kv, 16, dtype=FP32), kv, splits)
-    assert torch.equal(out[4], torch.zeros_like(out[4]))
-    assert torch.equal(out[2, :, :13], torch.zeros_like(out[2, :, :13]))
-    assert bool((out[2, :, 13:].abs().sum((0, 2)) > 0).all())
-
-
-@pytest.mark.parametrize("name", format_names("keys", "values"))
+@pytest.mark.parametrize("name", [*NAMES, "latents"])
 def test_decode_takes_a_cache_without_any_page(name):
     """Neither in the table nor in storage: nothing of either may be read."""
-    kv = make_kv(name, rows=[(0, 7), (0, 0), (0, 1)], heads=1)
-    empty = [{n: t[:0] for n, t in pages.items()} for pages in (kv.key_pages, kv.value_pages)]
-    kv = replace(kv, key_pages=empty[0], value_pages=empty[1])
+    rows = [(0, 7), (0, 0), (0, 1)]
+    query, kv = latents(rows=rows) if name == "latents" else pages(name, rows=rows)
+    empty = [{n: t[:0] for n, t in one.items()} for one in (kv.key_pages, kv.value_pages)]
     assert kv.block_table.shape[1] == 0
-    check_kernel(make_query(kv, 3, dtype=FP32), kv)
+    check(query, replace(kv, key_pages=empty[0], value_pages=empty[1]))
 
 
 def test_decode_reads_no_page_for_a_split_without_tiles():
     """Page 0 is nobody's and nan: a split that reads ahead where it has nothing to do would spread it."""
-    kv = make_kv("int4", rows=[(0, 7), (2, 5)])
+    query, kv = pages(rows=[(0, 7), (2, 5)], heads=2)
     moved = [
         {
             n: torch.cat([torch.full_like(t[:1], float("nan") if n != "codes" else 0), t])
-            for n, t in pages.items()
+            for n, t in one.items()
         }
-        for pages in (kv.key_pages, kv.value_pages)
+        for one in (kv.key_pages, kv.value_pages)
     ]
     kv = replace(kv, key_pages=moved[0], value_pages=moved[1], block_table=kv.block_table + 1)
-    check_splits(make_query(kv, 3, dtype=FP32), kv, 8)
+    check(query, kv, 8)
 
 
-@pytest.mark.parametrize("name", format_names("keys", "values"))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "mask"])
 def test_decode_never_reads_unused_slots_and_pages(name, masked):
     """Unused slots, pages that nobody holds and table entries past a row's pages change no bit of the result."""
     options = {"softcap": 20.0, "sink_logits": torch.zeros(2), "softmax_scale": 0.125}
     outs = []
     for poison in (False, True):
-        kv = make_kv(name, heads=1, poison=poison, shuffle=0)
+        query, kv = pages(name, rows=ROWS, poison=poison)
         mask = torch.zeros(1, 1, 3, kv.seen) if masked else None
-        outs.append(
-            call(attend, AttentionCall(make_query(kv, 3, dtype=FP32), kv, mask=mask, **options))
-        )
+        outs.append(call(attend, AttentionCall(query, kv, mask=mask, **options)))
     assert bool(kv.residual_keys.isnan().any())
     assert bool(outs[1].isfinite().all())
     assert torch.equal(*outs)
@@ -190,142 +291,33 @@ def test_decode_never_reads_unused_slots_and_pages(name, masked):
 @pytest.mark.parametrize("splits", [0, 1, 3])
 def test_decode_of_one_query_needs_no_mask_on_a_preallocated_cache(splits):
     """A table as wide as the room, of which each row holds a part; `seen` columns that most rows do not reach."""
-    kv = make_kv("int4", heads=1, poison=True, more_padding=40)
+    query, kv = pages(rows=ROWS, q_len=1, poison=True, more_padding=40)
     table = kv.block_table[:, -1:].repeat(1, 40)
     table[:, : kv.block_table.shape[1]] = kv.block_table
-    kv = replace(kv, block_table=table)
-    check_splits(make_query(kv, 1, dtype=FP32), kv, splits)
+    check(query, replace(kv, block_table=table), splits)
 
 
-def test_decode_gives_a_view_of_tokens_with_their_heads_side_by_side():
-    kv = make_kv("int4", rows=FEW)
-    out = call(attend, AttentionCall(make_query(kv, 3, dtype=FP32), kv, 0.125))
-    assert out.transpose(1, 2).is_contiguous()
-
-
-def test_decode_is_the_same_for_permuted_page_ids():
-    outs = []
-    for shuffle in (0, 1):
-        kv = make_kv("int4", shuffle=shuffle)
-        outs.append(call(attend, AttentionCall(make_query(kv, dtype=FP32), kv, 0.125)))
-    assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("sinks", [0, 1, 20])
-def test_decode_puts_the_sinks_in_front_of_the_pages(sinks):
-    kv = make_kv("exact", rows=[(3, 30), (2, 21), (0, 5)], heads=1, sinks=sinks)
-    check_kernel(make_query(kv, 16, dtype=FP32), kv)
-
-
-def test_decode_takes_queries_of_any_strides():
-    kv = make_kv("int4", rows=FEW)
-    query = make_query(kv, 3, dtype=FP32)
+def test_decode_takes_tensors_as_they_lie():
+    """Page ids may be permuted, queries have any strides, and a mask more columns than were seen; a token's heads lie together."""
+    query, kv = pages(heads=2)
     moved = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert not moved.is_contiguous()
-    outs = [call(attend, AttentionCall(q, kv, 0.125)) for q in (query, moved)]
-    assert torch.equal(*outs)
-
-
-# -- sliding windows, masks, softcap, sink logits ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "mask"])
-@pytest.mark.parametrize("window", [1, 7, slow(16), 30, slow(90), 1000])
-def test_decode_sees_a_sliding_window(window, masked):
-    kv = make_kv("exact", heads=1)
-    mask = torch.ones(1, 1, 3, kv.seen).tril(kv.seen - 3).bool() if masked else None
-    check_kernel(make_query(kv, 3, dtype=FP32), kv, mask=mask, sliding_window=window)
-
-
-def random_mask(kv, kind, shape):
-    mask = torch.rand(*shape, kv.seen, generator=torch.Generator().manual_seed(7))
-    if kind == "bool":
-        return mask > 0.4
-    additive = 3 * mask - 1
-    if kind == "lowest":
-        return additive.masked_fill(mask < 0.2, torch.finfo(torch.float32).min)
-    return additive.masked_fill(mask < 0.2, float("-inf")) if kind == "float-inf" else additive
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 3), (5, 1, 3), (1, 4, 3), (5, 4, 3)], ids=str)
-@pytest.mark.parametrize("kind", ["bool", "float", "float-inf", "lowest"])
-def test_decode_applies_masks(kind, shape):
-    kv = make_kv("int4", heads=2 if shape[1] > 1 else 1, more_padding=3)
-    check_kernel(make_query(kv, 3, dtype=FP32), kv, mask=random_mask(kv, kind, shape))
-
-
-def test_decode_reads_the_first_columns_of_a_mask_that_is_too_wide():
-    kv = make_kv("int4", rows=FEW)
-    query = make_query(kv, 3, dtype=FP32)
-    wide = random_mask(kv, "bool", (2, 4, 3))
-    wide = torch.cat([wide, torch.ones(2, 4, 3, 11).bool()], -1)
-    out = call(attend, AttentionCall(query, kv, 0.125, mask=wide))
-    narrow = wide[..., : kv.seen].contiguous()
-    assert torch.equal(out, call(attend, AttentionCall(query, kv, 0.125, mask=narrow)))
-
-
-def test_decode_averages_where_a_mask_holds_only_the_lowest_number():
-    """finfo.min everywhere is the same for all tokens: softmax gives their mean, not zeros.
-
-    With more splits it is the mean of the splits' means: beside such a number a log-sum-exp has no room for counts.
-    """
-    kv = make_kv("exact", rows=FEW)
-    mask = torch.full((1, 1, 1, kv.seen), torch.finfo(FP32).min)
-    out = check_splits(make_query(kv, dtype=FP32), kv, 1, mask=mask)
-    assert bool((out.abs().sum((1, 2, 3)) > 0).all())
-
-
-def test_decode_gives_zeros_where_the_mask_hides_everything():
-    kv = make_kv("int8", heads=1)
-    mask = torch.ones(1, 1, 3, kv.seen).bool()
-    mask[:, :, 1] = False
-    out = check_kernel(make_query(kv, 3, dtype=FP32), kv, mask=mask)
-    assert torch.equal(out[:, :, 1], torch.zeros_like(out[:, :, 1]))
-
-
-@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
-@pytest.mark.parametrize("kind", [None, "bool", "float"])
-def test_decode_caps_the_scores_before_the_mask(softcap, kind):
-    kv = make_kv("int8", rows=FEW, heads=1)
-    mask = None if kind is None else random_mask(kv, kind, (1, 1, 3))
-    check_kernel(make_query(kv, 3, dtype=FP32), kv, mask=mask, softcap=softcap)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("size", [1.0, 30.0, -30.0, float("-inf")])
-def test_decode_adds_sink_logits_to_the_denominator(size, splits):
-    kv = make_kv("int8", rows=[*FEW, (0, 0)])
-    logits = size * torch.linspace(0.5, 1.5, 4)
-    out = check_splits(make_query(kv, 3, dtype=FP32), kv, splits, sink_logits=logits)
-    assert torch.equal(out[2], torch.zeros_like(out[2]))
-
-
-def test_decode_takes_all_options_together():
-    kv = make_kv("int4", "int8", key_dim=128, value_dim=64, shuffle=3, poison=True, rows=FEW)
-    check_kernel(
-        make_query(kv, 16, group=4, dtype=FP32),
-        kv,
-        mask=random_mask(kv, "float-inf", (2, 8, 16)),
-        softcap=8.0,
-        sliding_window=40,
-        sink_logits=torch.linspace(-2, 2, 8),
-    )
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------
-
-
-def test_decode_survives_scores_that_overflow_exp():
-    kv = make_kv("exact", heads=1)
-    out = check_kernel(make_query(kv, 3, dtype=FP32) * 400, kv)
-    assert bool(out.isfinite().all())
+    narrow = random_mask("bool", 2, 4, 3)(kv)
+    wide = torch.cat([narrow, torch.ones(2, 4, 3, 11).bool()], -1)
+    first = call(attend, AttentionCall(query, kv, 0.125, mask=narrow))
+    assert first.transpose(1, 2).is_contiguous()
+    for q, held, mask in (
+        (moved, kv, narrow),
+        (query, pages(heads=2, shuffle=1)[1], narrow),
+        (query, kv, wide),
+    ):
+        assert torch.equal(call(attend, AttentionCall(q, held, 0.125, mask=mask)), first)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e20], ids=str)
 def test_decode_keeps_queries_in_range(size):
     """Queries are brought near 1 by a power of two: without it their squares leave fp32's range."""
-    kv = make_kv("int4", rows=FEW)
-    query = make_query(kv, dtype=FP32)
+    query, kv = pages(q_len=1, heads=2)
     out = call(attend, AttentionCall(query * size, kv, 0.125 / size))
     assert_within(out, *exact_attention(query, kv, 0.125, Rounding.of("triton", FP32)))
 
@@ -346,7 +338,7 @@ def test_decode_with_ptx_errs_no_more_than_float16(keys, values, isa):
     options = {"heads": 1, "dtype": torch.float16, "rows": [(5, 0), (2, 0), (3, 2)], "sinks": 0}
     kv = make_kv(keys, values, value_group=64 if values in ROTATED else None, **options)
     query = make_query(kv, 3, dtype=torch.float16)
-    check_kernel(query, kv, partial(attend_with_ptx, isa=isa))
+    check(query, kv, kernel=partial(attend_with_ptx, isa=isa))
 
 
 @pytest.mark.parametrize("sizes", [(1e-4, 1e-4), (1e3, 1e3), (1e-4, 1e3)], ids=str)
@@ -368,3 +360,75 @@ def test_decode_with_ptx_keeps_small_and_large_numbers_in_float16(name, sizes):
 @pytest.mark.parametrize("bits", [2, 4, 8], ids=str)
 def test_ptx_unpacks_every_byte(bits):
     assert call(interpreter.unpack_every_byte, bits)
+
+
+def unpack_all_words(bits, code, isa):
+    """Numbers that the PTX of a word's places gives for all 65,536 words (runs in the worker)."""
+    import numpy as np
+    from interpreter import ptx
+
+    from kv_hf.backends.triton import dequant
+
+    every = np.arange(65536, dtype=np.uint16)
+    if bits < 8:
+        texts = [dequant._take_place.fn(p, bits) for p in range(16 // bits)]
+        outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
+    else:
+        make = dequant._signed if code == "signed" else dequant._by_shifts
+        outs = ptx(make.fn(True), every.view(np.uint32), 2)
+    return [np.ascontiguousarray(out).view(np.float16) for out in outs]
+
+
+@pytest.mark.parametrize(
+    ("bits", "code"), [(2, "unsigned"), (4, "unsigned"), (8, "signed"), (8, "float8")], ids=str
+)
+def test_ptx_unpacks_every_word(bits, code):
+    every = torch.arange(65536)
+    for place, got in enumerate(call(unpack_all_words, bits, code, 80)):
+        got = torch.from_numpy(got.copy())
+        codes = (every >> (bits * place)) & ((1 << bits) - 1)
+        if code == "unsigned":
+            wanted = (codes << (bits * place % 8)).double() * 2.0**-24
+        elif code == "signed":
+            wanted = codes.to(torch.uint8).view(torch.int8).double()
+        else:
+            wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        finite = wanted.isfinite()
+        assert torch.equal(got.double()[finite], wanted[finite])
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("int4", 64), ("int2", 64), ("int8", 64), slow_one("int4", 16), slow_one("int4", 128), slow_one("int2", 16),
+     slow_one("int2", 32), slow_one("int2", 128), slow_one("int2", 256), slow_one("fp8", 16), slow_one("int8", 16)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1.0, slow_one(1e-3), slow_one(1e3)], ids=str)
+def test_decode_of_latents_with_ptx_errs_no_more_than_float16(name, page, size):
+    """The NVIDIA branch: codes as float16 subnormals, units as powers of two, products in float16.
+
+    Rounding a query times its scales moves a score by eps * sum |q| |code * scale|, and so all shares together by
+    twice that. Each weight is rounded, times |code * scale| of at most twice the largest number, and the result is.
+    """
+    query, kv = latents(name, page=page, dtype=torch.float16, rows=[(3, 0), (1, 2)], slots=4)
+    for field in {"scale", "offset"} & set(kv.key_pages):
+        kv.key_pages[field].copy_((kv.key_pages[field].float() * size).half())
+    query, scale = query.half(), 0.1 / max(size, 1.0)
+    expected = reference.paged_attention(AttentionCall(query.double(), kv, scale))
+    out = call(attend_with_ptx, AttentionCall(query, kv, scale), isa=80)
+    eps, moved = 2.0**-11, 0.0
+    stored_side = kv.spec.keys
+    stored = decode(kv.key_pages, stored_side, torch.float64)
+    largest = max(float(stored.abs().max()), float(kv.residual_keys.abs().max()))
+    if "offset" in kv.key_pages:  # else queries are multiplied as they are
+        top = 2**stored_side.scheme.bits - 1
+        offset = kv.key_pages["offset"].double()
+        codes = stored - offset.repeat_interleave(page // offset.shape[2], 2)
+        q = query[..., : stored_side.head_dim].double().abs()
+        moved = eps * float((q.flatten(0, 2) @ codes.abs().flatten(0, 2).mT).max())
+        moved += (
+            2.0**-25 * top * stored_side.head_dim * 2 * float(query.abs().max())
+        )  # of subnormal products
+    allowed = (2 * scale * moved + 3 * eps) * largest
+    assert float((out.double() - expected).abs().max()) <= allowed
+    assert allowed < 0.05 * largest

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from interpreter import call, needs_interpreter
-from tiny_hybrids import make_sliding
-from tiny_models import left_padded, make_model, tokens
+from tiny_models import left_padded, make_model, make_sliding, tokens
 from wrapped_kernels import wrap_kernels
 
 import kv_hf

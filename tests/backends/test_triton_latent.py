@@ -1,21 +1,16 @@
-"""The Triton kernels for latents: decode and seal in the interpreter against the reference, and compiled for GPUs."""
+"""The Triton kernels for latents: what they take, in generate() in the interpreter, and compiled for GPUs."""
 
 import json
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 
-import paged_inputs
 import pytest
 import torch
-from interpreter import attend, attend_with_ptx, call, needs_interpreter
+from interpreter import call, needs_interpreter
+from paged_inputs import make_latents
 from paths import TESTS
-from rounding import Rounding
 
-from kv_hf.backends.base import AttentionCall, PagedKV
-from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import format_names, k_rope_name, k_rope_scheme, latent_scheme
-from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
 
 needs_triton = pytest.mark.skipif(
@@ -24,7 +19,6 @@ needs_triton = pytest.mark.skipif(
 FP32 = torch.float32
 FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row
 RAGGED = [(5, 11), (2, 20), (0, 3), (1, 4), (0, 0)]
-HEADS = 3
 
 
 def slow(*values):
@@ -59,250 +53,8 @@ def spec_of(
 
 def make_kv(name, *, rows=FEW, slots=40, poison=False, padding=0, **sizes):
     """Random pages and windows; `poison` fills pages and slots that nobody holds with nan."""
-    spec = spec_of(name, **sizes)
-    numbers = torch.Generator().manual_seed(0)
-    held, page = sum(pages for pages, _ in rows), spec.keys.page_size
-    order = torch.randperm(held + 2, generator=torch.Generator().manual_seed(1))
-    stored, windows = [], []
-    exact = torch.tensor([exact for _, exact in rows], dtype=torch.int32)
-    for side in spec.sides:
-        x = torch.randn(held, 1, page, side.head_dim, generator=numbers).to(side.dtype)
-        encoded, _ = encode(x, side)
-        fields = {}
-        for field, (shape, dtype) in side.fields.items():
-            fields[field] = torch.zeros(held + 2, *shape, dtype=dtype)
-            if poison and dtype.is_floating_point:
-                fields[field].fill_(float("nan"))
-            fields[field][order[:held]] = encoded[field]
-        stored.append(fields)
-        window = torch.randn(len(rows), 1, slots, side.head_dim, generator=numbers).to(side.dtype)
-        if poison:
-            window[(torch.arange(slots) >= exact[:, None])[:, None]] = float("nan")
-        windows.append(window)
-    table = order[-1].repeat(len(rows), max(p for p, _ in rows)).to(torch.int32)
-    first = 0
-    for row, (pages, _) in enumerate(rows):
-        table[row, :pages] = order[first : first + pages]
-        first += pages
-    tokens = torch.tensor([pages * page + e for pages, e in rows], dtype=torch.int32)
-    seen = int(tokens.max()) + padding
-    pages = torch.tensor([pages for pages, _ in rows], dtype=torch.int32)
-    return PagedKV(
-        *stored, spec, table, pages, *windows, exact, seen - tokens, seen, 4
-    )  # fmt: skip
-
-
-def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
-    shape = (kv.rows, heads, q_len, kv.spec.query_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-
-
-def check(query, kv, splits=2, kernel=attend, **options):
-    """Compare with fp64: no error beyond what rounding in this kernel explains."""
-
-    def called(*args, **given):
-        return call(kernel, *args, splits=splits, **given)
-
-    rounding = Rounding.of("triton", query.dtype)
-    return paged_inputs.check(query, kv, called, rounding, **options)
-
-
-# -- decode in the interpreter ---------------------------------------------------------------------------------------
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "rope"),
-    [*((name, None) for name in format_names("latent")), ("int4", "exact"), ("exact", "int8")],
-)
-def test_decode_reads_every_format(name, rope):
-    kv = make_kv(name, rope=rope, poison=True)
-    check(make_query(kv, 3), kv)
-
-
-PAGES = [
-    ("exact", 64, None), ("int8", 64, None), slow("int8", 32, None), slow("fp8", 128, None),
-    ("int4", 64, None), ("int4", 64, 16), slow("int4", 32, None), slow("int4", 64, 32), slow("int4", 128, None),
-    slow("int4", 128, 32), slow("int4", 256, 16),
-    ("int2", 64, None), ("int2", 128, None), slow("int2", 32, None), slow("int2", 64, 16), slow("int2", 64, 64),
-    slow("int2", 128, 128), slow("int2", 256, None), slow("int2", 512, 16),
-]  # fmt: skip
-
-
-@needs_interpreter
-@pytest.mark.parametrize(("name", "page", "tokens"), PAGES, ids=str)
-def test_decode_takes_every_page(name, page, tokens):
-    """Places of a word lie in one token group or in several, and the words of small pages fill no tile alone."""
-    kv = make_kv(name, page=page, tokens=tokens, slots=page + 26)
-    check(make_query(kv), kv)
-
-
-SIZES = {
-    "no-rope": ("int4", {"rope_dim": 0}),
-    "odd-rank": ("int4", {"rank": 240}),
-    "rank-below-a-product": ("int2", {"rank": 8, "rope_dim": 8}),
-    "two-runs": ("int4", {"rank": 128, "page": 64, "slots": 90}),
-    "groups-of-16-channels": ("int8", {"group": 16}),
-}
-MORE_SIZES = {
-    f"{name}-{sizes}": (name, {**SIZES[sizes][1]})
-    for name in ("exact", "fp8", "int8", "int4", "int2")
-    for sizes in SIZES
-    if name != SIZES[sizes][0]
-}
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [*SIZES.values(), *(slow(*case) for case in MORE_SIZES.values())],
-    ids=[*SIZES, *MORE_SIZES],
-)
-def test_decode_takes_every_size(name, sizes):
-    kv = make_kv(name, **sizes)
-    check(make_query(kv), kv)
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [("int4", 1), ("int4", 9), slow("int4", 3), slow("exact", 3), slow("int8", 9)],
-)
-def test_decode_of_ragged_rows_does_not_depend_on_its_splits(name, splits):
-    """9 splits are more than any row has tiles; an empty row and queries before the first token give zeros."""
-    kv = make_kv(name, rows=RAGGED, poison=True)
-    out = check(make_query(kv, 3), kv, splits)
-    assert torch.equal(out[4], torch.zeros_like(out[4]))
-
-
-@needs_interpreter
-def test_decode_spreads_many_heads_over_programs():
-    kv = make_kv("int8")
-    check(make_query(kv, 3, heads=7), kv)
-
-
-@needs_interpreter
-def test_decode_takes_a_cache_without_any_page():
-    kv = make_kv("int4", rows=[(0, 7), (0, 0)])
-    empty = [{n: t[:0] for n, t in pages.items()} for pages in (kv.key_pages, kv.value_pages)]
-    check(make_query(kv, 3), replace(kv, key_pages=empty[0], value_pages=empty[1]))
-
-
-def random_mask(kv, kind, q_len):
-    mask = torch.rand(kv.rows, 1, q_len, kv.seen, generator=torch.Generator().manual_seed(7))
-    if kind == "bool":
-        return mask > 0.4
-    return (3 * mask - 1).masked_fill(mask < 0.2, float("-inf"))
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("int2", "bool"), ("int2", "float"), slow("exact", "bool"), slow("exact", "float")],
-)
-def test_decode_applies_masks(name, kind):
-    kv = make_kv(name, rows=RAGGED[:3], padding=3)
-    check(make_query(kv, 3), kv, mask=random_mask(kv, kind, 3))
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "window"),
-    [("int4", 1), ("int4", 30), slow("int4", 1000), slow("exact", 1), slow("exact", 30)],
-)
-def test_decode_sees_a_sliding_window(name, window):
-    kv = make_kv(name, rows=RAGGED[:2])
-    check(make_query(kv, 3), kv, splits=1, sliding_window=window)
-
-
-@needs_interpreter
-def test_decode_bounds_scores_by_a_softcap():
-    kv = make_kv("int4", rows=RAGGED[:2])
-    check(make_query(kv, 3), kv, softcap=0.7)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("splits", [1, 2])
-def test_decode_adds_sink_logits_to_the_denominator(splits):
-    kv = make_kv("int8")
-    check(make_query(kv, 3), kv, splits, sink_logits=torch.linspace(-1, 2, HEADS))
-
-
-# -- what only NVIDIA GPUs run ---------------------------------------------------------------------------------------
-
-
-def unpack_all_words(bits, code, isa):
-    """Numbers that the PTX of a word's places gives for all 65,536 words (runs in the worker)."""
-    import numpy as np
-    from interpreter import ptx
-
-    from kv_hf.backends.triton import dequant
-
-    every = np.arange(65536, dtype=np.uint16)
-    if bits < 8:
-        texts = [dequant._take_place.fn(p, bits) for p in range(16 // bits)]
-        outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
-    else:
-        make = dequant._signed if code == "signed" else dequant._by_shifts
-        outs = ptx(make.fn(True), every.view(np.uint32), 2)
-    return [np.ascontiguousarray(out).view(np.float16) for out in outs]
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("bits", "code"), [(2, "unsigned"), (4, "unsigned"), (8, "signed"), (8, "float8")], ids=str
-)
-def test_ptx_unpacks_every_word(bits, code):
-    every = torch.arange(65536)
-    for place, got in enumerate(call(unpack_all_words, bits, code, 80)):
-        got = torch.from_numpy(got.copy())
-        codes = (every >> (bits * place)) & ((1 << bits) - 1)
-        if code == "unsigned":
-            wanted = (codes << (bits * place % 8)).double() * 2.0**-24
-        elif code == "signed":
-            wanted = codes.to(torch.uint8).view(torch.int8).double()
-        else:
-            wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
-        finite = wanted.isfinite()
-        assert torch.equal(got.double()[finite], wanted[finite])
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [("int4", 64), ("int2", 64), ("int8", 64), slow("int4", 16), slow("int4", 128), slow("int2", 16),
-     slow("int2", 32), slow("int2", 128), slow("int2", 256), slow("fp8", 16), slow("int8", 16)],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("size", [1.0, slow(1e-3), slow(1e3)], ids=str)
-def test_decode_with_ptx_errs_no_more_than_float16(name, page, size):
-    """The NVIDIA branch: codes as float16 subnormals, units as powers of two, products in float16.
-
-    Rounding a query times its scales moves a score by eps * sum |q| |code * scale|, and so all shares together by
-    twice that. Each weight is rounded, times |code * scale| of at most twice the largest number, and the result is.
-    """
-    kv = make_kv(name, page=page, dtype=torch.float16, rows=[(3, 0), (1, 2)], slots=4)
-    for field in {"scale", "offset"} & set(kv.key_pages):
-        kv.key_pages[field].copy_((kv.key_pages[field].float() * size).half())
-    query, scale = make_query(kv, 3, dtype=torch.float16), 0.1 / max(size, 1.0)
-    expected = reference.paged_attention(AttentionCall(query.double(), kv, scale))
-    out = call(attend_with_ptx, AttentionCall(query, kv, scale), isa=80)
-    eps, moved = 2.0**-11, 0.0
-    latents = kv.spec.keys
-    stored = decode(kv.key_pages, latents, torch.float64)
-    largest = max(float(stored.abs().max()), float(kv.residual_keys.abs().max()))
-    if "offset" in kv.key_pages:  # else queries are multiplied as they are
-        top = 2**latents.scheme.bits - 1
-        offset = kv.key_pages["offset"].double()
-        codes = stored - offset.repeat_interleave(page // offset.shape[2], 2)
-        q = query[..., : latents.head_dim].double().abs()
-        moved = eps * float((q.flatten(0, 2) @ codes.abs().flatten(0, 2).mT).max())
-        moved += (
-            2.0**-25 * top * latents.head_dim * 2 * float(query.abs().max())
-        )  # of subnormal products
-    allowed = (2 * scale * moved + 3 * eps) * largest
-    assert float((out.double() - expected).abs().max()) <= allowed
-    assert allowed < 0.05 * largest
+    held = {"rows": rows, "slots": slots, "poison": poison, "more_padding": padding}
+    return make_latents(spec_of(name, **sizes), **held)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
-"""The seal kernel against the bytes that quant/codec.py gives, for every format and side; in the interpreter."""
+"""The kernels that append and seal: the bytes of the codec and the windows of the reference, for every format; in the interpreter."""
+
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
-from interpreter import call, needs_interpreter, seal
+from interpreter import call, needs_interpreter, seal, write_pair
+from paged_inputs import DTYPES, latent_spec
+from test_cpu_write import SLOTS, Inputs, assert_equal, make_spec, specs
 
 from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import (
@@ -13,7 +18,7 @@ from kv_hf.formats import (
     value_scheme,
 )
 from kv_hf.formats.base import SIDES
-from kv_hf.spec import SideSpec
+from kv_hf.spec import ROWS, PageSpec, SideSpec
 
 pytestmark = needs_interpreter
 
@@ -146,3 +151,114 @@ def seal_far_apart(spec):
 
 def test_seal_reads_heads_that_lie_far_apart():
     assert call(seal_far_apart, side_of("int8", dtype=torch.bfloat16, heads=3))
+
+
+# -- both sides of a layer at once -----------------------------------------------------------------------------------
+
+
+class Written(Inputs):
+    """What a step writes, written by the kernels in the worker."""
+
+    def by_pair(self, jobs=True):
+        given = (self.windows, self.new, self.starts, self.skips, self.jobs if jobs else None)
+        self.windows, self.fields, self.damaged = call(
+            write_pair, *given, self.fields, self.spec, self.damaged
+        )
+        return self
+
+
+def compared(change=lambda inputs: None, *, jobs=True, q_len=5, **options):
+    """Let the kernels and the reference do a step that `change` has changed; return what the kernels wrote."""
+    spec = options.pop("spec", None) or make_spec(layout=ROWS, **options)
+    one, other = Written(spec, q_len=q_len), Inputs(spec, q_len=q_len)
+    for inputs in (one, other):
+        change(inputs)
+        inputs.jobs = inputs.jobs if jobs else inputs.jobs[:0]
+    assert_equal(one.by_pair(jobs), other.by_reference())
+    return one
+
+
+def test_write_pair_leaves_what_the_reference_leaves():
+    for spec in specs(torch.float32, ROWS):
+        compared(spec=spec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_write_pair_takes_sides_of_different_dtypes(dtype):
+    """Autocast makes values of another dtype than keys."""
+    keys, values = make_spec(dtype=dtype, layout=ROWS).sides
+    compared(spec=PageSpec(keys, replace(values, dtype=torch.float16)))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 64)], ids=str)
+@pytest.mark.parametrize("q_len", [1, 3, 20])
+def test_write_pair_appends_without_jobs(q_len, dims):
+    def fit(inputs):
+        inputs.starts.clamp_(max=SLOTS - q_len)
+        inputs.skips.clamp_(max=q_len)
+
+    def turn(inputs):
+        fit(inputs)
+        inputs.new = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs.new)
+
+    for change in (fit, turn):
+        compared(change, jobs=False, q_len=q_len, keys="int8", values="int8", dims=dims)
+
+
+def test_write_pair_never_writes_past_the_windows():
+    """What C refuses, a GPU cannot look at: it leaves out what has no slot."""
+    one = Written(make_spec("exact", "exact", layout=ROWS))
+    before = [window.clone() for window in one.windows]
+    one.starts[3] = SLOTS - 2
+    one.by_pair(jobs=False)
+    for window, new, old in zip(one.windows, one.new, before, strict=True):
+        assert torch.equal(window[3, :, -2:], new[3, :, 1:3])
+        assert torch.equal(window[3, :, :-2], old[3, :, :-2])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 7e4], ids=str)
+def test_write_pair_says_that_it_made_numbers_finite(bad, side):
+    """`damaged` is set once and read when the step is over: a launch that finds nothing leaves it as it is."""
+
+    def spoil(inputs):
+        inputs.new[side][1, 1, 2, 3] = bad
+
+    assert compared(spoil).damaged == 1
+    assert compared(lambda inputs: inputs.damaged.fill_(1)).damaged == 1
+
+
+# -- launches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    from fake_driver import pretend_gpu
+
+    with pretend_gpu() as fake:
+        yield fake
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec(layout=ROWS),
+        latent_spec("int8", "int8", layout=ROWS),
+        latent_spec("int4", rope=0, layout=ROWS),
+    ],
+    ids=["int4", "latents", "no-rope"],
+)
+def test_write_pair_launches_once_and_once_more_to_seal(gpu, spec):
+    """Chunks of all lengths above 1 share a variant, and so do windows of all sizes."""
+    from kv_hf.backends.triton import write_pair
+
+    launches = {}
+    for q_len in range(1, 17):
+        one = Inputs(spec, q_len=q_len)
+        given = (one.windows, one.new, one.starts, one.skips)
+        for jobs in (None, one.jobs, one.jobs[:0], one.jobs[1:]):
+            write_pair.write_pair(*given, jobs, one.fields, spec, one.damaged, launches)
+    append, seal = "append_pair_kernel", "seal_pair_kernel"
+    assert gpu.names() == 16 * [append, append, seal, append, append, seal]
+    assert gpu.variants == {append: 2, seal: 1}

@@ -1,6 +1,5 @@
 """What generate() and the cache do with pages of latents: same tokens as transformers' own cache."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -112,24 +111,6 @@ def test_a_changed_cache_goes_on_as_that_of_transformers(family, change):
             filled(family, cache)
         found.append(next_logits(family, cache, rows))
     rounding.assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize("family", some(FAMILIES))
-def test_a_copy_goes_its_own_way(family):
-    model = shared_model(family)
-    caches = []
-    for cache in (DynamicCache(config=model.config), paged(model)):
-        filled(family, cache)
-        caches.append((cache, copy.deepcopy(cache)))
-    (stock, stock_copy), (cache, copied) = caches
-    for seed in range(20):  # pages seal in one while the other waits
-        for one in (stock, cache):
-            with torch.no_grad():
-                model(input_ids=tokens(2, 1, seed=seed), past_key_values=one, use_cache=True)
-    for theirs, mine in ((stock_copy, copied), (stock, cache)):
-        wanted = next_logits(family, theirs, 2)
-        rounding.assert_close(next_logits(family, mine, 2), wanted)
-        mine.check_integrity()
 
 
 @pytest.mark.parametrize("name", ["exact", "int8", "int4", "fp8_ds_mla"])

@@ -6,9 +6,9 @@ import pytest
 import rounding
 import torch
 from beside_stock import compare
-from tiny_hybrids import MODELS, is_there, make_config, make_sliding
-from tiny_models import left_padded, tokens
-from transformers import AutoModelForCausalLM, DynamicCache
+from measure.family_models import build_model, families
+from tiny_models import WINDOWS, left_padded, make_sliding, tokens
+from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.cache.paged_cache import PagedCache
@@ -21,7 +21,7 @@ def sliding_group(cache):
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [*((name, 40) for name in MODELS), ("gemma3", 5), ("mistral", 71)]
+    ("name", "window"), [*((name, 40) for name in WINDOWS), ("gemma3", 5), ("mistral", 71)]
 )
 def test_generation_equals_dynamic_cache_and_pages_are_given_back(name, window):
     model = make_sliding(name, window)
@@ -115,15 +115,8 @@ def test_decode_steps_find_recent_tokens_that_outlast_the_window(sinks):
 
 # -- attention and linear attention together ----------------------------------------------------------------
 
-FAMILIES = [name for name in ("falcon_h1", "zamba2", "inkling_text") if is_there(name)]
-
-
-@cache
-def model_of(family):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config(family)).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
+FAMILIES = [name for name in ("falcon_h1", "zamba2", "inkling_text") if name in families("causal")]
+model_of = cache(build_model)
 
 
 def paged(model, **options):
@@ -138,16 +131,14 @@ def test_layers_that_ask_for_mask_sizes_within_a_forward_equal_dynamic_cache(opt
     """
     if "inkling_text" not in FAMILIES:
         pytest.skip("the installed transformers has no such family")
-    torch.manual_seed(0)
-    config = make_config("inkling_text", sliding_window_size=24)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    ours, stock, ids = paged(model, **options), DynamicCache(config=config), tokens(2, 170)
+    model = model_of("inkling_text")
+    ours, stock, ids = paged(model, **options), DynamicCache(config=model.config), tokens(2, 170)
     with torch.no_grad():
         for part in (ids[:, :90], ids[:, 90:150], *ids[:, 150:].split(1, 1)):
             expected = model(part, past_key_values=stock).logits
             found = model(part, past_key_values=ours).logits
             rounding.assert_close(found, expected)
-    assert ours.layers[0].window == 24
+    assert ours.layers[0].window < 90
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,8 +159,6 @@ def test_rows_repeat_and_select_with_their_states(family):
 
 def test_reset_gives_states_of_layers_without_attention_back():
     """transformers' own layer kept a state of the rows before: another batch did not fit."""
-    if not is_there("zamba2"):
-        pytest.skip("the installed transformers has no such family")
     model = model_of("zamba2")
     cache, ids = paged(model), tokens(3, 20)
     with torch.no_grad():

@@ -4,8 +4,8 @@ import pytest
 import rounding
 import tiny_latent
 import torch
-from tiny_hybrids import make_sliding as windows
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
+from tiny_models import make_sliding as windows
 from transformers import DynamicCache
 
 import kv_hf
@@ -89,25 +89,6 @@ def test_generate_gives_the_tokens_of_a_cache_that_grows(kind, options):
         made.append(model.generate(**inputs, **GREEDY, past_key_values=cache))
         cache.check_integrity()
     assert torch.equal(*made)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 20}],
-    ids=["beams", "lookup", "chunks"],
-)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_features_of_generate_equal_dynamic_cache(kind, options):
-    model = model_of(kind)
-    inputs = {"input_ids": tokens(1, 50)} if "prompt_lookup_num_tokens" in options else left_padded([50, 9])  # fmt: skip
-    given = {**inputs, **GREEDY, **options}
-    wanted = model.generate(**given)
-    found = model.generate(
-        **given,
-        cache_implementation="paged_exact",
-        cache_config={"page_size": 16, "max_length": 200},
-    )
-    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm5_next"])

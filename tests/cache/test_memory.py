@@ -1,12 +1,9 @@
 """Bytes: what a cache reports equals its tensors and the prediction, a decode step stays small, and a cache says what it is."""
 
 import pytest
-import rounding
-import tiny_encoders
 import torch
 from allocations import NewTensors
 from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
-from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.backends.reference.pages import TILE_TOKENS
@@ -77,25 +74,6 @@ def test_reserved_storage_never_moves_while_it_is_filled():
     assert cache.memory().total == 0
 
 
-def test_padding_is_learnt_without_generate():
-    """A direct forward with the kv_hf attention tells the cache of its padding, chunk by chunk too."""
-    model = make_model("llama")
-    inputs = left_padded([100, 10])
-    cache, dynamic = kv_hf.PagedCache(model.config), DynamicCache(config=model.config)
-    with torch.no_grad():
-        for first, last in ((0, 40), (40, 95), (95, 100)):
-            part = {
-                "input_ids": inputs["input_ids"][:, first:last],
-                "attention_mask": inputs["attention_mask"][:, :last],
-                "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(0)[:, first:last],
-            }
-            expected = model(**part, past_key_values=dynamic).logits
-            found = model(**part, past_key_values=cache).logits
-    rounding.assert_close(found[:, -1], expected[:, -1])
-    assert [row.padding for row in cache.group.rows] == [0, 90]
-    assert [cache.group.tokens(row) for row in cache.group.rows] == [100, 10]
-
-
 @pytest.mark.parametrize("implementation", ONE_FORMAT)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
@@ -154,24 +132,6 @@ def test_cache_shows_its_options_and_contents(options, call):
     assert f"bytes={cache.memory().total}" in repr(cache)
 
 
-def test_classes_show_their_own_names():
-    class Own(kv_hf.PagedCache):
-        pass
-
-    config = shared_model("llama").config
-    assert repr(Own(config)).startswith("Own(keys='exact'")
-    assert repr(kv_hf.PagedCache(config)).endswith("rows=0, tokens=0, pages=0, bytes=0)")
-
-
-@pytest.mark.parametrize("cross", ["exact", "same"])
-def test_encoder_decoder_cache_shows_both_halves(cross):
-    config = tiny_encoders.shared_model("t5").config
-    cache = kv_hf.PagedEncoderDecoderCache(config, keys="int4", cross_attention=cross)
-    own, other = cache.self_attention_cache, cache.cross_attention_cache
-    name = type(cache).__name__
-    assert repr(cache) == f"{name}(self_attention_cache={own!r}, cross_attention_cache={other!r})"
-
-
 def test_memory_report_lists_its_parts():
     report = kv_hf.MemoryReport(
         payload=3 << 20, scales=1 << 20, tail=512, tables=0, other=0,
@@ -181,12 +141,6 @@ def test_memory_report_lists_its_parts():
         "4.00 MiB (codes 3.00 MiB, scales 1.00 MiB, exact tokens 512 B); 2.00 GiB outside of the device; 6,144 tokens, "
         "pages 3 of 4"
     )
-
-
-def test_layer_report_gives_its_reason():
-    assert str(filled(keys="int8").report()[1]) == "layer 1: paged, int8 and int8"
-    kept = kv_hf.cache.report.LayerReport(3, "DynamicLayer", None, None, "a reason")
-    assert str(kept) == "layer 3: DynamicLayer: a reason"
 
 
 def test_cache_config_prints_what_was_given():

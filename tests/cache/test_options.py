@@ -13,11 +13,9 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 import kv_hf
-from kv_hf.backends import registry
-from kv_hf.checks import check_choice
-from kv_hf.config import CacheConfig, check_option_names
+from kv_hf.config import CacheConfig
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import cache_names, format_names
+from kv_hf.formats import cache_names
 
 FORMATS = "must be one of exact, fp8, int8, int4, int2"
 POWER = "page_size must be a power of two of at least 16, got"
@@ -125,21 +123,6 @@ def test_group_size_that_no_format_reads_is_refused(argument):
     with pytest.raises(CacheOptionError, match=f"{argument}=16 is read by the formats int4"):
         kv_hf.PagedCache(config, keys="int8", **{argument: 16})
     kv_hf.PagedCache(config, keys="int8", layers={"0": "int4"}, **{argument: 16})
-
-
-def test_unknown_names_suggest_the_nearest():
-    with pytest.raises(CacheOptionError) as error:
-        check_choice("keys", "zzz", format_names("keys", "values"))
-    assert str(error.value) == f"keys {FORMATS}, got 'zzz'"
-    said = r"got 'page_sise' \(did you mean 'page_size'\?\)"
-    with pytest.raises(CacheOptionError, match=said) as error:
-        check_option_names({"keys": "int4", "page_sise": 32})
-    names = [field.name for field in dataclasses.fields(CacheConfig)]
-    assert [name for name in names if name not in str(error.value)] == []
-    with pytest.raises(CacheOptionError, match="sink_token.*did you mean 'sink_tokens'"):
-        kv_hf.PagedCache(tiny_models.make_config("llama"), keys="int4", sink_token=3)
-    with pytest.raises(ValueError, match="paged_int4.*got 'paged_int5'"):
-        asked(tiny_models.shared_model("llama"), cache_implementation="paged_int5")
 
 
 # -- what is accepted --------------------------------------------------------------------------------------
@@ -328,28 +311,6 @@ def test_cache_config_field_changes_the_cache(request, options, value, differ):
     base = _observe(**{"values": "exact", **options})
     changed = _observe(**{"values": "exact", **options, field: value})
     assert {name for name in base if base[name] != changed[name]} == differ
-
-
-def test_cache_config_max_pages_bounds_the_pool():
-    assert _observe(page_size=16, max_pages=6)["pages"] == [6]
-    with pytest.raises(kv_hf.PagePoolExhaustedError, match="max_pages=5"):
-        _observe(page_size=16, max_pages=5)
-
-
-def test_cache_config_kernel_decides_who_reads_the_pages(monkeypatch):
-    used, load = [], registry.load
-
-    def watched(name):
-        chosen = load(name)
-        return dataclasses.replace(
-            chosen, attend=lambda call: used.append(name) or chosen.attend(call)
-        )
-
-    monkeypatch.setattr(registry, "load", watched)
-    model = tiny_models.make_model("llama", num_hidden_layers=1)
-    how = {"min_new_tokens": 2, "cache_implementation": "paged_int8"}
-    asked(model, **how, cache_config={"kernel": "reference"})
-    assert used == ["reference"]
 
 
 def test_cache_config_documents_and_tests_every_field():

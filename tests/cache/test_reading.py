@@ -10,7 +10,7 @@ import pytest
 import rounding
 import tiny_latent
 import torch
-from tiny_models import COMMON, left_padded, make_model, tokens
+from tiny_models import COMMON, make_model, tokens
 from token_states import place_outside
 from transformers import DynamicCache, MistralConfig
 from wrapped_kernels import wrap_kernels
@@ -21,7 +21,6 @@ from kv_hf.backends import dispatch
 from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheOptionError
-from kv_hf.evaluation.accuracy import next_chunk
 from kv_hf.page_summary import part_bytes, summary_words
 from kv_hf.pages import offload
 from kv_hf.read_budget import pages_for
@@ -103,19 +102,6 @@ def test_a_budget_for_all_reads_all(model, options):
     ids = tokens(1, 330)
     exact = DynamicCache(config=model.config)
     assert_alike(steps(model, cache_of(model, **options), ids, 300), steps(model, exact, ids, 300))
-
-
-def test_a_share_and_a_threshold(model, reads):
-    ids = tokens(1, 310)
-    steps(model, cache_of(model, read_tokens=None, read_share=0.5), ids, 300)
-    assert {counts[0] for _, counts, _, _ in reads} == {18 // 2}
-    reads.clear()
-    steps(model, cache_of(model, read_tokens=None, read_top_p=0.8), ids, 300)
-    found = {counts[0] for _, counts, _, _ in reads}
-    assert len(found) > 1 and max(found) < 19  # as many as the text needs
-    reads.clear()
-    steps(model, cache_of(model, read_top_p=0.8), ids, 300)
-    assert max(counts[0] for _, counts, _, _ in reads) <= MOST
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -243,18 +229,6 @@ def test_attention_that_reads_no_pages_says_so(family, options):
                 model.set_attn_implementation("eager")
             answer(model, ids, config, 3, **options)
         assert any("whatever read_tokens" in str(one.message) for one in found) == said
-
-
-def test_a_forward_of_many_queries_reads_everything(model, reads):
-    ids = tokens(1, 340)
-    cache, exact = cache_of(model), DynamicCache(config=model.config)
-    with torch.no_grad():
-        for one in (cache, exact):
-            model(ids[:, :300], past_key_values=one)
-        found = [model(ids[:, 300:], past_key_values=one).logits for one in (cache, exact)]
-    assert_alike(*found)
-    assert not reads
-    assert next_chunk(cache, 310) == 1  # what is scored is what steps read
 
 
 # -- other caches ----------------------------------------------------------------------------------------------------
@@ -405,18 +379,6 @@ def test_steps_are_those_of_a_cache_without_offload(model, keys, options, place,
     ids, plain = plain_steps(model, keys, **options)
     found = steps(model, offloaded(model, keys, **options, **place), ids, BEGUN)
     assert torch.equal(found, plain)
-
-
-def test_a_padded_batch_and_beams(model, place, same_words):
-    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    options |= {"max_new_tokens": 12, "eos_token_id": None, "cache_implementation": "paged_int4"}
-    config = {**PART, "kernel": "reference"}
-    for batch, beams in ((left_padded([BEGUN, 180, 40]), 1), ({"input_ids": tokens(1, BEGUN)}, 3)):
-        given = {**batch, **options, "num_beams": beams}
-        plain = model.generate(**given, cache_config=config)
-        found = model.generate(**given, cache_config={**config, **place})
-        assert torch.equal(plain.sequences, found.sequences)
-        assert all(map(torch.equal, plain.logits, found.logits))
 
 
 # -- operations ------------------------------------------------------------------------------------------------------

@@ -11,12 +11,9 @@ import safetensors.torch
 import torch
 import transformers
 from allocations import NewTensors
-from safetensors import SafetensorError
-from tiny_hybrids import make_sliding
-from tiny_models import left_padded, make_model, shared_model, tokens
+from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache import saved as saving
 from kv_hf.pages.cpu_memory import AHEAD
 
 PAGE = 16
@@ -261,28 +258,6 @@ def test_load_takes_a_model_that_was_saved_and_loaded(saved, tmp_path):
 @pytest.fixture
 def model():
     return shared_model("llama")
-
-
-def test_save_that_fails_leaves_the_old_file_and_nothing_else(model, tmp_path, monkeypatch):
-    path = tmp_path / "cache"
-    cache, text = filled(model, {"input_ids": tokens(1, 60)}, keys="int8")
-    cache.save(path, model, text)
-    before = path.read_bytes()
-    more, _ = filled(model, {"input_ids": tokens(1, 90)}, keys="int8")
-    save = saving.save_file
-
-    def half(tensors, path, metadata):
-        save(tensors, path, metadata)
-        os.truncate(path, os.stat(path).st_size // 2)
-        raise SafetensorError("no space left on device")
-
-    monkeypatch.setattr(saving, "save_file", half)
-    with pytest.raises(OSError, match="no space left"):
-        more.save(path, model)
-    monkeypatch.undo()
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    more.save(path, model)
-    assert path.read_bytes() != before and list(tmp_path.iterdir()) == [path]
 
 
 def test_saves_to_one_path_at_once_leave_one_whole_file(model, tmp_path):

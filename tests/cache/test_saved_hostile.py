@@ -12,8 +12,7 @@ import torch
 from allocations import NewTensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_hybrids import make_sliding
-from tiny_models import left_padded, tokens
+from tiny_models import left_padded, make_sliding, tokens
 
 import kv_hf
 from kv_hf.cache.saved import _checksum

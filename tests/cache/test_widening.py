@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import rounding
 import torch
-from nf4_format import NF4
+from paged_inputs import page_spec as spec
 from tiny_models import (
     all_values,
     key_bias,
@@ -27,7 +27,8 @@ import kv_hf
 from kv_hf.cache.layer_formats import MEASURED
 from kv_hf.formats import cache_options, key_scheme, value_scheme
 from kv_hf.notices import forget
-from kv_hf.spec import predict_memory
+from kv_hf.quant.strain import Sample, usual_damage
+from kv_hf.spec import LANES, ROWS, predict_memory
 
 PAGE = 64
 PROMPT = 4 + 3 * PAGE
@@ -228,28 +229,6 @@ def test_widened_caches_pickle_and_save(tmp_path):
             assert torch.equal(mine.values, theirs.values)
 
 
-def test_one_store_has_the_formats_of_its_first_pages():
-    store = kv_hf.PrefixStore()
-    ids = words(1, PROMPT + PAGE)
-    found = []
-    for _ in range(2):
-        prompt = torch.cat([ids, words(1, (1 + len(found)) * PAGE, seed=7)], 1)
-        out = loud().generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            cache_implementation="paged_int4",
-            cache_config={"prefix_store": store},
-            max_new_tokens=8,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-        found.append(out.past_key_values)
-    for one in found:
-        one.check_integrity()
-        assert formats_of(one) == [("int4", "int4"), ("int4", "fp8")]
-    assert store.stats().bytes > 0
-
-
 def test_caches_of_one_store_in_threads_read_what_they_wrote():
     """Whoever seals the store's first page of a layer decides for all; nobody loses a page by it."""
     store = kv_hf.PrefixStore()
@@ -306,19 +285,6 @@ def test_a_text_of_one_repeated_token_is_no_reason_to_widen():
     assert widened(held) == []
 
 
-def test_a_registered_format_is_watched_as_well():
-    kv_hf.register_format(NF4)
-    try:
-        held = cache_of("paged_nf4")
-        fed(loud(), held, words(2, PROMPT + 10), 300)
-        calm = cache_of("paged_nf4")
-        fed(plain(), calm, words(2, PROMPT + 10), 300)
-    finally:
-        kv_hf.unregister_format("nf4")
-    assert widened(calm) == []
-    assert formats_of(held) == [("nf4", "nf4"), ("nf4", "fp8")]
-
-
 def test_a_layer_is_looked_at_once(monkeypatch):
     from kv_hf.cache import widening
 
@@ -331,7 +297,7 @@ def test_a_layer_is_looked_at_once(monkeypatch):
 
 # -- two bits -----------------------------------------------------------------------------------------------
 
-ROWS = Path(__file__).parents[2] / "results" / "long_context.jsonl"
+NEEDLES = Path(__file__).parents[2] / "results" / "long_context.jsonl"
 TWO_BITS = {"keys": "int2", "values": "int2"}
 
 
@@ -348,7 +314,7 @@ def warned(**options):
 def needles():
     """(cache, model, length) -> (found, asked), from the rows of the needle test."""
     counted = {}
-    for row in map(json.loads, ROWS.read_text().splitlines()):
+    for row in map(json.loads, NEEDLES.read_text().splitlines()):
         if row.get("kind") == "needle" and row["task"] == "single":
             key = row["cache"], row["model"], row["length"]
             found, asked = counted.get(key, (0, 0))
@@ -398,3 +364,82 @@ def test_generate_says_that_a_pair_was_not_measured():
 )
 def test_generate_does_not_warn_of_more_bits(options):
     assert warned(**options) == []
+
+
+# -- the damage that formats do ------------------------------------------------------------------------------
+
+FORMATS = ("fp8", "int8", "int4", "int2")
+
+
+def pages(seed=0):
+    return torch.randn((2, 2, 64, 64), generator=torch.Generator().manual_seed(seed))
+
+
+def scaled(numbers, factor, channel=5):
+    numbers = numbers.clone()
+    numbers[:, 0, :, channel] *= factor
+    return numbers
+
+
+@pytest.mark.parametrize("layout", [ROWS, LANES])
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_numbers_take_the_usual_damage(name, layout):
+    made = spec(name, layout=layout)
+    sample = Sample(pages(1), pages(2))
+    assert sample.says_something
+    for side in range(2):
+        found = sample.strain(made, side)
+        assert found.level == pytest.approx(usual_damage(made.sides[side]), rel=0.25)
+        assert found.shrinkage == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strain_of_pages_does_not_depend_on_their_size(name):
+    made, keys, values = spec(name), pages(1), pages(2)
+    for factor in (2.0**-5, 2.0**8):
+        for side in range(2):
+            expected = Sample(keys, values).strain(made, side)
+            found = Sample(keys * factor, values * factor).strain(made, side)
+            assert found.level == pytest.approx(expected.level, rel=0.02)
+            assert found.shrinkage == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "least"), [("int8", 300), ("int4", 80), ("int2", 10)])
+def test_a_loud_value_channel_raises_the_damage_of_the_others(name, least):
+    made = spec(name)
+    found = Sample(pages(1), scaled(pages(2), 100)).strain(made, 1)
+    assert found.level > least * usual_damage(made.values)
+
+
+@pytest.mark.parametrize("name", ["int4", "int2"])
+def test_keys_with_scales_of_their_own_channel_take_no_damage_from_a_loud_one(name):
+    made = spec(name)
+    loud, plain = (Sample(keys, pages(2)) for keys in (scaled(pages(1), 100), pages(1)))
+    assert loud.strain(made, 0).level == pytest.approx(plain.strain(made, 0).level, rel=0.02)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_too_small_for_scales_shrink(name):
+    found = Sample(pages(1), pages(2) * 1e-8).strain(spec(name), 1)
+    assert found.shrinkage > 2
+    assert found.damage > usual_damage(spec(name).values)
+
+
+@pytest.mark.parametrize("different", [1, 2])
+def test_pages_of_one_or_two_tokens_say_nothing(different):
+    values = pages(2)[:, :, :different].repeat(1, 1, 64 // different, 1)
+    assert not Sample(pages(1), values).says_something
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e5])
+def test_pages_beyond_float16_say_nothing(bad):
+    values = pages(2)
+    values[0, 1, 3, 7] = bad
+    keys = pages(1)
+    sample = Sample(keys, values)
+    assert sample.counts.tolist() == [False, True]
+    found = sample.strain(spec("int4"), 1)
+    expected = Sample(keys[1:], values[1:]).strain(spec("int4"), 1)
+    assert found.level == pytest.approx(expected.level, rel=1e-4)
+    values[1, 0, 0, 0] = bad
+    assert not Sample(keys, values).says_something

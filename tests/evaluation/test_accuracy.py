@@ -169,17 +169,6 @@ def test_bad_texts_and_logits_are_refused():
         ExactReference(model, [tokens(1, 60)[0]], 20).log_probs(0)
 
 
-def test_reference_without_room_gives_the_same(monkeypatch):
-    model = make_model("llama")
-    texts = [tokens(1, 60)[0], tokens(1, 60, seed=1)[0]]
-    kept = ExactReference(model, texts, 20)
-    monkeypatch.setattr(scorer, "KEPT_BYTES", 0)
-    computed = ExactReference(model, texts, 20)
-    assert torch.equal(kept.log_probs(1), computed.log_probs(1))
-    assert kept.log_probs(1) is kept.log_probs(1)
-    assert computed.log_probs(1) is not computed.log_probs(1)
-
-
 TWINS = ("dynamic", "static", "paged_exact", "paged_int4:recent_tokens=16", "quantized_fp8")
 
 

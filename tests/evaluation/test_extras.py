@@ -1,12 +1,14 @@
-"""What the wheel brings without extras: tools import nothing heavy, and say which extra a feature needs."""
+"""What the wheel brings without extras: tools that import nothing heavy and say which extra a feature needs, and the bundled texts."""
 
 import subprocess
 import sys
+from importlib.resources import files
 
 import pytest
 
-from kv_hf import evaluation
+from kv_hf import evaluation, texts
 from kv_hf.checks import extra
+from kv_hf.evaluation.needles import load_haystack
 
 # of extras; transformers itself needs tqdm and yaml
 EXTRAS = (
@@ -82,3 +84,37 @@ def test_extra_leaves_faults_of_ours_as_they_are():
         import kv_hf.nowhere  # noqa: F401
     with pytest.raises(ValueError, match="no import"), extra("eval", "a report"):
         raise ValueError("no import")
+
+
+# -- bundled texts -------------------------------------------------------------------------------------------
+
+DATA = files("kv_hf") / "evaluation" / "data"
+
+
+def words(name):
+    """Return the words of a text, in runs of eight: what two texts of one source would share."""
+    found = texts.load_text(name).split()
+    return {tuple(found[i : i + 8]) for i in range(len(found) - 7)}
+
+
+@pytest.mark.parametrize("name", texts.BUNDLED)
+def test_load_text_gives_every_bundled_text_and_its_source_is_named(name):
+    assert len(texts.load_text(name)) > 8_000
+    assert f"| {name}.txt |" in (DATA / "SOURCES.md").read_text("utf-8")
+
+
+def test_bundled_names_every_file_of_the_folder():
+    there = {file.name.removesuffix(".txt") for file in DATA.iterdir() if file.name.endswith("txt")}
+    assert there == {*texts.BUNDLED, "nouns"}  # nouns are what needles are made of
+
+
+def test_held_out_shares_no_text_with_calibration():
+    fitted = set().union(*map(words, texts.CALIBRATION))
+    for name in texts.HELD_OUT:
+        held_out = words(name)
+        assert len(held_out & fitted) < 0.005 * len(held_out), name
+
+
+def test_haystack_of_speeches_stays_that_of_two_speeches():
+    both = " ".join(" ".join(map(texts.load_text, ("lincoln_1862", "lincoln_1863"))).split())
+    assert " ".join(map("".join, load_haystack("lincoln").sentences)) == both

@@ -10,11 +10,10 @@ import yaml
 from tiny_encoders import shared_model as encoder_decoder
 from tiny_models import make_model, shared_model
 from tiny_tokenizer import sentence, tiny_tokenizer
-from transformers import DynamicCache
 
 import kv_hf
 import kv_hf_cli
-from kv_hf.evaluation.caches import CacheKind, why_not
+from kv_hf.evaluation.caches import why_not
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -136,18 +135,6 @@ def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):
     )
     # the choices of one token feed the same; all prefill the question but its last token
     assert fed == [(4, 79), (4, 4)]
-
-
-def test_nan_raises_in_place_of_a_score(model):
-    class Broken(DynamicCache):
-        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            keys, values = super().update(key_states, value_states, layer_idx)
-            return keys, values * float("nan") if keys.shape[2] > 35 else values
-
-    lm = lm_of(model, "dynamic")
-    lm.kind = CacheKind("broken", lambda config, _: Broken(config=config))
-    with pytest.raises(ValueError, match="broken gives logits that are not finite"):
-        lm.loglikelihood(requests("loglikelihood", PAIRS[:4]), disable_tqdm=True)
 
 
 def test_bad_options_are_refused(model):

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-import transformers
 from tiny_models import make_config, make_model
 from tiny_tokenizer import make_tokenizer
 from transformers import LlamaForCausalLM
@@ -21,7 +20,6 @@ from kv_hf.evaluation.needles import (
     TASKS,
     Haystack,
     frame_of,
-    hide,
     load_haystack,
     make_prompt,
     needle_grid,
@@ -82,13 +80,6 @@ def test_needle_lies_at_its_depth(depth):
     assert not before.strip() or before.strip()[-1] in ".?!"  # at the border of a sentence
 
 
-def test_hide_measures_depth_in_words_and_keeps_the_order():
-    sentences = ["a b c d.", "e.", "f g h i j."]
-    assert hide(sentences, [(0.45, "X."), (0.41, "Y.")]) == "a b c d. X. Y. e. f g h i j."
-    assert hide(sentences, [(0.46, "X.")]) == "a b c d. e. X. f g h i j."
-    assert hide(sentences, [(1.0, "Z."), (0.0, "X.")]) == "X. a b c d. e. f g h i j. Z."
-
-
 def test_haystacks_are_cut_to_words_and_begin_anew(tmp_path):
     haystack = Haystack.of("h", "one two three. four, five.")
     assert haystack.take(4) == ["one two three.", "four."]
@@ -147,24 +138,6 @@ def test_what_is_stored_decides_the_score():
     coarse = abs(reading(model, f"paged_int2:{SMALL}", prompt).nll - exact.nll)
     fine = abs(reading(model, f"paged_int8:{SMALL}", prompt).nll - exact.nll)
     assert coarse > 1e-3 and fine < coarse / 4
-
-
-def test_layers_without_keys_are_not_shared():
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    kinds = {"layer_types": ["conv", "full_attention"], "vocab_size": len(TOKENIZER)}
-    torch.manual_seed(0)
-    config = transformers.Lfm2Config(**sizes, **heads, **kinds)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    prompt = prompt_of(length=300, depth=0.5)
-    assert not Prefill(model, torch.tensor([prompt.context])).calls
-    [row] = needle_grid(model, TOKENIZER, "dynamic", [300], [0.5], 1)
-    ids = torch.tensor([prompt.context + prompt.question + prompt.answer])
-    with torch.no_grad():
-        logp = model(ids).logits[0].log_softmax(-1)
-    behind = len(prompt.answer)
-    expected = -logp[-behind - 1 : -1].gather(-1, ids[0, -behind:, None]).mean().item()
-    assert row["nll"] == pytest.approx(expected, rel=1e-4)
 
 
 class Scripted(LlamaForCausalLM):

@@ -128,11 +128,6 @@ def test_bits_per_element_is_what_the_readme_states(name, head_dim, heads):
     assert found == BITS[name, head_dim]
 
 
-def test_bits_per_element_weighs_the_sides_by_their_size():
-    spec = make_spec("int4", "exact", key_dim=128, value_dim=64)
-    assert spec.bits_per_element == (128 * 4.5 + 64 * 16) / 192
-
-
 @pytest.mark.parametrize(
     ("name", "dims", "says"),
     [
@@ -203,15 +198,6 @@ def test_page_capacity_holds_its_claims_at_every_small_count():
     assert len(set(capacities[1025:2049])) == 128
 
 
-# -- pages and windows of a row ----------------------------------------------------------------------------
-
-
-def test_window_bytes_equal_the_bytes_of_its_tensors():
-    spec = make_spec("int4", heads=3, key_dim=64, value_dim=32, dtype=torch.float32)
-    tensors = [torch.empty(5, 3, 68, dim) for dim in (64, 32)]
-    assert spec.window_bytes(5, 68) == sum(tensor.nbytes for tensor in tensors)
-
-
 # -- predict_memory ----------------------------------------------------------------------------------------
 
 
@@ -249,26 +235,6 @@ def test_predict_memory_of_an_empty_cache_is_zero_per_token():
     report = predict_memory([make_spec("int4")], [], sink_tokens=4, recent_tokens=0)
     assert (report.total, report.per_token) == (0, 0.0)
     assert predict_memory([], [10, 5], sink_tokens=4, recent_tokens=0).tokens == 15
-
-
-def _worst_share(name, heads, rows):
-    """The largest share of bfloat16's bytes that any length from 4096 to 40000 tokens needs."""
-    spec = make_spec(name, heads=heads, dtype=torch.bfloat16)
-    token_bytes = rows * 2 * heads * 128 * 2
-    return max(
-        predict_memory([spec], [tokens] * rows, sink_tokens=4, recent_tokens=0).total
-        / (tokens * token_bytes)
-        for tokens in range(4096, 40001, 63)  # every place within a page
-    )
-
-
-# rows whose pages just pass a step of page_capacity waste up to 1/64 more than one row does
-@pytest.mark.parametrize(("heads", "rows"), [(1, 1), (8, 1), (8, 3), (8, 64)])
-@pytest.mark.parametrize(("name", "most"), [("int4", 0.30), ("int8", 0.53), ("fp8", 0.53)])
-def test_predict_memory_saves_what_is_promised_at_every_length(name, most, heads, rows):
-    """Sinks, open pages, tables and unused capacity count: a promise about codes alone would be cheap."""
-    # the lower bound: the promise must not be met by forgetting a part
-    assert BITS[name, 128][2] / 16 < _worst_share(name, heads, rows) <= most
 
 
 class OneBit(kv_hf.Format):

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kv_hf
 from kv_hf.gqa import svd
-from kv_hf.gqa.components import best_common, choose_groups, find_partners, root
+from kv_hf.gqa.components import best_common, root
 from kv_hf.gqa.source import Source
 from kv_hf.gqa.structure import find_structure, split
 
@@ -141,18 +141,6 @@ def test_svd_loses_nothing_of_heads_that_are_turned_copies(tmp_path, family, gro
     assert apart(converted(source, groups), exact) < 1e-3  # what the fits' ridge leaves
 
 
-def test_svd_is_closer_than_the_mean_for_heads_that_share_nothing(tmp_path):
-    source = tmp_path / "source"
-    model_of("llama").save_pretrained(source)
-    exact = AutoModelForCausalLM.from_pretrained(source).eval()
-    kv_hf.convert_to_gqa(source, tmp_path / "fit", 2, method="svd", calibration=ids(16, 60))
-    fit, mean = (
-        off(tiny_mha.load(tmp_path / "fit"), exact),
-        off(converted(source, 2, "mean"), exact),
-    )
-    assert fit < 0.8 * mean
-
-
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 def test_keys_behind_a_norm_begin_at_their_mean(tmp_path, family, monkeypatch):
     source = tmp_path / "source"
@@ -263,25 +251,3 @@ def test_the_best_common_vector_is_that_of_the_largest_singular_values(complex_)
     lost = torch.einsum("tge,gef,tgf->", rest.conj(), readers, rest).real
     weighted = torch.einsum("gef,tgf->tge", root(readers), x.unflatten(1, (2, 3))).flatten(1)
     torch.testing.assert_close(lost, torch.linalg.svdvals(weighted)[3:].square().sum())
-
-
-def test_groups_are_those_that_lose_least():
-    generator = torch.Generator().manual_seed(3)
-    alike = [0, 1, 2, 1, 0, 2]  # heads 0 and 4, 1 and 3, 2 and 5
-    kinds = torch.randn(3, 50, DIM, generator=generator, dtype=torch.float64)
-    flat = torch.cat([kinds[kind] for kind in alike], 1)
-    readers = torch.eye(DIM, dtype=torch.float64).repeat(6, 1, 1)
-    found = choose_groups(flat.T @ flat, readers, 3).unflatten(0, (3, 2)).tolist()
-    assert sorted(found) == [[0, 4], [1, 3], [2, 5]]
-
-
-def test_channels_that_positions_mix_are_found_two_by_two():
-    angle = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3])
-    rows = torch.randn(1, 12, 11, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    x = rows[0, :, 3:].unflatten(-1, (2, 4)).transpose(0, 1)  # keys begin in the third column
-    a, b = x[..., :2], x[..., 2:]
-    turned = torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
-    assert find_partners(turned, rows, 3).tolist() == [2, 3, 0, 1]
-    assert find_partners(x * 2, rows, 3).tolist() == [0, 1, 2, 3]
-    for odd in (x.cumsum(-1), x / x.norm(dim=-1, keepdim=True)):  # mix four channels
-        assert find_partners(odd, rows, 3) is None

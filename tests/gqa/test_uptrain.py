@@ -77,7 +77,7 @@ def test_distillation_and_its_gradient_equal_those_of_torch(alpha):
     assert (gradient - exact).abs().max() <= 31 * eps * exact.abs().max()
 
 
-def test_a_run_brings_a_student_closer_and_says_what_it_did(pair, whole, capsys, tmp_path):
+def test_a_run_brings_a_student_closer_and_says_what_it_did(pair, capsys, tmp_path):
     assert uptrain.main(command(pair, tmp_path / "new", max_steps=40)) == 0
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     last = config["kv_hf_uptraining"]
@@ -100,6 +100,7 @@ def test_a_run_brings_a_student_closer_and_says_what_it_did(pair, whole, capsys,
     assert last["scored"] == count and last["kl"] == pytest.approx(kl / count, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_repeats_and_a_killed_one_goes_on_bit_for_bit(pair, whole, tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "uptrain.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}  # fmt: skip

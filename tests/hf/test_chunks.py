@@ -10,9 +10,6 @@ from tiny_models import left_padded, make_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
-from kv_hf.backends import dispatch
-from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import library
 from kv_hf.hf import attention, dense
 from kv_hf.hf import dispatch as wrappers
 
@@ -39,38 +36,6 @@ def filled(keys, chunk, window=None, past=101):
     keys, _ = cache.update(states[0, :, :, past:], states[1, :, :, past:], 0)
     real = torch.arange(past, past + chunk) >= padding[:, None]
     return keys.view_of_pages, real
-
-
-@pytest.mark.parametrize("keys", ["exact", "int8", "int4"])
-@pytest.mark.parametrize("chunk", [17, 32, 45, 130])
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 5.0}, {"sinks": True}, {"mask": True}], ids=str
-)
-@pytest.mark.parametrize("window", [None, 24])
-def test_slices_equal_the_whole(keys, chunk, options, window):
-    if library.missing():
-        pytest.skip(library.missing())
-    view, real = filled(keys, chunk, window)
-    assert view.kernel.name == "c" and view.kernel.max_queries > chunk
-    query = torch.randn(3, 4, chunk, 32)
-    given = {"softmax_scale": 0.2, "softcap": options.get("softcap")}
-    if "sinks" in options:
-        given["sink_logits"] = torch.randn(4)
-    if "mask" in options:
-        columns = torch.arange(view.kv.seen)
-        at = view.kv.seen - chunk + torch.arange(chunk)[:, None]
-        mask = (columns <= at) & (columns % 5 != 3)
-        mask = mask & (columns > at - window) if window else mask
-        given["mask"] = (mask & (columns >= view.kv.padding[:, None, None]))[:, None]
-    whole, sliced = (
-        dispatch.paged_attention(
-            AttentionCall(query, view.kv, sliding_window=view.sliding_window, **given), kernel
-        )
-        for kernel in ("reference", view.kernel)
-    )
-    assert torch.isfinite(sliced).all()
-    shown = real[:, None, :, None].expand_as(whole)
-    rounding.assert_close(sliced[shown], whole[shown])
 
 
 # -- chunks that are written out ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Models over several devices: accelerate's offloading on the CPU, and two pretended devices in a process of its own."""
 
+import functools
 import io
 import json
 import os
@@ -30,12 +31,17 @@ CPU = torch.device("cpu")
 # -- two devices -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def on_two_devices() -> dict[str, str]:
+# `make test` runs these, `make test-all` the others too
+QUICK = ("greedy_int4", "crop_select_and_copy", "keys_on_another_device_are_refused")
+
+
+@functools.cache
+def on_two_devices(quick: bool) -> dict[str, str]:
     """Case -> "ok" or its error; in a process of its own, since a device type cannot be unregistered."""
+    cases = [case for case in CASES if (case in QUICK) == quick]
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(TESTS / "devices_worker.py")],
+        [sys.executable, str(TESTS / "devices_worker.py"), *cases],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -45,10 +51,14 @@ def on_two_devices() -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_devices(on_two_devices, case):
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
+)
+def test_two_devices(case):
     """Each layer's pages lie on its layer's device, and nothing crosses but by copies."""
-    assert on_two_devices[case] == "ok", on_two_devices[case]
+    found = on_two_devices(case in QUICK)[case]
+    assert found == "ok", found
 
 
 # -- offloaded weights -------------------------------------------------------------------------------------

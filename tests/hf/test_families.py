@@ -1,12 +1,33 @@
-"""paged_exact against DynamicCache on every family: the same tokens and logits, padded or not."""
+"""Exact pages against DynamicCache on every family: padded rows, images, models that attend by themselves or keep more than keys."""
+
+import warnings
 
 import pytest
+import rounding
 import torch
-from beside_stock import compare
+import transformers
+from beside_stock import assert_same, compare, pages
+from measure.family_models import build_model
+from tiny_encoders import MODELS, make
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
+
+QUICK = (
+    "llama",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "phi",
+    "mixtral",
+    "gptj",
+    "bloom",
+)  # the others are slow
+every_family = pytest.mark.parametrize(
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,7 +56,7 @@ def test_family_without_an_attention_interface_warns_and_works(family):
         model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("implementation", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
 def test_quantized_logits_stay_close(family, implementation):
     """Random weights are the hardest input there is, so this only catches collapse and mix-ups."""
@@ -52,7 +73,7 @@ def test_quantized_logits_stay_close(family, implementation):
         assert change > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_autocast_works_wherever_dynamic_cache_does(family):
     """Rotary embeddings leave keys in fp32 while values are bf16: the two sides have their own dtypes."""
     model, ids = shared_model(family), tokens(2, 80)
@@ -63,3 +84,169 @@ def test_autocast_works_wherever_dynamic_cache_does(family):
             expected = model(part, past_key_values=dynamic).logits[:, -1].float()
             found = model(part, past_key_values=cache).logits[:, -1].float()
     assert (found - expected).norm() <= 0.1 * expected.norm()
+
+
+# -- models that attend by themselves, or keep keys and values in their own way ------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"n_embd": 32, "n_layer": 1, "n_head": 2}, "OpenAIGPTLMHeadModel"),
+        ({"emb_dim": 32, "n_layers": 1, "n_heads": 2}, "FlaubertWithLMHeadModel"),
+    ],
+)
+def test_model_without_an_argument_for_a_cache_is_refused(config, name):
+    """Flaubert keeps its keys and values in a transformers Cache, but takes it under another name."""
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(vocab_size=97, **config)).eval()
+    with pytest.raises(
+        kv_hf.UnsupportedModelError, match=f"{name} does not keep .* as past_key_values"
+    ):
+        model.generate(tokens(1, 9), max_new_tokens=2, cache_implementation="paged_exact")
+
+
+def test_model_whose_generate_makes_no_cache_by_name_is_refused_and_takes_one():
+    """MusicGen ignored the name without a word."""
+    few = {"num_layers": 1, "num_heads": 2, "d_model": 32, "d_kv": 16, "d_ff": 32}
+    codec = {"num_filters": 2, "upsampling_ratios": [4, 2], "hidden_size": 16, "codebook_size": 32}
+    decoder = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MusicgenConfig(
+        text_encoder={"model_type": "t5", "vocab_size": 97, **few},
+        audio_encoder={"model_type": "encodec", "codebook_dim": 16, "sampling_rate": 640, **codec},
+        decoder={"vocab_size": 32, "num_codebooks": 2, **decoder},
+    )
+    model = transformers.MusicgenForConditionalGeneration(config).eval()
+    model.generation_config.update(decoder_start_token_id=32, pad_token_id=32)
+    given = {"input_ids": tokens(1, 7), "max_new_tokens": 80, "do_sample": False}
+    cache = kv_hf.PagedEncoderDecoderCache(config)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="pass past_key_values=kv_hf.PagedEnc"):
+        model.generate(**given, cache_implementation="paged_exact")
+    assert torch.equal(model.generate(**given, past_key_values=cache), model.generate(**given))
+    assert cache.get_seq_length() == 81
+
+
+def test_blt_which_keeps_a_second_cache_shares_no_prefix_and_gets_no_preallocated_pages():
+    """Both ended in a RuntimeError about shapes, the store at the second prompt."""
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    part = {**layers, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 260}
+    local = {**part, "hidden_size_global": 64, "cross_attn_k": 2}
+    config = transformers.BltConfig(
+        patcher_config=part,
+        encoder_config=local,
+        decoder_config=local,
+        global_config={**part, "hidden_size": 64},
+        encoder_hash_byte_group_vocab=500,
+        encoder_hash_byte_group_size=[3, 4],
+        num_hidden_layers=1,
+        vocab_size=260,
+        pad_token_id=0,
+    )
+    model, store = transformers.BltForCausalLM(config).eval(), kv_hf.PrefixStore()
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged_exact"}
+    with pytest.raises(kv_hf.CacheOptionError, match="keeps a second cache .* Leave max_length"):
+        model.generate(tokens(1, 90), **options, cache_config={"max_length": 256})
+    options["cache_config"] = {"prefix_store": store}
+    with pytest.warns(kv_hf.KVCacheWarning, match="prefix_store is not used: .* second cache"):
+        model.generate(tokens(1, 90), **options)
+    model.generate(tokens(1, 90), **options)
+    assert store.stats().rows == 0
+
+
+def test_masks_that_transformers_makes_without_a_window_are_refused_beside_preallocated_pages():
+    """generate() makes the masks of such a cache itself; 5.23 gives Inkling's sliding layers those of full attention."""
+    try:
+        model, ids = build_model("inkling_text", "causal"), tokens(1, 60)
+    except KeyError:
+        pytest.skip("the installed transformers has no such family")
+    given = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged_exact"}
+    config = model.config.get_text_config()
+    assert config.sliding_window < 60
+    assert torch.equal(
+        model.generate(ids, **given), model.generate(ids, max_new_tokens=4, do_sample=False)
+    )
+    with pytest.raises(kv_hf.CacheOptionError, match="masks without their window .*max_length out"):
+        model.generate(ids, **given, cache_config={"max_length": 128})
+    exact = model(ids).logits
+    found = model(ids, past_key_values=kv_hf.PagedCache(config, max_length=128)).logits
+    rounding.assert_close(found, exact)  # a forward makes its own
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "bloom", "prophetnet"])
+def test_models_that_attend_by_themselves_get_no_preallocated_pages(family):
+    """GPT-Neo takes the number of keys for its place in the text: its local layers saw other tokens."""
+    model, store = build_model(family, "causal"), kv_hf.PrefixStore()
+    given = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged_exact"}
+    ids, plain = tokens(1, 60), {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(kv_hf.CacheOptionError, match="cannot use it: .* Leave max_length out"):
+        model.generate(ids, **given, cache_config={"max_length": 128})
+    for _ in range(2):
+        found = model.generate(ids, **given, cache_config={"prefix_store": store, "page_size": 16})
+        assert torch.equal(found, model.generate(ids, **plain))
+    assert store.stats().rows_hit == (0 if family == "prophetnet" else 1)
+
+
+def test_model_that_puts_columns_in_front_goes_on_with_its_cache():
+    """CPMAnt has 32 prompt columns in front of the text: its cache has seen more than the text is long."""
+    model = build_model("cpmant", "causal")
+    ids, more = tokens(1, 60), {"do_sample": False, "return_dict_in_generate": True}
+    made = {}
+    for kind, cache in (
+        ("stock", DynamicCache(config=model.config)),
+        ("paged", kv_hf.PagedCache(model.config, page_size=16)),
+    ):
+        first = model.generate(ids, **more, max_new_tokens=6, past_key_values=cache)
+        text = torch.cat([first.sequences, tokens(1, 9, seed=3)], 1)
+        made[kind] = model.generate(text, **more, max_new_tokens=6, past_key_values=cache)
+    assert torch.equal(made["stock"].sequences, made["paged"].sequences)
+
+
+# -- images in the prompt ------------------------------------------------------------------------------------
+
+GREEDY = {
+    "max_new_tokens": 40,
+    "do_sample": False,
+    "no_repeat_ngram_size": 2,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+PAGES = pages()
+
+
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompt_with_images_equals_dynamic_cache(name, beams, recwarn):
+    model, inputs = make(name)
+    options = {**GREEDY, "num_beams": beams}
+    expected = model.generate(**inputs, **options)
+    other = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
+    changed = model.generate(**other, **options).logits[0] - expected.logits[0]
+    assert changed.abs().max() > 1e-3  # the images count
+    warnings.simplefilter("always", kv_hf.KVCacheWarning)
+    for _ in range(2):
+        found = model.generate(**inputs, **options, **PAGES)
+        assert_same(found, expected)
+    texts = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
+    assert not [text for text in texts if "dense" in text]
+    cache = found.past_key_values
+    cache.check_integrity()
+    assert cache.memory().pages_held > 0
+    assert all(row.reason for row in cache.report() if not row.kind.startswith("paged"))
+
+
+def test_image_layers_of_mllama_keep_transformers_layer_and_say_so():
+    model, inputs = make("mllama")
+    cache = model.generate(**inputs, **GREEDY, **PAGES).past_key_values
+    rows = cache.report()
+    assert [row.kind for row in rows] == ["paged", "DynamicLayer", "paged"]
+    assert "images" in rows[1].reason
+    assert (
+        cache.memory().other == 2 * 2 * 2 * 10 * 16 * 4
+    )  # sides, rows, heads, 2 tiles of 5, head_dim
+    assert cache.memory().tokens == 2 * 99 - 2
+    text_only = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    text_only["input_ids"] = text_only["input_ids"].clamp(max=90)
+    expected = model.generate(**text_only, **GREEDY)
+    found = model.generate(**text_only, **GREEDY, **PAGES)
+    assert torch.equal(expected.sequences, found.sequences)
+    assert found.past_key_values.memory().other == 0

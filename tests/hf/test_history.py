@@ -87,13 +87,6 @@ def test_a_text_that_is_asked_again_names_its_crop():
     assert torch.equal(go_on(cache, tokens(1, 40)), text)
 
 
-def test_reset_forgets_the_text():
-    cache, _ = first_turn()
-    cache.reset()
-    assert cache.token_ids is None
-    go_on(cache, tokens(1, 40, seed=9))
-
-
 def test_new_tokens_alone_join_the_text():
     cache, text = first_turn()
     seen = cache.get_seq_length()
@@ -115,16 +108,6 @@ def test_rows_of_a_batch_are_compared_without_their_padding():
     assert "row 1" in message
     ids[1, :18] = 7  # padding may hold anything
     go_on(cache, ids, attention_mask=mask)
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_sequences_that_were_sampled_together_are_rows_of_one_text(number):
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    options = {"do_sample": True, "num_return_sequences": number, "max_new_tokens": 9}
-    text = model.generate(tokens(1, 30), past_key_values=cache, **options)
-    assert torch.equal(cache.token_ids, text)
-    refused(cache, edited(next_turn(text), number - 1), 20, number - 1)
 
 
 # -- every other way to fill a cache -----------------------------------------------------------------------
@@ -155,15 +138,6 @@ def test_text_that_is_not_known_is_said_and_then_what_the_user_says(fill):
         text = go_on(cache, tokens(1, 60, seed=3))
     assert torch.equal(cache.token_ids, text)
     refused(cache, edited(next_turn(text)))
-
-
-def test_embeddings_behind_a_cache_are_said(recwarn):
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, **PAGES)
-    model.generate(tokens(1, 30), past_key_values=cache, **GREEDY)
-    embeds = model.get_input_embeddings()(tokens(1, 60, seed=3))
-    with pytest.warns(kv_hf.KVCacheWarning, match="the new text has none"):
-        model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
 
 
 def test_a_stopped_generate_leaves_the_prompt_known():

@@ -3,7 +3,6 @@
 import pytest
 import rounding
 import torch
-import transformers
 from test_prefix_store import PAGE
 from tiny_models import left_padded, make_model, tokens
 
@@ -121,34 +120,6 @@ def test_virtual_tokens_do_not_go_into_preallocated_caches(method):
         generated(tuned(method), PADDED, {"max_length": 256})
 
 
-@pytest.mark.parametrize("method", ["lora", "prefix tuning", "prompt tuning"])
-def test_encoder_decoder_models_give_the_tokens_of_dynamic_cache(method):
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=97, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=300,
-        bos_token_id=1, pad_token_id=0, eos_token_id=None, forced_eos_token_id=None, decoder_start_token_id=3,
-    )  # fmt: skip
-    options = METHODS[method]()
-    options.task_type = "SEQ_2_SEQ_LM"
-    if method == "lora":
-        options.target_modules = {"q_proj", "v_proj"}
-    model = peft.get_peft_model(transformers.BartForConditionalGeneration(config), options).eval()
-    found, expected = generated(model, PADDED, {}), generated(model, PADDED)
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
-    assert isinstance(found.past_key_values, kv_hf.PagedEncoderDecoderCache)
-    own = found.past_key_values.self_attention_cache
-    assert own.get_seq_length() == (20 if method == "prefix tuning" else 0) + 24
-
-
-@pytest.mark.parametrize("active", ["a", "b", ["a", "b"]], ids=str)
-def test_switched_adapters_give_the_tokens_of_dynamic_cache(active):
-    model = with_two()
-    model.base_model.set_adapter(active)
-    check(generated(model, PADDED, {}), generated(model, PADDED))
-
-
 def test_adapters_for_each_row_give_the_tokens_of_dynamic_cache():
     model = with_two()
     names = ["a", "b", "__base__"]
@@ -195,25 +166,6 @@ def test_a_store_serves_no_page_of_another_state(change):
     assert store["prefix_store"].stats().rows_hit == 1
 
 
-def test_a_store_keeps_the_pages_of_each_adapter():
-    model, store = with_two(), kv_hf.PrefixStore()
-    inputs, pages = {"input_ids": tokens(1, 80)}, {"prefix_store": store}
-    for name in ("a", "b"):
-        model.set_adapter(name)
-        generated(model, inputs, pages)
-    held = store.stats().pages
-    for hits, name in enumerate(("a", "b", "a"), 1):
-        model.set_adapter(name)
-        check(generated(model, inputs, pages), generated(model, inputs))
-        assert store.stats().rows_hit == hits
-    with model.disable_adapter():
-        generated(model, inputs, pages)
-    assert store.stats().rows_hit == 3 and store.stats().pages == held + held // 2
-    model.add_adapter("c", lora())
-    generated(model, inputs, pages)
-    assert store.stats().rows_hit == 4  # an adapter that is not active changes nothing
-
-
 REASONS = {
     "activated lora": "give rows adapters of their own",
     "poly": "task_ids .* give rows adapters of their own",
@@ -249,12 +201,6 @@ def saved(tmp_path):
     return tmp_path / "cache", model, out.sequences
 
 
-def go_on(model, cache, text):
-    mask = torch.cat([PADDED["attention_mask"], torch.ones(3, text.shape[1] - 80)], 1).long()
-    inputs = {"input_ids": text, "attention_mask": mask}
-    return generated(model, inputs, past_key_values=cache).sequences
-
-
 DIFFERENCES = {
     "other adapter": "saved with adapter 'a' active, this model has adapter 'b' active",
     "both": "this model has adapters 'a' . 'b' active",
@@ -273,18 +219,6 @@ def test_load_refuses_another_state_and_says_what_differs(saved, change):
     changed = CHANGES[change](model) or model
     with pytest.raises(kv_hf.CacheFileError, match=DIFFERENCES[change]):
         kv_hf.PagedCache.load(path, changed)
-
-
-def test_generate_refuses_a_loaded_cache_under_another_adapter(saved):
-    path, model, text = saved
-    cache = kv_hf.PagedCache.load(path, model)
-    model.set_adapter("b")
-    with pytest.raises(
-        kv_hf.CacheMismatchError, match="filled with adapter 'a' .* has adapter 'b'"
-    ):
-        go_on(model, cache, text)
-    model.set_adapter("a")
-    go_on(model, cache, text)
 
 
 def test_save_refuses_a_cache_of_other_adapters_than_the_model_has(tmp_path):

@@ -5,8 +5,7 @@ import rounding
 import tiny_latent
 import torch
 import transformers
-from tiny_hybrids import make_sliding
-from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
+from tiny_models import COMMON, left_padded, make_model, make_sliding, shared_model, tokens
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
@@ -101,17 +100,6 @@ def test_a_step_that_hides_a_column_reads_its_mask(options, compiled, given):
     assert (expected[2] - plain[2])[1].abs().max() > 0.1
     if not compiled:  # of two layers; equal masks are left out
         assert given == [(new, bool(holes)) for new, holes in HIDING for _ in range(2)]
-
-
-@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=["even", "padded"])
-def test_generate_gives_kernels_no_mask(options, lengths, given):
-    model, inputs = make_model("llama"), left_padded(lengths)
-    expected = model.generate(**inputs, **GREEDY, max_new_tokens=8)
-    paged = {**PAGED, "cache_config": {"page_size": 16, **options}}
-    found = model.generate(**inputs, **GREEDY, **paged, max_new_tokens=8)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert given == [(1, False)] * 14
 
 
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
@@ -228,24 +216,6 @@ def test_4d_masks_that_show_what_was_left_out_as_padding_are_refused(shown, opti
             past_key_values=cache,
             position_ids=torch.arange(60, 60 + new)[None],
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("new", [1, 5])
-def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
-    model, holes = make_model("llama"), [(1, 45)]
-    expected = run(model, kv_hf.PagedCache(model.config, page_size=16), [(new, holes)])[1]
-    cache, whole = kv_hf.PagedCache(model.config, page_size=16), whole_mask(60 + new, holes)
-    mask = whole[:, None, None].bool() & torch.ones(new, 60 + new).bool().tril(60)
-    if dtype != torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
-    run(model, cache, [])
-    with torch.no_grad():
-        places = (whole.cumsum(-1) - 1)[:, 60:]
-        found = model(
-            tokens(2, new, seed=60), attention_mask=mask, position_ids=places, past_key_values=cache
-        )
-    rounding.assert_close(found.logits, expected)
 
 
 def sliding_step(make_mask):

@@ -1,10 +1,12 @@
-"""scripts/measure/families.py: tiny models of every family, and that the walk finds what is wrong."""
+"""scripts/measure: tiny models of every family, that the walk finds what is wrong, and the suites of transformers."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from measure import families as walk
+from measure import suites
 from measure.families import SENSITIVE, examine
 from measure.family_models import (
     ROLES,
@@ -13,6 +15,7 @@ from measure.family_models import (
 )
 from measure.family_operations import OPERATIONS, STOCK, NotOffered, Subject
 from measure.runner import WORKLOADS, run
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import kv_hf
 from kv_hf.cache.layer import PagedLayer
@@ -39,12 +42,19 @@ FAST = {
 }
 
 
+# the others are slow, as is the walk over all families
+QUICK = ("deepseek_v3", "gpt_oss", "bloom", "zamba2", "git", "t5", "qwen2_vl")
+
+
 def supported(family: str, role: str) -> None:
     if family not in families(role):
         pytest.skip(f"this transformers has no {family}")
 
 
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize(
+    "family",
+    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FAST],
+)
 def test_examine_family_equals_dynamic_cache(family):
     role, reads, expected = FAST[family]
     supported(family, role)
@@ -168,3 +178,37 @@ def test_compare_verdict(monkeypatch, dynamic, paged, plain, expected):
 
 
 # the workload
+
+
+# -- transformers' own suites --------------------------------------------------------------------------------
+
+
+def test_compared_counts_tests_that_used_pages():
+    stock = {f"T::{name}": {"outcome": "passed"} for name in "xyz"}
+    ours = {
+        "T::x": {"outcome": "passed", "made": 1, "pages": 4},
+        "T::y": {"outcome": "passed", "pages": 0},
+        "T::z": {"outcome": "failed", "made": 1, "pages": 9},
+        "T::new": {"outcome": "passed", "made": 1, "pages": 2},
+    }
+    found = suites.compared(stock, ours)
+    assert (found["passed"], found["only_ours_failed"]) == (2, 1)
+    assert found["names"] == {"only_ours_failed": ["T::z"]}
+    assert (found["passed_with_pages"], found["pages_sealed"]) == (1, 4)
+
+
+def test_suites_are_the_general_ones_and_those_of_every_family(tmp_path, monkeypatch):
+    for name in ("gemma4", "minimax_m3_vl", "git", "t5", "whisper", "llava", "vit"):
+        folder = tmp_path / "tests" / "models" / name
+        folder.mkdir(parents=True)
+        (folder / f"test_modeling_{name}.py").touch()
+    for name in suites.GENERAL:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv(suites.CHECKOUT, str(tmp_path))
+    found = suites.suites()
+    assert tuple(found[:2]) == suites.GENERAL
+    names = {Path(name).parent.name for name in found[2:]}
+    known = {model_type_to_module_name(name) for role in ROLES for name in families(role)}
+    assert names == known & {"git", "t5", "whisper", "llava", "gemma4", "minimax_m3_vl"}
+    assert {"git", "t5"} <= names  # vit does not generate

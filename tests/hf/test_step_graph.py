@@ -6,8 +6,8 @@ import pytest
 import tiny_latent
 import torch
 import wrapped_kernels as tape
-from tiny_hybrids import make_sliding as windows
 from tiny_models import left_padded, make_model, shared_model, stressed, tokens, value_channel
+from tiny_models import make_sliding as windows
 
 import kv_hf
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
@@ -83,18 +83,6 @@ def test_generate_says_once_that_it_captures(caplog):
         both(shared_model("llama"), left_padded([30, 20]))
     said = [line.message for line in caplog.records if "CUDA graph" in line.message]
     assert len(said) == 1 and "'cuda_graph': 'never'" in said[0]
-
-
-def test_generate_samples_the_same_tokens_in_several_sequences(gpu):
-    model, inputs = shared_model("llama"), left_padded([30, 20])
-    given = {**inputs, **GREEDY, "do_sample": True, "num_return_sequences": 2, "max_new_tokens": 40}
-    made = []
-    for choice in ("never", "auto"):
-        torch.manual_seed(3)
-        config = {"page_size": 16, "cuda_graph": choice}
-        made.append(model.generate(**given, cache_implementation="paged_int8", cache_config=config))
-    assert torch.equal(*made)
-    assert gpu["captures"] == 1
 
 
 def test_step_that_waits_for_the_device_is_run_by_python_and_says_why(gpu):
@@ -213,25 +201,6 @@ def test_generate_lets_the_cache_grow_where_a_graph_is_forbidden(case, gpu, monk
     if case != "never":
         with pytest.raises(CacheOptionError, match="cuda_graph='always': decode steps cannot be"):
             model.generate(**given, cache_config={**config, "cuda_graph": "always"})
-
-
-@pytest.mark.parametrize(
-    ("method", "captures"), [("prompt tuning", 0), ("prefix tuning", 0), ("lora", 1)]
-)
-def test_generate_lets_virtual_tokens_grow_and_captures_other_adapters(method, captures, gpu):
-    """Virtual tokens stand in front of the text whose length generate() tells."""
-    peft = pytest.importorskip("peft")
-    kinds = {"prompt tuning": peft.PromptTuningConfig, "prefix tuning": peft.PrefixTuningConfig}
-    if method == "lora":
-        adapter = peft.LoraConfig(
-            task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False
-        )
-    else:
-        adapter = kinds[method](task_type="CAUSAL_LM", num_virtual_tokens=20)
-    model = peft.get_peft_model(make_model("llama"), adapter).eval()
-    grown, made = both(model, left_padded([37, 20]))
-    assert torch.equal(grown, made)
-    assert gpu["captures"] == captures
 
 
 def test_generate_lets_the_cache_grow_where_memory_is_short(gpu, monkeypatch):

@@ -201,18 +201,6 @@ def test_generate_gives_back_once_per_prompt(calls, batch, options):
     assert len(calls) == 1
 
 
-def test_each_turn_of_a_chat_gives_back_once(calls):
-    model = make_model("llama")
-    cache = kv_hf.PagedCache(model.config, keys="int4", values="int4")
-    text = tokens(1, 100)
-    for turn in range(1, 4):
-        text = model.generate(text, past_key_values=cache, max_new_tokens=9, do_sample=False)
-        assert len(calls) == turn
-        text = torch.cat([text, tokens(1, 80)], 1)
-    model.generate(text[:, :-60], past_key_values=cache, max_new_tokens=9, do_sample=False)
-    assert len(calls) == 3  # a short turn leaves little behind
-
-
 def test_own_loop_gives_back_at_its_first_step_or_when_it_says_so(calls):
     model = make_model("llama")
     for says_so in (False, True):
@@ -224,21 +212,6 @@ def test_own_loop_gives_back_at_its_first_step_or_when_it_says_so(calls):
                 assert len(calls) == 2
             for _ in range(4):
                 model(tokens(1, 1), past_key_values=cache)
-    assert len(calls) == 2
-
-
-def test_generate_gives_back_for_a_shared_beginning_and_for_the_rest(calls):
-    """Rows with one long beginning: it is computed once, in a forward of its own."""
-    model = make_model("llama")
-    prompt = torch.cat([tokens(1, 200).repeat(2, 1), tokens(2, 70)], 1)
-    store = kv_hf.PrefixStore()
-    model.generate(
-        prompt,
-        cache_implementation="paged_int4",
-        cache_config={"prefix_store": store},
-        max_new_tokens=5,
-        do_sample=False,
-    )
     assert len(calls) == 2
 
 
@@ -395,6 +368,3 @@ def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
     for one in caches:
         feed(one, ROWS, 250, 390)
     assert same(dense(cache), dense(plain)) and cache.memory().offloaded
-
-
-# -- the C kernel's own last look ------------------------------------------------------------------------------

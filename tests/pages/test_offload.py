@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_hybrids import make_sliding
-from tiny_models import left_padded, make_model, tokens
+from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, place_outside, same, text
 
 import kv_hf
@@ -172,18 +171,6 @@ def test_inference_mode_and_gradients_may_take_turns(place):
         assert torch.equal(*logits)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("offloaded", ["cpu", "disk"])
-@pytest.mark.parametrize("keys", ["exact", "int4"])
-def test_gpu_is_equal(offloaded, keys):
-    model = make_model("llama", num_hidden_layers=LAYERS, head_dim=64).cuda()
-    inputs = {name: x.cuda() for name, x in left_padded([700, 300]).items()}
-    expected = generate(model, inputs, keys, max_new_tokens=100)
-    for budget in ({}, {"device_bytes": 600_000}):
-        config = {"offload": offloaded, **budget}
-        check_equal(generate(model, inputs, keys, config, max_new_tokens=100), expected)
-
-
 # -- the budget ----------------------------------------------------------------------------------------------
 
 
@@ -231,27 +218,6 @@ def test_smaller_than_the_least_is_refused_with_both_figures_and_nothing_changes
     assert torch.equal(logits, forward(model, make_cache(), tokens(2, 300)))
     with pytest.raises(kv_hf.DeviceBudgetError):
         forward(model, make_cache(**place, device_bytes=needed - 1), tokens(2, 300))
-
-
-def test_budget_that_ends_while_the_text_grows_leaves_the_cache_usable(place):
-    model = five_layers()
-    cache, plain = make_cache(**place, device_bytes=40 * PAGE_BYTES), make_cache()
-    refused = False
-    for seed in range(40):
-        ids = tokens(1, 16, seed=seed)
-        before = cache.memory(), cache.group.rows
-        try:
-            found = forward(model, cache, ids)
-        except kv_hf.DeviceBudgetError:
-            assert (cache.memory(), cache.group.rows) == before
-            refused = True
-            break
-        assert torch.equal(found, forward(model, plain, ids))
-    assert refused
-    cache.check_integrity()
-    for one in (cache, plain):
-        one.crop(-20)
-    assert torch.equal(*(forward(model, one, tokens(1, 3)) for one in (cache, plain)))
 
 
 def test_reset_gives_everything_back(tmp_path):
@@ -495,18 +461,3 @@ def test_child_that_resets_or_drops_the_cache_leaves_the_parent_its_file(tmp_pat
     for work in (begin_anew, drop):
         assert in_child(work)
         assert same(dense(cache), dense(plain))
-
-
-@needs_fork
-def test_child_may_use_a_cache_whose_pages_are_in_memory():
-    cache, plain = filled(), filled()
-    before = dense(cache)
-
-    def go_on():
-        feed(cache, ROWS, 201, 300)
-
-    assert in_child(go_on)
-    assert same(dense(cache), before)
-    for one in (cache, plain):
-        feed(one, ROWS, 201, 260)
-    assert same(dense(cache), dense(plain))

@@ -9,8 +9,7 @@ import pytest
 import rounding
 import torch
 from faults import throw
-from tiny_hybrids import make_sliding
-from tiny_models import shared_model
+from tiny_models import make_sliding, shared_model
 from token_states import PAGE, place_outside
 from transformers import DynamicCache
 

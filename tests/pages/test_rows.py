@@ -1,24 +1,18 @@
-"""Planning of forwards against lists of token numbers, the same pages in plain numbers, and the counts of page ids."""
+"""Which token lies where, planned and in plain numbers; the counts of page ids; tables and steps that layers get."""
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 import kv_hf
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
+from kv_hf.geometry import Geometry, Place, full_pages, place_of, window_token
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Batch, Rows, RowSizes
@@ -261,18 +255,6 @@ def test_select_out_of_range_raises_and_changes_nothing(source):
     assert state_of(layer.forward) == before
 
 
-def test_pages_that_leave_a_window_are_held_as_long_as_their_forward_reads_them():
-    """Another cache of the same pool may seal pages between two layers of a forward."""
-    group, layer = one(windows=(WINDOW,))
-    other = Rows(group.sizes, group.pool)
-    layer.append(columns_of([0], 56))
-    layer.append(columns_of([0], 10, 56))
-    assert (len(group.rows[0].pages), group.pool.num_held, len(other)) == (2, 3, 0)
-    group.check_integrity()
-    layer.append(columns_of([0], 1, 66))
-    assert (len(group.rows[0].pages), group.pool.num_held) == (2, 2)
-
-
 # -- left padding --------------------------------------------------------------------------------------------
 
 
@@ -301,11 +283,6 @@ def test_crop_into_the_padding_keeps_what_is_left_of_it():
 
 
 # -- interrupted forwards ------------------------------------------------------------------------------------
-
-
-def stop_in_a_change(layers):
-    with pytest.raises(AttributeError):
-        select([*layers, None], [0, 0])
 
 
 def test_a_layer_that_joins_with_another_change_raises():
@@ -350,217 +327,6 @@ def test_check_integrity_finds_a_window_that_is_too_long():
     group.batch, group.seen = Batch.of([replace(row, exact=5 + 2 * PAGE)]), 5 + 2 * PAGE
     with pytest.raises(ValueError, match=f"{5 + 2 * PAGE} exact tokens in {4 + 2 * PAGE} slots"):
         group.check_integrity()
-
-
-# -- any order of changes ------------------------------------------------------------------------------------
-
-
-@dataclass
-class PlainRow:
-    """A row of the model: its tokens, serial numbers of its sealed pages, and how many of them its window passed."""
-
-    padding: int
-    tokens: list = field(default_factory=list)
-    sealed: list = field(default_factory=list)
-    dropped: int = 0
-
-    def copy(self):
-        return PlainRow(self.padding, list(self.tokens), list(self.sealed), self.dropped)
-
-
-def hidden(tokens, sinks):
-    """Return the pages that a query at token `tokens` of a sliding window cannot see, nor any later one."""
-    return max(0, tokens + 1 - WINDOW - sinks) // PAGE
-
-
-class RowsMachine(RuleBasedStateMachine):
-    """Two layers of each window against lists of token numbers; pages are counted in the model by serial number."""
-
-    @initialize(
-        sinks=st.sampled_from([0, 4, 20]),
-        recent=st.sampled_from([0, 5, 32]),
-        recording=st.booleans(),
-        max_pages=st.sampled_from([None, None, 12, 40]),
-        paddings=st.lists(st.sampled_from([0, 0, 3, 16, 40, 90]), min_size=1, max_size=4),
-        windows=st.permutations([None, WINDOW]),
-    )
-    def start(self, sinks, recent, recording, max_pages, paddings, windows):
-        self.forward, self.layers = make(
-            2, windows=windows, sinks=sinks, recent=recent, max_pages=max_pages, recording=recording
-        )
-        self.recording, self.max_pages, self.sinks = recording, max_pages, sinks
-        self.held = sinks + recent  # tokens of a row that no page takes
-        self.serial = 0
-        self.begin(paddings)
-
-    def begin(self, paddings):
-        self.rows = [PlainRow(padding) for padding in paddings]
-        self.seen = self.confirmed = self.changes = 0
-
-    def next_serial(self):
-        self.serial += 1
-        return self.serial
-
-    def held_pages(self, window):
-        """Serial numbers of the pages that rows of a window hold, row by row."""
-        return [row.sealed[row.dropped if window else 0 :] for row in self.rows]
-
-    def pages_after(self, row, new):
-        """Pages that the forward of `new` tokens reads as sealed, and those that are sealed behind it."""
-        tokens = len(row.tokens)
-        if not self.recording:
-            found = max(len(row.sealed), (tokens - self.held) // PAGE)
-            return found, max(found, (tokens + new - self.held) // PAGE)
-        # only tokens that a crop has left standing are sealed ahead
-        certain = min(tokens, max(0, self.confirmed - row.padding))
-        found = max(len(row.sealed), (certain - self.held) // PAGE)
-        after = found  # the new tokens may be taken back: only what the window has no room for is sealed
-        while tokens + new - after * PAGE > self.held + 2 * PAGE:
-            after += 1
-        return found, after
-
-    def dropped_after(self, row, sealed, new):
-        horizon = min(self.confirmed, self.seen + new) if self.recording else self.seen + new
-        return max(row.dropped, min(hidden(horizon - row.padding, self.sinks), sealed))
-
-    @precondition(lambda self: self.seen < 1000)
-    @rule(q_len=st.one_of(st.integers(1, 20), st.integers(1, 200)), order=st.permutations(range(4)))
-    def append(self, q_len, order):
-        places = range(self.seen, self.seen + q_len)
-        columns = [
-            [PADDING if column < row.padding else self.next_serial() for column in places]
-            for row in self.rows
-        ]
-        mask = mask_of([row.padding for row in self.rows], self.seen + q_len)
-        for group in self.forward.groups:
-            group.observe_padding(mask)
-        added = real(columns)
-        pages = [self.pages_after(row, len(new)) for row, new in zip(self.rows, added, strict=True)]
-        dropped = [
-            self.dropped_after(row, after, q_len)
-            for row, (_, after) in zip(self.rows, pages, strict=True)
-        ]
-        if self.max_pages is not None:
-            taken = [
-                sum(
-                    found - len(row.sealed) + after - (max(found, gone) if window else found)
-                    for row, (found, after), gone in zip(self.rows, pages, dropped, strict=True)
-                )
-                for window in (None, WINDOW)
-            ]
-            held = [len({n for row in self.held_pages(w) for n in row}) for w in (None, WINDOW)]
-            if any(a + b > self.max_pages for a, b in zip(taken, held, strict=True)):
-                before = state_of(self.forward)
-                for layer in self.layers:
-                    with pytest.raises(PagePoolExhaustedError):
-                        layer.append(columns)
-                    assert state_of(self.forward) == before
-                return
-        for row, new, (_, after) in zip(self.rows, added, pages, strict=True):
-            row.tokens += new
-            row.sealed += [self.next_serial() for _ in range(after - len(row.sealed))]
-        self.seen += q_len
-        self.changes += 1
-        for index in order:  # whichever layer comes first plans the forward
-            step, reads = self.layers[index].append(columns)
-            gone = [row.dropped if self.layers[index].group.window else 0 for row in self.rows]
-            for row, read, lost in zip(self.rows, reads, gone, strict=True):
-                assert read == self.left_of(row, lost)
-            # read as sealed: exactly the pages that were full when the forward began
-            found = [count - lost for (count, _), lost in zip(pages, gone, strict=True)]
-            assert step.view.num_pages.tolist() == found
-            in_front = [
-                min(row.padding, self.seen) + lost * PAGE
-                for row, lost in zip(self.rows, gone, strict=True)
-            ]
-            offset = step.view.offset
-            assert offset == (min(in_front) if any(gone) else 0)
-            assert step.view.padding.tolist() == [column - offset for column in in_front]
-            assert step.columns == self.seen - offset
-        for row, now in zip(self.rows, dropped, strict=True):
-            row.dropped = now
-
-    def left_of(self, row, dropped):
-        return row.tokens[: self.sinks] + row.tokens[self.sinks + dropped * PAGE :]
-
-    @rule()
-    def confirm(self):
-        for group in self.forward.groups:
-            group.confirm()
-        self.confirmed = self.seen
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def select(self, data):
-        batch = len(self.rows)
-        sources = data.draw(st.lists(st.integers(-batch, batch - 1), min_size=1, max_size=5))
-        select(self.layers, sources)
-        self.rows = [self.rows[source].copy() for source in sources]
-        self.changes += 1
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def crop(self, data):
-        count = data.draw(st.one_of(st.integers(1, 40), st.integers(1, self.seen + 5)))
-        seen = max(0, self.seen - count)
-        if any(row.dropped > hidden(seen - row.padding, self.sinks) for row in self.rows):
-            before = state_of(self.forward)
-            with pytest.raises(CacheMismatchError, match="left the sliding window"):
-                crop(self.layers, count)
-            assert state_of(self.forward) == before
-            return
-        crop(self.layers, count)
-        self.seen = self.confirmed = seen
-        self.changes += 1
-        for row in self.rows:
-            del row.tokens[max(0, seen - row.padding) :]
-            # the pages that still lie wholly behind the sinks; a page that is cut is open again
-            del row.sealed[max(0, len(row.tokens) - self.sinks) // PAGE :]
-
-    @precondition(lambda self: self.changes > 6)  # early ones would keep the others from going far
-    @rule(
-        paddings=st.lists(st.sampled_from([0, 5, 16, 50]), min_size=1, max_size=4),
-        stopped=st.booleans(),
-    )
-    def reset(self, paddings, stopped):
-        if stopped:
-            stop_in_a_change(self.layers)
-            before = state_of(self.forward)
-            with pytest.raises(InterruptedForwardError):
-                select(self.layers, [0])
-            assert state_of(self.forward) == before
-        reset(self.layers)
-        for group in self.forward.groups if self.recording else ():
-            group.record_past()
-        self.begin(paddings)
-
-    @invariant()
-    def rows_agree_with_the_model(self):
-        for group in self.forward.groups:
-            group.check_integrity()
-            assert group.seen == self.seen
-            assert group.pool.max_pages is None or group.pool.num_ids <= group.pool.max_pages
-            ours = self.held_pages(group.window)
-            assert group.pool.num_held == len({page for row in ours for page in row})
-            if self.changes:
-                assert [row.padding for row in group.rows] == [
-                    min(row.padding, self.seen) for row in self.rows
-                ]
-                # pages are shared exactly as the model shares them
-                names = {}
-                for row, serials in zip(group.rows, ours, strict=True):
-                    for page, serial in zip(row.pages, serials, strict=True):
-                        assert names.setdefault(page, serial) == serial
-                assert len(set(names.values())) == len(names)
-        for layer in self.layers if self.changes else ():
-            for row, found in zip(self.rows, layer.tokens(), strict=True):
-                assert found == self.left_of(row, row.dropped if layer.group.window else 0)
-
-
-def test_rows_agree_with_plain_lists_of_tokens():
-    run_state_machine_as_test(
-        RowsMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
-    )
 
 
 # -- pages of rows in plain numbers -------------------------------------------------------------------------
@@ -718,18 +484,6 @@ def step(model, cache, seed, count=1):
         return model(tiny_models.tokens(1, count, seed=seed), past_key_values=cache).logits
 
 
-def test_reset_of_one_copy_leaves_the_other():
-    model, cache = filled()
-    copied = copy.deepcopy(cache)
-    cache.reset()
-    cache.check_integrity()
-    expected = filled()[1]
-    assert torch.equal(step(model, copied, 3), step(model, expected, 3))
-    copied.reset()
-    assert cache.group.pool.num_ids == 0 and not cache.arena.storages
-    assert cache.memory().total == copied.memory().total == 0
-
-
 def test_max_pages_bounds_a_cache_and_its_copies_together():
     model, cache = filled(max_pages=12)
     copied = copy.deepcopy(cache)
@@ -737,3 +491,122 @@ def test_max_pages_bounds_a_cache_and_its_copies_together():
     with pytest.raises(kv_hf.PagePoolExhaustedError):
         step(model, cache, 1, 16)
     cache.check_integrity()
+
+
+# -- which token lies where ----------------------------------------------------------------------------------
+
+# rows around every border: the table of cases that all who place tokens are checked with
+GEOMETRIES = [
+    Geometry(16, 4, 0),
+    Geometry(16, 0, 0),
+    Geometry(32, 1, 40),
+    Geometry(16, 33, 5),
+    Geometry(16, 4, 0, 1),
+    Geometry(16, 4, 0, 40),
+    Geometry(32, 0, 7, 33),
+    Geometry(16, 20, 3, 17),
+]
+
+
+def lengths_of(sizes):
+    """Row lengths around the sinks, the first and later borders of pages, and the borders that leave the window."""
+    borders = [0, sizes.sink_tokens, sizes.kept, sizes.kept + sizes.page_size]
+    borders += [sizes.kept + 3 * sizes.page_size, sizes.sink_tokens + 2 * sizes.page_size]
+    if sizes.window is not None:
+        start = sizes.sink_tokens + sizes.window - 1
+        borders += [sizes.window, start + sizes.page_size, start + 4 * sizes.page_size]
+    return sorted({length for at in borders for length in (at - 1, at, at + 1) if length >= 0})
+
+
+def name_of(sizes):
+    window = "" if sizes.window is None else f"-window{sizes.window}"
+    return f"page{sizes.page_size}-sinks{sizes.sink_tokens}-recent{sizes.recent_tokens}{window}"
+
+
+sizes_of_the_table = pytest.mark.parametrize("sizes", GEOMETRIES, ids=name_of)
+
+
+def filled_by_tokens(sizes, tokens):
+    """(window, pages): the tokens in each slot, of a row to which tokens were appended one by one."""
+    window, pages = [], []
+    for token in range(tokens):
+        window.append(token)
+        if len(window) == sizes.sink_tokens + sizes.recent_tokens + sizes.page_size:
+            first = sizes.sink_tokens
+            pages.append(window[first : first + sizes.page_size])
+            del window[first : first + sizes.page_size]
+    return window, pages
+
+
+@sizes_of_the_table
+def test_place_of_is_where_a_row_filled_by_tokens_has_each(sizes):
+    where = {"page_size": sizes.page_size, "sink_tokens": sizes.sink_tokens}
+    for tokens in lengths_of(sizes):
+        window, pages = filled_by_tokens(sizes, tokens)
+        assert (len(pages), len(window)) == (sizes.sealed(tokens), sizes.exact(tokens))
+        assert len(window) < sizes.slots
+        places = {place_of(token, len(pages), **where): token for token in range(tokens)}
+        expected = {Place(None, slot): token for slot, token in enumerate(window)}
+        for page, held in enumerate(pages):
+            expected |= {Place(page, slot): token for slot, token in enumerate(held)}
+        assert places == expected
+
+
+@pytest.mark.parametrize("sizes", [one for one in GEOMETRIES if one.window], ids=name_of)
+def test_out_of_sight_counts_pages_that_no_later_query_sees(sizes):
+    for tokens in lengths_of(sizes):
+        _, pages = filled_by_tokens(sizes, tokens + 2 * sizes.slots)
+        seen_from = tokens - sizes.window + 1  # by the next token's query
+        hidden = [page for page in pages if page[-1] < seen_from]
+        assert sizes.out_of_sight(tokens) == len(hidden)
+
+
+@sizes_of_the_table
+def test_counts_are_the_same_for_numbers_arrays_and_tensors(sizes):
+    lengths = lengths_of(sizes)
+    for count in (sizes.sealed, sizes.exact, sizes.out_of_sight, RowPages(**vars_of(sizes)).held):
+        plain = [count(tokens) for tokens in lengths]
+        assert count(torch.tensor(lengths)).tolist() == plain
+        if count.__name__ != "held":
+            assert count(np.array(lengths)).tolist() == plain
+    assert full_pages(-1, 16) == 0
+
+
+def vars_of(sizes):
+    return {
+        name: getattr(sizes, name)
+        for name in ("page_size", "sink_tokens", "recent_tokens", "window")
+    }
+
+
+def rows_of(sizes):
+    own = RowSizes(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
+    return Rows(own, PagePool())
+
+
+@sizes_of_the_table
+@pytest.mark.parametrize("steps", [0, 1])
+def test_page_group_holds_what_the_rule_says(sizes, steps):
+    """All lengths of the table as one batch, padded on the left; the last token may come in a step of its own."""
+    lengths = [tokens for tokens in lengths_of(sizes) if tokens > steps]
+    group = rows_of(sizes)
+    width = max(lengths)
+    group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
+    for columns in (width - steps, *[1] * steps):
+        Forward([group]).begin(len(lengths), columns)
+    for row, tokens in zip(group.rows, lengths, strict=True):
+        hidden = min(sizes.out_of_sight(tokens), sizes.sealed(tokens))
+        assert row.padding == width - tokens
+        assert (row.dropped, row.dropped + len(row.pages)) == (hidden, sizes.sealed(tokens))
+        assert row.exact == sizes.exact(tokens)
+    before = [sizes.sealed(tokens - 1 if steps else 0) for tokens in lengths]
+    check_jobs(group.step.seal, sizes, group.rows, before)
+
+
+def check_jobs(seal, sizes, rows, before):
+    """Each page to seal begins in the slot that its first token has in a window whose row had sealed `before` pages."""
+    where = {"page_size": sizes.page_size, "sink_tokens": sizes.sink_tokens}
+    for row, slot, page in [] if seal is None else seal.jobs.tolist():
+        token = window_token(slot, before[row], **where)
+        number = rows[row].dropped + rows[row].pages.index(page)
+        assert place_of(token, number + 1, **where) == Place(number, 0)

@@ -4,13 +4,13 @@ import copy
 import inspect
 
 import pytest
-import tiny_hybrids
 import tiny_latent
 import tiny_models
 import torch
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from measure.family_models import build_config, families
 from tiny_models import COMMON, left_padded, tokens
 from transformers import DynamicCache, StaticCache
 
@@ -24,14 +24,50 @@ from kv_hf.planner.meta_model import model_kind
 from kv_hf.planner.source import load_inventory
 
 PARTS = ("payload", "scales", "tail", "tables", "staging", "other", "offloaded")
-MAKERS = {"plain": tiny_models, "latent": tiny_latent, "other": tiny_hybrids}
+# families with states, chunks, blocks or latents of their own, from the defaults of their configs
+WALKED = [
+    "axk2",
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "llama4_text",
+    "longcat_flash",
+    "mamba",
+    "mamba2",
+    "mimo_v2_flash",
+    "minimax",
+    "minimax_m3_vl_text",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_next",
+    "recurrent_gemma",
+    "zamba",
+    "zamba2",
+]
 FAMILIES = [
     *(("plain", name) for name in tiny_models.FAMILIES),
     *(("latent", name) for name in tiny_latent.FAMILIES),
-    *(("other", name) for name in tiny_hybrids.ALL),
+    *(("layers", name) for name in {**tiny_models.WINDOWS, **tiny_models.SHARED}),
+    *(("walked", name) for name in WALKED),
 ]
 # the others are slow
-QUICK = ("llama", "gpt2", "qwen3_next", "jamba", "lfm2", "gemma4_text", "llama4_text", "minimax_m3")
+QUICK = (
+    "llama",
+    "gpt2",
+    "qwen3_next",
+    "jamba",
+    "lfm2",
+    "gemma4_text",
+    "llama4_text",
+    "minimax_m3_vl_text",
+)
 QUICK += ("deepseek_v32", "dots3_note", "mistral_large4", "kimi_linear", "falcon_h1", "zamba2")
 # without layers that pages could hold, or with a cache of their own
 NOT_GENERATED = ("falcon_mamba", "mamba", "mamba2", "minimax")
@@ -45,11 +81,21 @@ def predict(inventory, kind, options=None, *, row_tokens, prompt=None, bound=Non
 
 
 def config_of(kind, name):
-    if kind != "plain" and not MAKERS[kind].is_there(name):
+    makers = {
+        "plain": (tiny_models.make_config, tiny_models.FAMILIES),
+        "latent": (tiny_latent.make_config, filter(tiny_latent.is_there, tiny_latent.FAMILIES)),
+        "layers": (
+            tiny_models.make_layers,
+            filter(tiny_models.is_there, tiny_models.WINDOWS | tiny_models.SHARED),
+        ),
+        "walked": (build_config, families("causal")),
+    }
+    make, there = makers[kind]
+    if name not in there:
         pytest.skip("the installed transformers has no such family")
     if name == "deepseek_v32" and not SPARSE_MODELS_CACHE_LATENTS:
         pytest.skip("the installed transformers caches expanded keys of sparse models")
-    return MAKERS[kind].make_config(name)
+    return make(name)
 
 
 def model_of(config, dtype=torch.float32):
@@ -189,7 +235,7 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     ],
 )
 def test_pages_outside_of_the_device(options, outside):
-    config = config_of("other", "gemma3")
+    config = config_of("layers", "gemma3")
     model, inventory = model_of(config), load_inventory(config, dtype="float32")
     cache = check(model, inventory, "paged", options, ALIKE)
     away = [layer for layer in cache.paged_layers if layer.storage.offloaded_bytes]

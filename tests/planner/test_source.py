@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_encoders
-import tiny_hybrids
 import tiny_latent
 import tiny_models
 import torch
 import transformers
 from huggingface_hub import constants
+from measure.family_models import build_config
 from safetensors.torch import save_file
 
 import kv_hf
@@ -191,7 +191,7 @@ def test_code_of_a_model_is_never_run(tmp_path):
 
 
 def test_vision_models_are_planned_with_their_tower():
-    for make in (tiny_encoders.llava, tiny_encoders.qwen2_5_vl):
+    for make in (tiny_encoders.llava, tiny_encoders.qwen2_vl):
         model, _ = make()
         planned = load_inventory(model.config, dtype="bfloat16")
         assert planned.parameters == sum(p.numel() for p in model.parameters())
@@ -200,8 +200,8 @@ def test_vision_models_are_planned_with_their_tower():
 
 def test_layers_that_share_keys_are_counted_as_readers():
     """Layers 4 and 5 of 6 read what 2 (sliding) and 3 (full) hold; of latents, 2 and 3 of 5 read 0 and 1."""
-    for family in filter(tiny_hybrids.is_there, tiny_hybrids.SHARED):
-        layers = load_inventory(tiny_hybrids.make_config(family)).layers
+    for family in filter(tiny_models.is_there, tiny_models.SHARED):
+        layers = load_inventory(tiny_models.make_layers(family)).layers
         assert [layer.readers for layer in layers[:4]] == [1, 1, 2, 2]
     if tiny_latent.is_there("mistral_large4"):
         layers = load_inventory(tiny_latent.make_config("mistral_large4")).layers
@@ -219,12 +219,12 @@ def test_experts_are_told_apart():
         own = sum(p.numel() for module in experts for p in module.parameters())
         assert planned.expert_parameters == own > 0
         assert (planned.experts, planned.experts_per_token) == (4, 2)
-    states = load_inventory(tiny_hybrids.make_config("jamba"), dtype="float32").layers[0].states
+    states = load_inventory(build_config("jamba"), dtype="float32").layers[0].states
     assert [state.dtype for state in states] == [None, "float32"]
 
 
 def test_nothing_else_notices_a_forward(caplog, monkeypatch):
-    config = tiny_hybrids.make_config("jamba")
+    config = build_config("jamba")
     before, filters = copy.deepcopy(config.to_dict()), list(logging.getLogger().handlers[0].filters)
     state, implementation = torch.get_rng_state(), config._attn_implementation
 

@@ -16,19 +16,17 @@ import transformers
 from measure import quality
 from measure.models import packaged
 from measure.models.stories15m import half_split, read_model
-from measure.peers import RESIDUAL, known_peers, levels, rotation
+from measure.peers import known_peers, levels, rotation
 from measure.runner import FAILED, WORKLOADS, run
 from paths import ROOT
-from tiny_models import make_model, tokens
+from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 
 from kv_hf.backends.cpu import library
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.accuracy import decoded
-from kv_hf.evaluation.caches import cache_kind, held_bytes, why_not
+from kv_hf.evaluation.caches import cache_kind, why_not
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import format_names, get_format
-from kv_hf.geometry import Geometry
 
 
 def npm_package(path, name, data):
@@ -113,12 +111,6 @@ def test_a_packaged_model_loads_and_expects_stories(name):
 
 
 CHANNEL = "q_group_size=8,residual_length=20"
-MEASURED = (
-    "kivi_int2:page_size=16,key_group_size=8,value_group_size=4",
-    "kivi_int4_window:page_size=16,key_group_size=8,value_group_size=4,recent_tokens=24",
-    "turboquant_int4:page_size=16",
-    f"quanto_int4_channel:{CHANNEL}",
-)
 
 
 @pytest.fixture
@@ -131,22 +123,6 @@ def skip_without(name):
     reason = why_not(name, torch.device("cpu"))
     if reason:
         pytest.skip(reason)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", MEASURED)
-def test_chunks_of_peers_equal_token_by_token(name, peers):
-    skip_without(name)
-    model = make_model("llama", dtype=torch.float64)
-    ids = tokens(1, 90)
-    chunks, single = (cache_kind(name).make(model.config, 90) for _ in range(2))
-    for cache in (chunks, single):
-        model(ids[:, :21], past_key_values=cache)
-    found = torch.cat([out for _, out in decoded(model, ids[0], chunks, 21)])
-    steps = [model(ids[:, at : at + 1], past_key_values=single) for at in range(21, 90)]
-    expected = torch.cat([step.logits[0] for step in steps])
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)  # one side in fp32
-    assert (model(ids).logits[0, 21:] - expected).abs().max() > 1e-3  # the codes lose something
 
 
 def test_known_peers_come_and_go():
@@ -184,31 +160,6 @@ def test_channel_keys_keep_groups_within_a_channel_of_a_head(length, peers):
     # why ChannelKeys is there: the library's own groups mix channels
     own, _ = read_keys("quanto_int4", keys_with_offsets(64))
     assert (own - keys[..., :64, :]).abs().max() > 1
-
-
-def test_channel_keys_hold_their_codes_once_and_refuse_other_axes(peers):
-    skip_without("quanto_int4_channel")
-    keys = keys_with_offsets(256).bfloat16()
-    few, exact = (
-        held_bytes(read_keys(n, keys)[1]) for n in (f"quanto_int4_channel:{CHANNEL}", "dynamic")
-    )
-    assert few < 0.6 * exact  # no view keeps the exact tokens alive
-    with pytest.raises(ValueError, match="q_group_size and residual_length"):
-        read_keys("quanto_int4_channel:axis_key=0", keys)
-
-
-@pytest.mark.parametrize("tokens_held", [100, 512, 513])
-def test_kivi_keeps_its_residual(tokens_held, peers):
-    """One name follows the rule of KIVI's keys; the other keeps at least the 128 newest tokens."""
-    exact = {}
-    for name in ("kivi_int2", "kivi_int2_window"):
-        own = cache_kind(f"{name}:value_group_size=16").make(make_model("llama").config, 0).options
-        pages = Geometry(own.page_size, own.sink_tokens, own.recent_tokens)
-        exact[name] = pages.exact(tokens_held)
-    assert exact["kivi_int2"] == tokens_held % RESIDUAL
-    assert exact["kivi_int2_window"] in range(
-        min(tokens_held, RESIDUAL), RESIDUAL + 32 if tokens_held > RESIDUAL else tokens_held + 1
-    )
 
 
 def test_kivi_spans_the_range_of_each_group_in_3_bits(peers):
@@ -295,13 +246,6 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     monkeypatch.setattr(quality, "held", lambda *args, **how: pytest.fail("measured again"))
     again, outcome = accuracy(out, model, ["paged_exact", "paged_int2_v1"])
     assert again == rows and not outcome.failed
-
-
-def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
-    names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
-    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names)
-    assert kivi["bits_per_element"] == 2 + 2 * 16 / 16  # a scale and an offset of 16 numbers
-    assert turboquant["bits_per_element"] == 4 + 16 / 16  # a norm of 16 channels
 
 
 def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tmp_path):

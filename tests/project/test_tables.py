@@ -24,7 +24,6 @@ ROW = {
     "model_file": "a.gguf",
     "weights_precision": "Q4_1",
 }
-SAID = "weights: Q4_1 (a.gguf); computed in float32; AMD EPYC, 2 cores, 1 thread; 2026-11-21:"
 FORM = """
 Steps of {name}
 | cache | {at:,} tokens | of {at:,} | held at {context:,}, MiB |
@@ -34,6 +33,8 @@ Steps of {name}
 SPEED = Table(
     "page.md", "speed", "speed.jsonl", FORM, {"kind": "speed"}, one_run=True, across="context"
 )
+
+SAID = "weights: Q4_1 (a.gguf); computed in float32; AMD EPYC, 2 cores, 1 thread; 2026-11-21:"
 PLAIN = Table("page.md", "a", "a.jsonl", "A\n| c | s |\n| --- | ---: |\n| {cache} | {s:.1%} |")
 
 
@@ -91,33 +92,6 @@ def test_table_splits_sorts_and_keeps_the_newest_row_of_a_key():
     assert "| y | 20.0 % |\n| x |" in replace(PLAIN, key="cache", sort="s").markdown(rows[:3])
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (
-            {"machine": "Intel(R) Xeon(R) Processor, 2 cores", "threads": 2, "date": "2026-11-22"},
-            "; AMD EPYC, 2 cores, 1 thread and Intel Xeon, 2 cores, 2 threads; newest row 2026-11-22:",
-        ),
-        (
-            {"machine": "AMD EPYC, 16 cores, NVIDIA H200", "device": "cuda"},
-            " and NVIDIA H200, GPU; ",
-        ),
-        ({"weights_precision": "random weights", "model_file": None}, "Q4_1 (a.gguf), random; "),
-        ({"dtype": "bfloat16"}, "; computed in float32 and bfloat16; "),
-        ({"threads": None}, " and AMD EPYC, 2 cores, threads not recorded; "),
-    ],
-)
-def test_caption_names_what_every_row_says_of_itself(changed, said):
-    assert said in tables.caption([row(), row(**changed)], "A table")
-
-
-@pytest.mark.parametrize(
-    ("kl", "said"), [(4e-6, "0.00000"), (0.0012, "0.00120"), (0.0123, "0.0123"), (0.123, "0.12")]
-)
-def test_divergences_have_two_digits_that_count(kl, said):
-    assert tables.filled("{kl_mean:kl}", {"kl_mean": kl}) == said
-
-
 def test_pages_notice_a_row_that_changed_and_a_page_without_marks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "tables", lambda: [SPEED])
@@ -165,36 +139,9 @@ def test_no_row_is_kept_that_no_table_shows():
         assert not [row for row in rows if row not in shown], path.name
 
 
-def find(page, block):
-    return next(one for one in tables.tables() if (one.page, one.block) == (page, block))
-
-
 def accuracy(cache, kl, text="held_out", **changed):
     texts = {name: {"kl_mean": kl * (1 + (name == "german"))} for name in ("novel", "german")}
     figures = {"kl_mean": kl, "kl_low": kl / 2, "kl_high": kl * 2, "stored_bits": 5.0}
     run = {"kind": "accuracy", "window": 1600, "prompt": 512, "windows": 2, "tokens": 100}
     own = {"texts": texts, "worst_text": "german", "text": text}
     return row(cache=cache, **own, **figures, **run, **changed)
-
-
-def test_accuracy_shows_the_worst_text_of_the_held_out_texts_alone():
-    rows = [accuracy("paged_int4", 0.003), accuracy("paged_int4", 9.0, "lincoln_1862")]
-    rows.append(accuracy("paged_exact", 0.0))
-    lines = find("README.md", "accuracy").markdown(rows).splitlines()
-    assert lines[0].startswith("SmolLM2-135M, 2 texts, 2 windows, 100 scored tokens; ")
-    assert lines[4:] == [
-        "| `paged_int4` | 5.00 | 0.00300 (0.00150 to 0.00600) | 0.00600 (german) |"
-    ]
-
-
-def test_needles_pool_the_prompts_of_all_rows_once():
-    def needle(scores, first=0):
-        asked = {"task": "single", "length": 8192, "depth": None, "seed": 0, "first_sample": first}
-        answers = {"scores": scores, "nlls": [0.5] * len(scores), "samples": len(scores)}
-        return row(kind="needle", cache="dynamic", **answers, **asked)
-
-    rows = [needle([1.0, 0.5]), needle([1.0, 0.5]), needle([1.0, 1.0], 2)]
-    text = find("docs/long_context.md", "needles").markdown(rows)
-    # 3 of 4: Wilson's interval by hand is (0.750 + 0.480 -+ 0.646) / 1.960
-    assert "4 prompts of a task and length" in text
-    assert "| `dynamic` | 75 % (30 to 95) | 0.500 |" in text

@@ -1,16 +1,19 @@
-"""Continuous batching on pages beside transformers' own: the same answers from exact pages, whatever comes in between."""
+"""Continuous batching on pages beside transformers' own: the same answers from exact pages, whatever comes in between or goes wrong."""
 
 import contextlib
+import gc
 import os
+import re
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_hybrids import make_sliding
-from tiny_models import make_model, stressed, value_channel
+from interpreter import call, needs_interpreter
+from tiny_models import make_model, make_sliding, stressed, value_channel
 from tiny_server import check_batch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kv_hf
@@ -234,19 +237,6 @@ def test_an_answer_ends_where_the_cache_has_no_room_for_more():
         assert len(found.generated_tokens) == most - 100
 
 
-def test_a_second_turn_finds_the_pages_of_the_first(manager):
-    cache = manager.batch_processor.cache
-    first = prompts()[3]
-    manager.add_request(first, request_id="a", max_new_tokens=40)
-    answer = collected(manager, 1)["a"].generated_tokens
-    before = cache.prefix_store.stats().tokens_computed
-    second = [*first, *answer, 4, 5]
-    manager.add_request(second, request_id="b", max_new_tokens=2)
-    assert collected(manager, 1)["b"].error is None
-    computed = cache.prefix_store.stats().tokens_computed - before
-    assert computed == len(second) - 4 - 64 * 5  # sinks and whole pages of 339 tokens
-
-
 def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
     computed = []
@@ -398,22 +388,6 @@ def test_models_that_take_a_row_for_one_text_are_refused(hook, match):
         model.generate_batch([[5, 6], [7]], config("paged_int8"), batching())
 
 
-def test_generate_batch_takes_the_name_of_a_cache_as_an_argument():
-    model, texts = make_model("llama"), prompts((5, 90))
-    found = model.generate_batch(
-        texts,
-        config(new=4),
-        batching(),
-        cache_implementation="paged_int8",
-        cache_config={"page_size": 32},
-    )
-    assert [len(one.generated_tokens) for one in found.values()] == [4] * 3
-    with pytest.raises(ValueError, match="Invalid `cache_implementation` .paged_int5."):
-        model.generate_batch(texts, config(new=4), batching(), cache_implementation="paged_int5")
-    with pytest.raises(CacheOptionError, match="without cache_implementation"):
-        model.generate_batch(texts, config(new=4), batching(), cache_config={"page_size": 32})
-
-
 def test_a_kept_manager_of_another_cache_is_refused():
     model = make_model("llama")
     try:
@@ -467,3 +441,171 @@ def test_requests_read_parts_of_long_texts_as_generate_does():
     found = answers(model, texts, config("paged_exact", options=part), batch)
     whole = answers(model, texts, config("paged_exact", options={"page_size": 16}), batch)
     assert found == alone(model, texts, config("paged_exact", options=part)) != whole
+
+
+# -- where things go wrong -----------------------------------------------------------------------------------
+
+TEXT = prompts()[3]
+
+
+def wait_for(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert true()
+
+
+def begun(manager, request_id, text=TEXT, **options):
+    """Add a streaming request, and wait for its first token."""
+    manager.add_request(text, request_id=request_id, streaming=True, **options)
+    while manager.get_result(timeout=10) is None:
+        pass
+
+
+def test_children_that_wait_for_a_row_keep_the_salt():
+    sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    with running(make_model("llama"), new=4, sampled=sampled, max_requests_per_batch=1) as manager:
+        manager.add_request(TEXT, request_id="a", cache_salt="x")
+        assert len(collected(manager, 3)) == 3
+        manager.num_return_sequences = 1
+        store = manager.batch_processor.cache.prefix_store
+        before = store.stats().tokens_computed
+        manager.add_request(TEXT, request_id="b")
+        collected(manager, 1)
+        assert store.stats().tokens_computed - before == len(TEXT)
+
+
+def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
+    with running(make_model("llama"), new=60) as manager:
+        begun(manager, "a")
+        manager.add_request([5, 6, 7], request_id="a")
+        manager.add_request([5, 6, 7], request_id="b")
+        done = []
+        while len(done) < 3:
+            output = manager.get_result(timeout=10)
+            assert output is not None
+            done += [output] if output.is_finished() else []
+        assert {(one.request_id, one.error is None) for one in done} == {
+            ("a", False),
+            ("a", True),
+            ("b", True),
+        }
+
+
+def test_starved_requests_leave_until_kept_prefixes_make_room_and_no_longer():
+    left = {}
+    for sharing in (True, False):
+        rows = {"blocks": 24, "max_requests_per_batch": 8, "max_batch_tokens": 1000}
+        with running(make_model("llama"), new=200, **rows, allow_block_sharing=sharing) as manager:
+            for text in prompts((100,) * 8)[:8]:
+                manager.add_request(text)
+            found = collected(manager, 8)
+            assert [one.error for one in found.values()] == [None] * 8
+            left[sharing] = kv_hf.BatchCounts.of(manager).requests_evicted
+    assert 0 < left[True] <= left[False]
+
+
+def test_waiting_requests_go_on_when_all_others_are_cancelled():
+    with running(make_model("llama"), new=600, blocks=12, max_requests_per_batch=8) as manager:
+        scheduler = manager.batch_processor.scheduler
+        for index, text in enumerate(prompts((100,) * 6)[:6]):
+            manager.add_request(text, request_id=str(index))
+        wait_for(lambda: scheduler.block_new_requests)
+        with manager.pause():
+            waiting = list(scheduler.waiting_requests)
+            for request_id in scheduler.active_requests:
+                manager.cancel_request(request_id)
+        wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
+
+
+def eager_model():
+    """Return a tiny model of a family without sdpa."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, **heads)).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def test_managers_leave_a_model_its_eager_attention():
+    """One stops, another goes on, and transformers' own pages are read as if there had been none."""
+    model = eager_model()
+    with running(model, new=60) as second:
+        with running(model, new=60):
+            begun(second, "a")
+        assert collected(second, 1)["a"].error is None
+    own, ours = (
+        answers(model, [TEXT], config(one, 4), batching()) for one in (None, "paged_exact")
+    )
+    assert own == ours
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_attention_that_is_changed_under_a_manager_is_named():
+    model = make_model("llama")
+    with running(model, new=500) as manager:
+        begun(manager, "a")
+        model.set_attn_implementation("eager")
+        said = (
+            "was changed, .* its attention is 'eager', which does not read pages; stop the manager"
+        )
+        assert re.search(said, collected(manager, 1)["a"].error)
+
+
+def test_stop_frees_the_cache_of_a_manager_that_is_still_named():
+    with running(make_model("llama"), new=6) as manager:
+        cache = weakref.ref(manager.batch_processor.cache)
+    gc.collect()
+    assert cache() is None
+
+
+def test_pages_of_generate_in_a_shared_store_leave_a_manager_its_room():
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    options = {"max_bytes": "1MiB", "prefix_store": store}
+    with running(model, new=6, options=options) as manager:
+        cache = kv_hf.PagedCache(model.config, keys="int8", values="int8", prefix_store=store)
+        ids = torch.randint(3, 97, (6, 900), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+        manager.add_request(TEXT * 2, request_id="a")
+        assert collected(manager, 1)["a"].error is None
+
+
+# -- Triton's interpreter ------------------------------------------------------------------------------------
+
+
+def batched_answers(name, kernel):
+    """Answers of a small model; runs in the interpreter's worker, where pages on the CPU are laid out as on a GPU."""
+    import torch
+    from tiny_models import make_model
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    import kv_hf  # noqa: F401
+    from kv_hf.backends import registry
+    from kv_hf.cache import layer_formats
+
+    kept = registry.why_not, layer_formats.layout_for
+    registry.why_not, layer_formats.layout_for = lambda *_: None, lambda device: "rows"
+    try:
+        model = make_model("llama", num_hidden_layers=1)
+        generator = torch.Generator().manual_seed(3)
+        prompts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (3, 20, 40)]
+        generation = GenerationConfig(
+            max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        generation.cache_implementation = name
+        generation.cache_config = {"kernel": kernel, "page_size": 16}
+        batching = ContinuousBatchingConfig(num_blocks=16, page_size=64, max_batch_tokens=32)
+        found = model.generate_batch(prompts, generation, batching)
+        return [(one.generated_tokens, one.error) for one in found.values()]
+    finally:
+        registry.why_not, layer_formats.layout_for = kept
+
+
+@needs_interpreter
+def test_batches_on_triton_answer_as_on_the_reference():
+    for name in ("paged_exact", "paged_int4"):
+        found = call(batched_answers, name, "triton")
+        assert found == call(batched_answers, name, "reference")
+        assert {error for _, error in found} == {None}

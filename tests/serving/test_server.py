@@ -1,10 +1,13 @@
 """transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
 
+import contextlib
 import gc
 import http.client
 import json
+import random
 import socket
 import struct
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -279,13 +282,6 @@ def test_pages_of_other_sites_get_no_route_of_the_operator(server, headers, stat
         assert (answer.status, bool(answer.read())) == (status, True)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_misspelt_cache_of_a_request_is_status_400_with_the_nearest_name(server, stream):
-    config = json.dumps({"max_new_tokens": 4, "cache_implementation": "paged_in4"})
-    with pytest.raises(openai.BadRequestError, match="did you mean 'paged_int4'"):
-        server.chat("?", stream=stream, extra_body={"generation_config": config})
-
-
 def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
     with running(folder, "paged_int8", '{"max_pages": 4}', "0") as server:
         assert server.store() is None
@@ -317,3 +313,87 @@ def test_reset_drops_the_store_with_its_model(folder):
         assert store() is None
         server.chat([SYSTEM, user("One")])
         assert server.store()["rows"] == 1 and server.store()["rows_hit"] == 0
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+def store_of(server):
+    """The prefix store of the server's model."""
+    managers = server.serve._generation_state.get_manager.__self__
+    return managers.served(server.model(), "?").store
+
+
+def check_balance(server):
+    """Nobody but the store holds a page when no request runs."""
+    server.chat("the last one", max_tokens=1)  # one thread generates: all others are over
+    gc.collect()
+    store = store_of(server)
+    store.arena.pool(None).check_integrity()
+    assert store.arena.num_held == store.stats().pages
+
+
+@contextlib.contextmanager
+def failing_at(model, step):
+    """Let the model's forward number `step` fail within the block."""
+    calls = []
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == step:
+            raise RuntimeError("the device is on fire")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("step", [1, 5], ids=["prefill", "decode"])
+def test_request_that_fails_frees_its_pages_and_others_go_on(folder, step):
+    with running(folder) as server:
+        server.chat(TEXT[:600])
+        # from here on its prefix is read from pages, as by every later request
+        expected = server.chat(TEXT[:600]).choices[0].message.content
+        with failing_at(server.model(), step), pytest.raises(openai.InternalServerError):
+            server.chat(TEXT[600:1500])
+        with (
+            failing_at(server.model(), step),
+            pytest.raises(openai.APIError, match="the device is on fire|during streaming"),
+        ):
+            list(server.chat(TEXT[600:1500], stream=True))
+        assert server.chat(TEXT[:600]).choices[0].message.content == expected
+        check_balance(server)
+
+
+def load(server, requests, clients):
+    """Send random requests from several threads: whole, as a stream, and streams that are left in the middle."""
+
+    def work(seed):
+        choose = random.Random(seed)
+        for _ in range(requests // clients):
+            start = 100 * choose.randrange(4)
+            chat = TEXT[start : start + choose.randrange(50, 1200)]
+            stream = choose.random() < 0.6
+            answer = server.chat(chat, max_tokens=choose.randrange(1, 30), stream=stream)
+            if stream:
+                left = choose.randrange(40)
+                for _, _ in zip(range(left), answer, strict=False):
+                    pass
+                answer.close()
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(work, range(clients)))
+
+
+def test_random_load_ends_with_balanced_counts(folder):
+    """The store is small, so that pages are given up all the time."""
+    with running(folder, store="48KiB") as server:
+        load(server, 36, 6)
+        check_balance(server)
+        store = store_of(server)
+        page_bytes = sum(spec.page_bytes for spec in store.arena.specs())
+        assert server.store()["evictions"] > 0
+        assert store.stats().pages * page_bytes <= store.max_bytes
+    assert not [one for one in threading.enumerate() if one.name == "uvicorn-thread"]

@@ -22,10 +22,9 @@ from kv_hf.backends.triton.meta_params import (
     launch_parameters,
 )
 from kv_hf.backends.triton.seal import append_pair_kernel, pair_constants, seal_pair_kernel
+from kv_hf.backends.triton.selection import NUM_WARPS, choose_kernel, selection_constants
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
-from kv_hf.backends.triton.selection import choose_kernel
-from kv_hf.backends.triton.selection_launch import NUM_WARPS, selection_constants
 from kv_hf.backends.triton.softmax import combine_constants, combine_kernel
 from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
@@ -132,7 +131,7 @@ def compile_selection(
     types |= dict.fromkeys(("key_scale", "key_offset"), "*fp16") | {"key_order": "*u8"}
     if keys.scheme.is_exact:  # scales are its codes, and offsets those or an index's middles
         types |= dict.fromkeys(("key_scale", "key_offset"), types["key_codes"])
-    types |= dict.fromkeys(("scores", "stats", "totals", "masses"), "*fp32")
+    types |= dict.fromkeys(("scores", "sums", "masses"), "*fp32")
     tables = (
         "held_words",
         "block_table",

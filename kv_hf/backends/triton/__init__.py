@@ -10,7 +10,7 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import dense, launch, selection_launch, write_pair
+    from . import dense, launch, selection, write_pair
 
     return Backend(
         "triton",
@@ -18,7 +18,7 @@ def load() -> Backend:
         write_pair.write_pair,
         write_pair.seal_pair,
         dense.dense_side,
-        selection_launch.choose_pages,
+        selection.choose_pages,
         max_queries=64,
     )
 

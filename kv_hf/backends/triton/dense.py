@@ -74,7 +74,7 @@ def _write_section(
     S_CHANNELS: tl.constexpr = SIDE.scale_channels
     O_TOKENS: tl.constexpr = SIDE.offset_tokens
     O_CHANNELS: tl.constexpr = SIDE.offset_channels
-    TALL: tl.constexpr = TILE // RUNS if SIDE.token_words else TILE
+    TALL: tl.constexpr = TILE // SIDE.places
     line = begin + tl.arange(0, TALL)
     lane = tl.arange(0, WIDE)
     for start in tl.static_range(0, WIDTH, WIDE):
@@ -86,8 +86,8 @@ def _write_section(
             where = fields.codes + (line * SIDE.size)[:, None] + byte[None, :]
         x = tl.load(where, mask=inside[None, :], other=0)
         for run in tl.static_range(RUNS):
-            first = begin + (run * (SIDE.page // RUNS) if SIDE.token_words else 0)
-            channel = PLACE + start + (0 if SIDE.token_words else run * WIDTH)
+            first = begin + (run * (SIDE.page // RUNS) if SIDE.places > 1 else 0)
+            channel = PLACE + start + (0 if SIDE.places > 1 else run * WIDTH)
             if CODE == "none":
                 y = x
             else:
@@ -143,10 +143,10 @@ def _write_rotated(target, room, fields, begin, SIDE: tl.constexpr, TILE: tl.con
     inside = channel < DIM
     token = begin + tl.arange(0, TILE)
     y = _code_of(fields.codes, token, channel, inside, SIDE).to(tl.float32)
-    if SIDE.centered:
+    if SIDE.offset_tokens == 0:  # codes lie around 0
         y = y - 0.5 * ((1 << SIDE.bits) - 1)
     y = y * _of_groups(fields.scale, begin, 0, TILE, CHANNELS, DIM, 1, S_CHANNELS, DIM, SIDE)
-    if not SIDE.centered:
+    if SIDE.offset_tokens > 0:
         y = y + _of_groups(fields.offset, begin, 0, TILE, CHANNELS, DIM, 1, S_CHANNELS, DIM, SIDE)
     _store(target, room, token, channel, inside, unrotate_channels(y, BLOCK), SIDE)
 
@@ -204,7 +204,7 @@ def dense_kernel(
         first = left + sinks + (tile // (PAGE // TILE)) * PAGE
         fields = move_to_block(Fields(codes, scale, offset, order), block, SIDE)
         at = out + first.to(tl.int64) * DIM
-        begin = (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE)
+        begin = (tile % (PAGE // TILE)) * (TILE // SIDE.places)
         if SIDE.rotated > 0:
             _write_rotated(at, seen - first, fields, begin, SIDE, TILE)
         else:
@@ -241,7 +241,8 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
     if side.rotated:  # whole tokens at once
         tile = min(tile, TILE_NUMBERS // power_of_two(side.dim))
     width = max(section[1] for section in side.sections)
-    wide = min(power_of_two(width), widest // (1 if side.token_words else side.runs))
+    runs = 1 if side.places > 1 else side.sections[-1][2]
+    wide = min(power_of_two(width), widest // runs)
     groups_fit = width % scale_channels == 0 and power_of_two(scale_channels) == scale_channels
     if scale_tokens < tile and groups_fit and scale_channels >= MIN_SIZE:
         wide = min(wide, scale_channels)  # one scale per token of a tile

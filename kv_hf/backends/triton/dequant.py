@@ -51,7 +51,7 @@ class Fields(NamedTuple):
 @triton.jit
 def move_to_block(fields, block, SIDE: tl.constexpr):
     """Move Fields of page 0 and head 0 on to number `block` (page * heads + head, int64) of pages and heads."""
-    codes = fields.codes + block * (SIDE.page * SIDE.size // (SIDE.runs if SIDE.token_words else 1))
+    codes = fields.codes + block * (SIDE.page * SIDE.size // SIDE.places)
     scale, offset, order = fields.scale, fields.offset, fields.order + block * SIDE.dim
     if SIDE.code != "none":
         scale += block * ((SIDE.page // SIDE.scale_tokens) * (SIDE.dim // SIDE.scale_channels))

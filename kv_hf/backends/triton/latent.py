@@ -33,7 +33,7 @@ def attend_latents(
     CUT: tl.constexpr = LATENTS.cut
     ROPE: tl.constexpr = LATENTS.rope
     RANK: tl.constexpr = CUT.dim
-    PAGE: tl.constexpr = LATENTS.page
+    PAGE: tl.constexpr = LATENTS.side.page
     ROWS: tl.constexpr = LATENTS.rows
     STRIDE: tl.constexpr = LATENTS.stride
     STEP: tl.constexpr = LATENTS.step
@@ -67,8 +67,8 @@ def attend_latents(
     if begin < end:
         lane = tl.arange(0, ROWS)
         row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
-        if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.bits < 8:
-            shift = lane // LATENTS.words * LATENTS.bits % 8
+        if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.side.bits < 8:
+            shift = lane // LATENTS.words * LATENTS.side.bits % 8
             row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
         # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
         # copies that hide the latency of the words' loads.
@@ -159,7 +159,7 @@ def attend_latents(
                     new = new + (part,)
                 acc = new
             block = next_block
-    if LATENTS.code != "none":
+    if LATENTS.side.code != "none":
         acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
     if window.mine:
         best, total, acc = attend_latent_window(
@@ -225,14 +225,16 @@ def times(tiles, factor, DTYPE: tl.constexpr):
 @triton.constexpr_function
 def all_unit(LATENTS):
     """Return what all codes of a tile are multiplied by."""
-    return tile_unit(LATENTS.bits, LATENTS.isa)
+    return tile_unit(LATENTS.side.bits, LATENTS.isa)
 
 
 @triton.constexpr_function
 def step_unit(STEP, LATENTS):
     """Return what the codes of the first of the places that are step `STEP` of a tile's are multiplied by besides."""
     place = STEP * LATENTS.copies
-    return 2.0 ** (place * LATENTS.bits % 8) if LATENTS.isa > 0 and LATENTS.bits < 8 else 1.0
+    return (
+        2.0 ** (place * LATENTS.side.bits % 8) if LATENTS.isa > 0 and LATENTS.side.bits < 8 else 1.0
+    )
 
 
 @triton.jit
@@ -340,14 +342,14 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     CUT: tl.constexpr = LATENTS.cut
     WHOLE: tl.constexpr = LATENTS.whole
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
-    CODE: tl.constexpr = LATENTS.code
+    CODE: tl.constexpr = LATENTS.side.code
     if WHOLE is not None:
         runs = _halves(load_tile(rows, rows, 0, WHOLE, False))
     else:
         runs = load_runs(rows, rows, CUT, False)
     numbers = ()
     for r in tl.static_range(len(runs)):
-        places = unpack(runs[r], CODE, LATENTS.bits, DTYPE, LATENTS.isa)
+        places = unpack(runs[r], CODE, LATENTS.side.bits, DTYPE, LATENTS.isa)
         numbers = numbers + (_one_below_another(places, LATENTS.copies),)
     return numbers
 
@@ -367,7 +369,7 @@ def load_scales(scale, block, token, LATENTS: tl.constexpr):
         for p in tl.static_range(PLACES):
             for r in tl.static_range(RUNS):
                 group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
-                at = (block * LATENTS.page + token + p * LATENTS.stride)[None, :] * GROUPS
+                at = (block * LATENTS.side.page + token + p * LATENTS.stride)[None, :] * GROUPS
                 where = scale + (at + tl.minimum(group, GROUPS - 1)[:, None])
                 scales = scales + (tl.load(where),)
     return scales
@@ -445,7 +447,7 @@ def load_factors(keys, block, token, LATENTS: tl.constexpr):
 @triton.jit
 def first_factor(block, token, LATENTS: tl.constexpr):
     """Return the number of channel 0's scale by channel, of token `token` in page `block`."""
-    return (block * (LATENTS.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
+    return (block * (LATENTS.side.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
 
 
 @triton.jit

@@ -144,7 +144,7 @@ def _prepare(call: AttentionCall) -> AttentionPlan:
     sinks = call.sink_logits is not None
     columns = column_block(spec, heads // kv_heads, q_len, isa)
     blocks = kv_heads * -(-(heads // kv_heads) * q_len // columns)
-    launch = launch_parameters(spec, columns, isa, query.dtype, support.shared_memory(where), mask)
+    launch = launch_parameters(spec, columns, isa, query.dtype, mask)
     plain = constants(
         spec, query_dtype=query.dtype, heads=heads, q_len=q_len, isa=isa, launch=launch, mask=mask,
         softcap=call.softcap is not None, sliding_window=call.sliding_window is not None, sinks=sinks,

@@ -23,11 +23,10 @@ class SideLayout(NamedTuple):
         code, bits: as in formats.Scheme.
         scale_tokens, scale_channels: one scale belongs to so many.
         offset_tokens, offset_channels: the same of offsets; 0 where there is none.
-        token_contiguous, token_words: as in SideSpec.
-        runs: codes of a byte, or of a word where token_words.
+        token_contiguous: as in SideSpec.
+        places: tokens whose codes share a word (SideSpec.token_words), or 1.
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
-        centered: whether unsigned codes lie around 0 and have no offset.
         ordered: whether the channels of a page have an order of their own.
         sections: (bits, bytes or words or numbers of a token, codes of each, first place, first byte) of the channels whose codes
             lie together: of the wide ones and of the others, of keys of two widths. Codes of three bits lie in planes: the
@@ -44,11 +43,9 @@ class SideLayout(NamedTuple):
     offset_tokens: int
     offset_channels: int
     token_contiguous: bool
-    token_words: bool
-    runs: int
+    places: int
     size: int
     rotated: int
-    centered: bool
     ordered: bool
     sections: tuple[tuple[int, int, int, int, int], ...]
 
@@ -57,7 +54,6 @@ class SideLayout(NamedTuple):
 def side_layout(spec: SideSpec) -> SideLayout:
     """Return the layout of a side; SideSpec documents it."""
     scheme = spec.scheme
-    runs = 16 // scheme.bits if spec.token_words else scheme.codes_per_byte
     return SideLayout(
         spec.num_kv_heads,
         spec.page_size,
@@ -67,11 +63,9 @@ def side_layout(spec: SideSpec) -> SideLayout:
         *(scheme.scale_group or (1, 1)),
         *(scheme.offset_group or (0, 0)),
         spec.token_contiguous,
-        spec.token_words,
-        runs,
+        16 // scheme.bits if spec.token_words else 1,
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
-        scheme.code == "unsigned" and scheme.offset_group is None,
         scheme.wide_channels > 0,
         _sections(spec),
     )
@@ -145,38 +139,28 @@ class Operand(NamedTuple):
     """How one side is multiplied by the decode kernel.
 
     Attributes:
-        code, bits: as in formats.Scheme.
-        page, tile, dim: tokens of a page and of a tile, and channels; row: bytes or numbers of a token.
+        side: where it lies; tile: tokens of a tile.
         fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
             each token), or "element" where none of these fits: each number gets its own.
-        group: tokens of a scale (keys), or channels (values).
         groups: of channels (values); pieces: token groups of a tile (keys).
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
         by_rows: whether the offsets of channel groups are summed by one matrix product, a group on each row: one group is
             summed with fewer instructions number by number, beside the weights.
         lift: the weights are multiplied by 2^lift; boost: they, times scales, are multiplied by.
-        rotated: as in SideLayout; ordered: whether keys lie in an order of their page.
         dtype, window_dtype: of the products with pages and with the exact window, by name.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
         cut: of the codes; offsets: of the keys' offsets; window: of the exact window.
     """
 
-    code: str
-    bits: int
-    page: int
+    side: SideLayout
     tile: int
-    dim: int
-    row: int
     fold: str
-    group: int
     groups: int
     pieces: int
     offset: float
     by_rows: bool
     lift: int
     boost: float
-    rotated: int
-    ordered: bool
     dtype: str
     window_dtype: str
     isa: int
@@ -192,8 +176,6 @@ MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
 FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
 W_TILE = 32  # most tokens of a tile of the window
-SCATTERED = 8 * 1024  # bytes of shared memory that lie between buffers, or that reductions take
-HIP_SCATTERED = 16 * 1024  # what reductions take on AMD, in place of tiles
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
@@ -246,44 +228,12 @@ def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> in
     return tile
 
 
-def _window_bytes(spec: PageSpec) -> int:
-    """Bytes of a token of the window in shared memory."""
-    return sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
-
-
 def window_tile(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile of the window."""
     if spec.is_latent:
         return 32 if tile_tokens(spec, query_dtype) >= 32 else MIN_SIZE
-    return W_TILE if W_TILE * _window_bytes(spec) <= TILE_BYTES else MIN_SIZE
-
-
-def shared_bytes(
-    spec: PageSpec, query_dtype: torch.dtype, columns: int, stages: int, isa: int
-) -> int:
-    """Return the most bytes of shared memory that a program of the decode kernel takes.
-
-    Tiles on their way; one operand as it is multiplied, where codes are unpacked through shared memory (in float32, and
-    on AMD); two copies of the queries, and weights; later a tile of the window in their place. What compiled kernels
-    take is at most that (tests/backends/test_triton_shared.py).
-    """
-    if spec.is_latent:
-        return _latent_bytes(spec, query_dtype, isa)
-    tile = tile_tokens(spec, query_dtype)
-    size = 4 if in_float32(spec, query_dtype) else 2
-    encoded = not all(side.scheme.is_exact for side in spec.sides)
-    widest = power_of_two(max(side.head_dim for side in spec.sides))
-    pages = max(1, stages - 1) * tile * sum(side.token_bits for side in spec.sides) // 8
-    if encoded and (size == 4 or isa == HIP):
-        pages += tile * widest * size
-    window = window_tile(spec) * _window_bytes(spec)
-    weights = columns * size  # of a token
-    if isa == HIP:
-        pages += 0 if encoded else tile * weights
-        return max(pages, window + window_tile(spec) * weights, HIP_SCATTERED)
-    queries = columns * widest * size
-    pages += 2 * queries + tile * weights
-    return max(pages, window + queries) + SCATTERED
+    token_bytes = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
+    return W_TILE if W_TILE * token_bytes <= TILE_BYTES else MIN_SIZE
 
 
 def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
@@ -325,16 +275,15 @@ def _keys_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
     """Return how keys are multiplied."""
     side, tile = spec.keys, tile_tokens(spec, query_dtype)
     scheme, layout = side.scheme, side_layout(side)
-    group = scheme.scale_group[0] if scheme.scale_group else side.page_size
+    group = layout.scale_tokens
     fold = "none" if scheme.is_exact else "page"
     if scheme.code == "unsigned":
         fold = "tile" if group >= MIN_SIZE else "element"
     cut, window = Cut.of(layout.sections, chunks), whole(side)
     dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
     return Operand(
-        code=scheme.code, bits=scheme.bits, page=side.page_size, tile=tile, dim=side.head_dim, row=layout.size, fold=fold,
-        group=group, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0, by_rows=False, lift=0,
-        boost=1.0, rotated=0, ordered=layout.ordered, dtype=dtype, window_dtype=window_dtype,
+        side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
+        by_rows=False, lift=0, boost=1.0, dtype=dtype, window_dtype=window_dtype,
         isa=0 if dtype == "fp32" or fold == "element" else isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
     )  # fmt: skip
 
@@ -344,7 +293,7 @@ def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
     side = spec.values
     scheme, layout = side.scheme, side_layout(side)
     code, width = scheme.code, layout.sections[0][1]
-    group = scheme.scale_group[1] if scheme.scale_group else side.head_dim
+    group = layout.scale_channels
     fold, pieces = "none" if scheme.is_exact else "token", chunks
     if group % width and not scheme.is_exact:
         if width % group == 0 and group >= MIN_SIZE:
@@ -359,11 +308,9 @@ def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
     exact = dtype == "fp32"
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        code=code, bits=scheme.bits, page=side.page_size, tile=tile_tokens(spec, query_dtype), dim=side.head_dim,
-        row=layout.size, fold=fold, group=group, groups=groups, pieces=1,
-        offset=-0.5 * ((1 << scheme.bits) - 1) if layout.centered else 1.0, by_rows=by_rows, lift=15 if by_rows else 0,
-        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], rotated=layout.rotated,
-        ordered=False, dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else isa,
+        side=layout, tile=tile_tokens(spec, query_dtype), fold=fold, groups=groups, pieces=1,
+        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
+        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else isa,
         cut=Cut.of(layout.sections, pieces), offsets=whole(side), window=whole(side),
     )  # fmt: skip
 
@@ -465,8 +412,8 @@ class Latents(NamedTuple):
     """How tiles of latents and RoPE keys are read and multiplied.
 
     Attributes:
-        code, bits: as in formats.Scheme; by_channel, by_token: whether scales are of channels, or of tokens.
-        page, tile, dim: tokens of a page and of a tile, and channels; words: of a page; group: tokens that share a scale by channel, or channels by token.
+        side: where they lie; by_channel, by_token: whether scales are of channels, or of tokens.
+        tile: tokens of a tile; words: of a page; group: tokens that share a scale by channel, or channels by token.
         stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
             rows of several places lie one below another: copies are places of a word that are rows of a tile.
         rows, places: of a tile, each of whose tokens is one place of a row.
@@ -478,13 +425,10 @@ class Latents(NamedTuple):
         isa: as in meta_params.Operand.
     """
 
-    code: str
-    bits: int
+    side: SideLayout
     by_channel: bool
     by_token: bool
-    page: int
     tile: int
-    dim: int
     words: int
     group: int
     stride: int
@@ -505,32 +449,29 @@ class Latents(NamedTuple):
     isa: int
 
 
-def places(spec: PageSpec) -> int:
-    """Return the tokens whose codes share a word; 1 where latents are exact."""
-    return 16 // spec.keys.scheme.bits if spec.keys.scheme.bits else 1
-
-
 def token_stride(spec: PageSpec) -> int:
     """Return the tokens between the places of a row of a tile: the words of a page, or more where those are too few."""
-    return max(MIN_SIZE, spec.keys.page_size // places(spec))
+    return max(MIN_SIZE, spec.keys.page_size // side_layout(spec.keys).places)
 
 
 def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the rows of a tile, a part of a page."""
     rows = 32
+    places = side_layout(spec.keys).places
     # more tokens leave no registers for their scores, or no shared memory for their numbers in float32
-    if places(spec) > 2 or in_float32(spec, query_dtype):
+    if places > 2 or in_float32(spec, query_dtype):
         rows = MIN_SIZE
-    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places(spec) == 1 else 2)
+    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places == 1 else 2)
     while rows > MIN_SIZE and rows * width > WORD_BYTES:
         rows //= 2
     return min(rows, token_stride(spec))
 
 
-def _latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
-    """Return `shared_bytes` over latents.
+def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
+    """Return the most bytes of shared memory that a program of the decode kernel takes over latents.
 
-    In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values.
+    In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values. What
+    compiled kernels take is at most that, and over keys and values at most what any GPU has (tests/backends/test_triton_shared.py).
     """
     padded, rope = Chunks.of(spec).padded, spec.values.head_dim
     full = in_float32(spec, query_dtype)
@@ -549,19 +490,18 @@ def _latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
 def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
-    scheme, page, code = latent.scheme, latent.page_size, latent.scheme.code
+    side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
     cut, by_channel = Chunks.of(spec), code == "unsigned"
     dtypes = compute_types(spec, query_dtype)
     exact = dtypes[0] == "fp32"
-    group = (scheme.scale_group or (0, latent.head_dim))[0 if by_channel else 1]
-    stride, words = token_stride(spec), page // places(spec)
+    group = side.scale_tokens if by_channel else side.scale_channels
+    stride, words = token_stride(spec), page // side.places
     step = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        code=code, bits=scheme.bits, by_channel=by_channel, by_token=code in ("signed", "float8"), page=page,
-        tile=tile_tokens(spec, query_dtype), dim=latent.head_dim, words=words,
-        group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, query_dtype), places=page // stride,
+        side=side, by_channel=by_channel, by_token=code in ("signed", "float8"), tile=tile_tokens(spec, query_dtype),
+        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, query_dtype), places=page // stride,
         step=step, share=max(1, min(step, group // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
@@ -631,7 +571,6 @@ def launch_parameters(
     columns: int,
     isa: int,
     query_dtype: torch.dtype = torch.bfloat16,
-    shared: int | None = None,
     mask: str = "none",
 ) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
@@ -643,7 +582,6 @@ def launch_parameters(
 
     Args:
         columns: query columns of a program; isa: compute capability * 10, or 0.
-        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
         mask: "none", "bool" or "float".
     """
     if spec.is_latent:
@@ -665,9 +603,6 @@ def launch_parameters(
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
     num_stages = 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
-    if shared is not None:
-        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
-            num_stages -= 1
     return Launch(num_warps, num_stages)
 
 

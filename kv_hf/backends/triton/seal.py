@@ -182,7 +182,7 @@ def _write_ranges(
 @triton.jit
 def _steps_by_channel(x, token, place, real, fields, SIDE: tl.constexpr):
     """Return x [tokens, lanes] in steps of its codes, by the ranges that `_write_ranges` has written."""
-    if x.shape[0] <= SIDE.offset_tokens and not SIDE.token_words:
+    if x.shape[0] <= SIDE.offset_tokens and SIDE.places == 1:
         token = tl.min(token, 0) + tl.arange(0, 1)  # all are of one group
     at = (token // SIDE.offset_tokens * SIDE.dim)[:, None] + place[None, :]
     o = tl.load(fields.offset + at, mask=real[None, :], other=0.0)
@@ -213,13 +213,13 @@ def _steps_by_token(x, token, fields, SIDE: tl.constexpr, HOW: tl.constexpr):
         x = x - o.to(tl.float32)[:, :, None]
     else:
         most = tl.max(tl.where(own, tl.abs(x), 0.0), 2)
-        if SIDE.centered:
+        if SIDE.code == "unsigned":  # around 0
             s = _scale(most * HOW.clip, 0.5 * HOW.top, DTYPE)
         else:
             s = _scale(most, HOW.top, DTYPE)
     tl.store(fields.scale + at, s, mask=held)
     x = _steps(x, s[:, :, None])
-    if SIDE.centered:
+    if SIDE.code == "unsigned" and SIDE.offset_tokens == 0:
         x += 0.5 * HOW.top
     return tl.reshape(x, shape)
 
@@ -291,7 +291,7 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl
     BLOCK: tl.constexpr = SIDE.rotated
     BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
     # tokens of a word lie LINES apart
-    RUNS: tl.constexpr = SIDE.runs if SIDE.token_words else 1
+    RUNS: tl.constexpr = SIDE.places
     LINES: tl.constexpr = SIDE.page // RUNS
     lane = tl.arange(0, HOW.lanes)
     place = lane // GROUP_LANES * GROUP + lane % GROUP_LANES
@@ -330,7 +330,7 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl
             else:
                 x = _steps_by_token(x, token, fields, SIDE, HOW)
             code = _codes(x, top, SIDE, HOW)
-            if SIDE.token_words:
+            if SIDE.places > 1:
                 runs = tl.reshape(code, [1, RUNS, TALL // RUNS * HOW.lanes])
                 words = tl.reshape(_pack(runs, BITS), [TALL // RUNS, HOW.lanes])
                 line = begin + tl.arange(0, TALL // RUNS)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...quant.codec import block
-from ...spec import PageSpec, SideSpec
+from ...spec import PageSpec, SideSpec, planes
 
 
 class SideLayout(NamedTuple):
@@ -28,9 +28,8 @@ class SideLayout(NamedTuple):
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         ordered: whether the channels of a page have an order of their own.
-        sections: (bits, bytes or words or numbers of a token, codes of each, first place, first byte) of the channels whose codes
-            lie together: of the wide ones and of the others, of keys of two widths. Codes of three bits lie in planes: the
-            bytes are those of the last one.
+        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes: of the wide
+            channels and of the others, of keys of two widths; a plane of two bits and one of the third, of codes of three bits.
     """
 
     heads: int
@@ -47,7 +46,7 @@ class SideLayout(NamedTuple):
     size: int
     rotated: int
     ordered: bool
-    sections: tuple[tuple[int, int, int, int, int], ...]
+    parts: tuple[tuple[int, int, int, int, int], ...]
 
 
 @cache
@@ -67,19 +66,19 @@ def side_layout(spec: SideSpec) -> SideLayout:
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
         scheme.wide_channels > 0,
-        _sections(spec),
+        _parts(spec),
     )
 
 
-def _sections(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
-    if spec.token_words:
-        return ((spec.scheme.bits, spec.head_dim, 16 // spec.scheme.bits, 0, 0),)
+def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
     place = byte = 0
     found = []
-    for bits, channels in spec.runs:
-        runs = 1 if spec.scheme.is_exact else math.lcm(8, bits) // bits
-        found.append((bits, channels // runs, runs, place, byte))
-        place, byte = place + channels, byte + channels // runs
+    for bits, places in spec.runs:
+        low = 0
+        for plane in planes(bits):
+            found.append((plane, low, place, places, byte))
+            low, byte = low + plane, byte + places * plane // 8
+        place += places
     return tuple(found)
 
 
@@ -120,19 +119,28 @@ class Cut(NamedTuple):
     @classmethod
     def of(
         cls,
-        sections: Iterable[tuple[int, int, int, int, int]],
+        runs: Iterable[tuple[int, int]],
         pieces: Callable[[int], tuple[tuple[int, int], ...]],
     ) -> "Cut":
-        """Cut sections (see SideLayout); pieces: (start, size) of so many bytes."""
+        """Cut runs of channels (SideSpec.runs); pieces: (start, size) of so many bytes or numbers."""
         found: list[Chunk] = []
         parts: list[Part] = []
-        for bits, width, runs, place, byte in sections:
+        place = byte = 0
+        for bits, channels in runs:
+            each = codes_of_bytes(bits)
+            width = channels // each
             cut = pieces(width)
             for (start, size), (end, _) in zip(cut, (*cut[1:], (width, 0)), strict=True):
                 held = min(size, end - start)
                 found.append(Chunk(bits, byte + start, held, size, len(parts)))
-                parts += [Part(place + run * width + start, held, size) for run in range(runs)]
+                parts += [Part(place + run * width + start, held, size) for run in range(each)]
+            place, byte = place + channels, byte + width
         return cls(tuple(found), tuple(parts))
+
+
+def codes_of_bytes(bits: int) -> int:
+    """Return the codes that a byte of each plane holds; 1 of numbers."""
+    return math.lcm(8, bits) // bits
 
 
 class Operand(NamedTuple):
@@ -279,7 +287,7 @@ def _keys_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
     fold = "none" if scheme.is_exact else "page"
     if scheme.code == "unsigned":
         fold = "tile" if group >= MIN_SIZE else "element"
-    cut, window = Cut.of(layout.sections, chunks), whole(side)
+    cut, window = Cut.of(side.runs, chunks), whole(side)
     dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
     return Operand(
         side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
@@ -292,7 +300,7 @@ def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
     side = spec.values
     scheme, layout = side.scheme, side_layout(side)
-    code, width = scheme.code, layout.sections[0][1]
+    code, width = scheme.code, side.head_dim // codes_of_bytes(side.runs[0][0])
     group = layout.scale_channels
     fold, pieces = "none" if scheme.is_exact else "token", chunks
     if group % width and not scheme.is_exact:
@@ -311,13 +319,13 @@ def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
         side=layout, tile=tile_tokens(spec, query_dtype), fold=fold, groups=groups, pieces=1,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
         boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else isa,
-        cut=Cut.of(layout.sections, pieces), offsets=whole(side), window=whole(side),
+        cut=Cut.of(side.runs, pieces), offsets=whole(side), window=whole(side),
     )  # fmt: skip
 
 
 def whole(side: SideSpec) -> Cut:
     """Return how the channels of exact tokens are cut."""
-    return Cut.of([(0, side.head_dim, 1, 0, 0)], chunks)
+    return Cut.of([(8 * side.dtype.itemsize, side.head_dim)], chunks)
 
 
 def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int], ...]:

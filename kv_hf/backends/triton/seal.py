@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ...formats.linear import Float8Format, SignedFormat
-from ...spec import PageSpec, SideSpec, planes
+from ...spec import PageSpec, SideSpec
 from .dequant import MAGIC, SCALE_MAX, Fields, float_to_float8, move_to_block, unrotate_channels
 from .meta_params import power_of_two, side_layout
 
@@ -31,7 +31,6 @@ class Sealing(NamedTuple):
         top: the largest code; clip: part of a range that codes span.
         wide, wide_top: places in front whose codes reach further, over all of their range, and the largest of those codes.
         tall, lanes: of a tile.
-        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes.
     """
 
     top: float
@@ -40,7 +39,6 @@ class Sealing(NamedTuple):
     wide_top: float
     tall: int
     lanes: int
-    parts: tuple[tuple[int, int, int, int, int], ...]
 
 
 @cache
@@ -57,20 +55,7 @@ def sealing(spec: SideSpec) -> Sealing:
         wide_top=float((1 << scheme.wide_bits) - 1),
         tall=min(spec.page_size, max(fewest, TILE_NUMBERS // lanes)),
         lanes=lanes,
-        parts=() if scheme.is_exact or spec.token_words else _parts(spec),
     )
-
-
-def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
-    place = byte = 0
-    found = []
-    for bits, places in spec.runs:
-        low = 0
-        for plane in planes(bits):
-            found.append((plane, low, place, places, byte))
-            low, byte = low + plane, byte + places * plane // 8
-        place += places
-    return tuple(found)
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:
@@ -253,13 +238,13 @@ def _pack(runs, BITS: tl.constexpr):
 def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr, HOW: tl.constexpr):
     """Pack a plane of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte.
 
-    PART: number of a part of HOW.
+    PART: number of a part of SIDE.
     """
-    BITS: tl.constexpr = HOW.parts[PART][0]
-    LOW: tl.constexpr = HOW.parts[PART][1]
-    PLACE: tl.constexpr = HOW.parts[PART][2]
-    PLACES: tl.constexpr = HOW.parts[PART][3]
-    BYTE: tl.constexpr = HOW.parts[PART][4]
+    BITS: tl.constexpr = SIDE.parts[PART][0]
+    LOW: tl.constexpr = SIDE.parts[PART][1]
+    PLACE: tl.constexpr = SIDE.parts[PART][2]
+    PLACES: tl.constexpr = SIDE.parts[PART][3]
+    BYTE: tl.constexpr = SIDE.parts[PART][4]
     RUNS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = PLACES // RUNS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -336,8 +321,9 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl
                 line = begin + tl.arange(0, TALL // RUNS)
                 at = (line * SIDE.dim)[:, None] + place[None, :]
                 tl.store(fields.codes + at, words.to(tl.int16), mask=real[None, :])
-            for part in tl.static_range(len(HOW.parts)):
-                _store_plane(fields.codes, code, token, part, SIDE, HOW)
+            else:
+                for part in tl.static_range(len(SIDE.parts)):
+                    _store_plane(fields.codes, code, token, part, SIDE, HOW)
 
 
 @triton.jit

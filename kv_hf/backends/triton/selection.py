@@ -34,6 +34,7 @@ from .meta_params import (
     HIP,
     Cut,
     SideLayout,
+    codes_of_bytes,
     column_block,
     compute_types,
     hiding,
@@ -68,13 +69,14 @@ MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
 
 
 class KeyWords(NamedTuple):
-    """What of a page's keys is read, and where it lies: all channels, or words of the first section of a token.
+    """What of a page's keys is read, and where it lies: all channels, or words of the first channels whose codes lie together.
 
     Attributes:
         side: where the keys of whole pages lie.
         indexed: whether the pages are an index, which holds the words that are read one after the other.
         row: bytes or numbers of a token, as far as they are there.
         group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
+        bits: of a code; runs: codes of a byte; width: bytes or numbers of a run.
         part: bytes or numbers of a word; words: words of the section.
         turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
@@ -87,6 +89,9 @@ class KeyWords(NamedTuple):
     indexed: bool
     row: int
     group: int
+    bits: int
+    runs: int
+    width: int
     part: int
     words: int
     turn: int
@@ -103,14 +108,15 @@ class KeyWords(NamedTuple):
 def key_words(spec: PageSpec, query_dtype: torch.dtype, isa: int, indexed: bool) -> KeyWords:
     """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
     keys, side = spec.keys, side_layout(spec.keys)
-    _, width, runs, _, _ = side.sections[0]
-    section = [word for word in word_channels(keys) if word[0] < width * runs]
+    bits, channels = keys.runs[0]
+    runs = codes_of_bytes(bits)
+    section = [word for word in word_channels(keys) if word[0] < channels]
     part = len(section[0]) // runs
     read = min(summary_words(keys), len(section))
     dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
     return KeyWords(
         side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
-        part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
+        bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
         pages=max(NUM_WARPS, TILE_TOKENS // side.page), window=whole(keys), window_tile=32 if side.dim <= 128 else 16,
         dtype=dtype, window_dtype=window_dtype, isa=0 if dtype == "fp32" else isa,
     )  # fmt: skip
@@ -132,12 +138,12 @@ def _ranges(keys, block, held, place, inside, KEYS: tl.constexpr):
     there = held[:, None, None] & inside[None, :, :]
     if CODE == "unsigned":
         GROUPS: tl.constexpr = PAGE // KEYS.group
-        RUNS: tl.constexpr = KEYS.side.sections[0][2]
+        RUNS: tl.constexpr = KEYS.runs
         ranges = tl.zeros(there.shape, tl.float32)
         for g in tl.static_range(GROUPS):
             for r in tl.static_range(RUNS):
                 at = (block * (GROUPS * DIM))[:, None, None]
-                at = at + (g * DIM + r * KEYS.side.sections[0][1] + place)[None, :, :]
+                at = at + (g * DIM + r * KEYS.width + place)[None, :, :]
                 ranges += tl.load(keys.scale + at, mask=there, other=0.0).to(tl.float32)
     else:
         AT_ONCE: tl.constexpr = max(1, min(PAGE, RANGED_NUMBERS // place.numel))
@@ -174,7 +180,7 @@ def _choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEY
     else:
         word = tl.arange(0, triton.next_power_of_2(KEYS.words))
         place = word[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
-        inside = place < KEYS.side.sections[0][1]
+        inside = place < KEYS.width
         sample = tl.arange(0, RANGED)
         count = tl.minimum(pages, RANGED)
         at = (2 * sample + 1) * pages // (2 * count)
@@ -195,7 +201,7 @@ def _choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEY
 @triton.jit
 def _places(words, KEYS: tl.constexpr):
     """Return the places of words' bytes in a run, and which are real: [slots, part]; others are some real place."""
-    WIDTH: tl.constexpr = KEYS.side.sections[0][1]
+    WIDTH: tl.constexpr = KEYS.width
     place = tl.maximum(words, 0)[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
     real = (words >= 0)[:, None] & (place < WIDTH)
     if WIDTH % KEYS.part:
@@ -206,10 +212,10 @@ def _places(words, KEYS: tl.constexpr):
 @triton.jit
 def _is_read(words, channel, KEYS: tl.constexpr):
     """Say of channels (places where there is an order) whether they are read token by token."""
-    WIDTH: tl.constexpr = KEYS.side.sections[0][1]
+    WIDTH: tl.constexpr = KEYS.width
     word = (channel % WIDTH) // KEYS.part
     in_words = tl.max((word[:, None] == words[None, :]).to(tl.int32), 1) > 0
-    return in_words & (channel < WIDTH * KEYS.side.sections[0][2])
+    return in_words & (channel < WIDTH * KEYS.runs)
 
 
 # -- scores of pages ---------------------------------------------------------------------------------------------------
@@ -238,11 +244,11 @@ def _page_query(queries, real, shrink, words, order, KEYS: tl.constexpr):
         columns], all, or where KEYS has exact numbers the others.
     """
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
-    RUNS: tl.constexpr = KEYS.side.sections[0][2]
+    RUNS: tl.constexpr = KEYS.runs
     place, inside = _places(words, KEYS)
     parts = ()
     for r in tl.static_range(RUNS):
-        channel = tl.reshape(r * KEYS.side.sections[0][1] + place, [DEPTH])
+        channel = tl.reshape(r * KEYS.width + place, [DEPTH])
         held = tl.reshape(inside, [DEPTH])
         parts = parts + (_gather(queries, real, shrink, channel, held, order, KEYS),)
     channel = tl.arange(0, triton.next_power_of_2(KEYS.side.dim))
@@ -301,7 +307,7 @@ def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
     COLUMNS: tl.constexpr = whole_query.shape[2]
     DTYPE: tl.constexpr = whole_query.dtype
     CODE: tl.constexpr = KEYS.side.code
-    BITS: tl.constexpr = KEYS.side.sections[0][0]
+    BITS: tl.constexpr = KEYS.bits
     place, _ = _places(words, KEYS)
     stored = place
     if KEYS.indexed:
@@ -322,7 +328,7 @@ def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
     for r in tl.static_range(len(runs)):
         q = query[r]
         if CODE == "unsigned":
-            at = (r * KEYS.side.sections[0][1] + place)[None, :, :]
+            at = (r * KEYS.width + place)[None, :, :]
             at = (unit * KEYS.side.dim)[:, None, None] + at
             steps = tl.reshape(tl.load(keys.scale + at), [UNITS, DEPTH]).to(DTYPE)
             q = (q * (1.0 / run_unit(r, BITS, KEYS.isa))).to(DTYPE) * steps[:, :, None]

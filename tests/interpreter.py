@@ -265,7 +265,7 @@ def seal(tokens, jobs, fields, spec):
 
     The other side holds no numbers, or exact ones where `spec` is the second side.
     """
-    from kv_hf.backends.triton import write_pair
+    from kv_hf.backends.triton import seal as kernels
 
     second = spec.side in ("values", "k_rope")
     exact = key_scheme("exact").resolve(spec.page_size, 16, "keys")
@@ -281,15 +281,15 @@ def seal(tokens, jobs, fields, spec):
     sides, windows, pages = [(one, two)[:: -1 if second else 1] for one, two in (
         (spec, other), (tokens, plain), (fields, others)
     )]  # fmt: skip
-    write_pair.seal_pair(windows, jobs, pages, PageSpec(*sides), damaged, {})
+    kernels.seal_pair(windows, jobs, pages, PageSpec(*sides), damaged, {})
     return fields, damaged.bool()
 
 
 def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
     """Append and seal both sides in the worker; returns (windows, fields, damaged)."""
-    from kv_hf.backends.triton import write_pair
+    from kv_hf.backends.triton import seal as kernels
 
-    write_pair.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
+    kernels.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
     return windows, fields, damaged
 
 

@@ -183,14 +183,14 @@ def gpu():
 )
 def test_write_pair_launches_once_and_once_more_to_seal(gpu, spec):
     """Chunks of all lengths above 1 share a variant, and so do windows of all sizes."""
-    from kv_hf.backends.triton import write_pair
+    from kv_hf.backends.triton import seal as kernels
 
     launches = {}
     damaged = torch.zeros((), dtype=torch.uint8)
     for q_len in range(1, 17):
         given = inputs(spec, q_len)
         for jobs in (None, JOBS, JOBS[:0], JOBS[1:]):
-            write_pair.write_pair(*given, jobs, stored(spec), spec, damaged, launches)
+            kernels.write_pair(*given, jobs, stored(spec), spec, damaged, launches)
     append, seal = "append_pair_kernel", "seal_pair_kernel"
     assert gpu.names() == 16 * [append, append, seal, append, append, seal]
     assert gpu.variants == {append: 2, seal: 1}

@@ -21,12 +21,15 @@ from kv_hf.backends.triton.meta_params import (
     constants,
     launch_parameters,
 )
-from kv_hf.backends.triton.seal import append_pair_kernel, pair_constants, seal_pair_kernel
+from kv_hf.backends.triton.seal import (
+    append_pair_kernel,
+    pair_constants,
+    seal_pair_kernel,
+)
 from kv_hf.backends.triton.selection import NUM_WARPS, choose_kernel, selection_constants
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
 from kv_hf.backends.triton.softmax import combine_constants, combine_kernel
-from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
 
 STRIDES = (
@@ -213,7 +216,7 @@ def compile_append_pair(
         for name in names.split()
     ]  # fmt: skip
     types |= dict.fromkeys((*strides, "slots", "value_slots", "q_len"), "i32")
-    plain = append_constants(dim, value_dim, 1)
+    plain = {"DIM": dim, "VALUE_DIM": value_dim, "TOKENS": 1}
     return compile_kernel(append_pair_kernel, types, plain, arch, [*pointers, *strides], 4)
 
 

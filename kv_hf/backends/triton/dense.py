@@ -180,8 +180,8 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
     if side.rotated:  # whole tokens at once
         tile = min(tile, TILE_NUMBERS // padded)
     wide = min(padded, TILE_NUMBERS // tile)
-    if side.scale_tokens < tile and wide % side.scale_channels == 0 and not side.rotated:
-        wide = max(MIN_SIZE, side.scale_channels)  # one scale per token of a tile
+    if wide % side.scale_channels == 0 and side.scale_channels >= MIN_SIZE and not side.rotated:
+        wide = side.scale_channels  # one scale per token of a tile
     return {"SIDE": side, "WIDE": wide, "TILE": tile}
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec, planes
+from ..base import AttentionCall
 
 
 class SideLayout(NamedTuple):
@@ -244,18 +245,63 @@ def window_tile(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> in
     return W_TILE if W_TILE * token_bytes <= TILE_BYTES else MIN_SIZE
 
 
-def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
+class Step(NamedTuple):
+    """What a kernel is compiled for beside its pages.
+
+    Attributes:
+        heads: of the queries; q_len: chunks of all lengths above 1 share a variant.
+        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
+        mask: "none", "bool" or "float".
+        softcap, sliding_window, sinks: whether the call has them.
+    """
+
+    query_dtype: torch.dtype
+    heads: int
+    q_len: int
+    isa: int
+    mask: str = "none"
+    softcap: bool = False
+    sliding_window: bool = False
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall, isa: int) -> "Step":
+        """Return that of a call."""
+        _, heads, q_len, _ = call.query.shape
+        mask = "none"
+        if call.mask is not None:
+            mask = "bool" if call.mask.dtype == torch.bool else "float"
+        bends = (call.softcap, call.sliding_window, call.sink_logits)
+        return cls(call.query.dtype, heads, q_len, isa, mask, *(one is not None for one in bends))
+
+
+def column_block(spec: PageSpec, step: Step) -> int:
     """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape) or 16.
 
     More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
     read the same pages from the second-level cache issue no more instructions altogether.
     """
-    if isa == HIP or spec.is_latent:
+    if step.isa == HIP or spec.is_latent:
         return MAX_COLUMNS
     most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
-    if q_len > 1:  # one variant for chunks of every length
+    if step.q_len > 1:  # one variant for chunks of every length
         return most
-    return min(max(8, power_of_two(group)), most)
+    return min(max(8, power_of_two(step.heads // spec.keys.num_kv_heads)), most)
+
+
+def query_blocks(spec: PageSpec, step: Step) -> int:
+    """Return the programs of one split of a row."""
+    heads = spec.keys.num_kv_heads
+    return heads * -(-step.heads // heads * step.q_len // column_block(spec, step))
+
+
+def query_constants(spec: PageSpec, step: Step) -> dict[str, Any]:
+    """Return the compile-time arguments that say how queries are spread over programs, and what they see."""
+    heads = spec.keys.num_kv_heads
+    return {
+        "HEADS": heads, "GROUP": step.heads // heads, "CHUNK": step.q_len > 1, "COLUMNS": column_block(spec, step),
+        "HIDING": hiding(step), "SINKS": step.sinks,
+    }  # fmt: skip
 
 
 def merged_splits(columns: int, dim: int, num_warps: int) -> int:
@@ -279,24 +325,24 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     return pages[0], pages[1], window[0], window[1]
 
 
-def _keys_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
+def _keys_of(spec: PageSpec, step: Step) -> Operand:
     """Return how keys are multiplied."""
-    side, tile = spec.keys, tile_tokens(spec, query_dtype)
+    side, tile = spec.keys, tile_tokens(spec, step.query_dtype)
     scheme, layout = side.scheme, side_layout(side)
     group = layout.scale_tokens
     fold = "none" if scheme.is_exact else "page"
     if scheme.code == "unsigned":
         fold = "tile" if group >= MIN_SIZE else "element"
     cut, window = Cut.of(side.runs, chunks), whole(side)
-    dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
+    dtype, _, window_dtype, _ = compute_types(spec, step.query_dtype)
     return Operand(
         side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
         by_rows=False, lift=0, boost=1.0, dtype=dtype, window_dtype=window_dtype,
-        isa=0 if dtype == "fp32" or fold == "element" else isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
+        isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
     )  # fmt: skip
 
 
-def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
+def _values_of(spec: PageSpec, step: Step) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
     side = spec.values
     scheme, layout = side.scheme, side_layout(side)
@@ -312,13 +358,13 @@ def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
         pieces = partial(rotated_chunks, group=group if fold == "token" else width)
     groups = side.head_dim // group
     by_rows = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
-    _, dtype, _, window_dtype = compute_types(spec, query_dtype)
+    _, dtype, _, window_dtype = compute_types(spec, step.query_dtype)
     exact = dtype == "fp32"
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        side=layout, tile=tile_tokens(spec, query_dtype), fold=fold, groups=groups, pieces=1,
+        side=layout, tile=tile_tokens(spec, step.query_dtype), fold=fold, groups=groups, pieces=1,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
-        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else isa,
+        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else step.isa,
         cut=Cut.of(side.runs, pieces), offsets=whole(side), window=whole(side),
     )  # fmt: skip
 
@@ -362,11 +408,12 @@ class Hiding(NamedTuple):
     hides: bool
 
 
-def hiding(q_len: int, mask: str, softcap: bool, sliding_window: bool) -> Hiding:
+def hiding(step: Step) -> Hiding:
     """Return what hides tokens in a call; a mask covers causality."""
-    causal = q_len > 1 and mask == "none"
-    bent, hides = softcap or mask == "float", causal or sliding_window or mask != "none"
-    return Hiding(causal, sliding_window, softcap, mask, bent, hides)
+    causal = step.q_len > 1 and step.mask == "none"
+    bent = step.softcap or step.mask == "float"
+    hides = causal or step.sliding_window or step.mask != "none"
+    return Hiding(causal, step.sliding_window, step.softcap, step.mask, bent, hides)
 
 
 # -- latents -----------------------------------------------------------------------------------------------------------
@@ -495,27 +542,27 @@ def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
     return 2 * tile_tokens(spec, query_dtype) * padded * 4 + queries + rows * rope * 4
 
 
-def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
+def latents(spec: PageSpec, step: Step) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
     cut, by_channel = Chunks.of(spec), code == "unsigned"
-    dtypes = compute_types(spec, query_dtype)
+    dtypes = compute_types(spec, step.query_dtype)
     exact = dtypes[0] == "fp32"
     group = side.scale_tokens if by_channel else side.scale_channels
     stride, words = token_stride(spec), page // side.places
-    step = min(4, page // stride)
+    at_once = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        side=side, by_channel=by_channel, by_token=code in ("signed", "float8"), tile=tile_tokens(spec, query_dtype),
-        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, query_dtype), places=page // stride,
-        step=step, share=max(1, min(step, group // stride)) if by_channel else 1, cut=cut,
+        side=side, by_channel=by_channel, by_token=code in ("signed", "float8"), tile=tile_tokens(spec, step.query_dtype),
+        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, step.query_dtype), places=page // stride,
+        step=at_once, share=max(1, min(at_once, group // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
         dtype=dtypes[0], rope_dtype=dtypes[1], window_dtype=dtypes[2], window_rope_dtype=dtypes[3],
-        isa=0 if exact else isa,
+        isa=0 if exact else step.isa,
     )  # fmt: skip
 
 
@@ -529,42 +576,21 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-def constants(
-    spec: PageSpec,
-    *,
-    query_dtype: torch.dtype,
-    heads: int,
-    q_len: int,
-    isa: int,
-    launch: Launch,
-    mask: str = "none",
-    softcap: bool = False,
-    sliding_window: bool = False,
-    sinks: bool = False,
-) -> dict[str, Any]:
-    """Return the decode kernel's compile-time arguments; dtypes are given by name.
-
-    Args:
-        spec: layout "rows"; heads: of the queries.
-        q_len: chunks of all lengths above 1 share a variant.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
-        mask: "none", "bool" or "float".
-    """
-    kv_heads = spec.keys.num_kv_heads
-    group = heads // kv_heads
-    columns = column_block(spec, group, q_len, isa)
-    merged = columns if q_len > 1 else min(columns, power_of_two(group))
+def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
+    """Return the decode kernel's compile-time arguments; dtypes are given by name. spec: layout "rows"."""
+    given, launch = query_constants(spec, step), launch_parameters(spec, step)
+    columns = given["COLUMNS"]
+    merged = columns if step.q_len > 1 else min(columns, power_of_two(given["GROUP"]))
     keys: Operand | Latents
     if spec.is_latent:
-        keys, values = latents(spec, query_dtype, isa), None
+        keys, values = latents(spec, step), None
     else:
-        keys, values = _keys_of(spec, query_dtype, isa), _values_of(spec, query_dtype, isa)
-    return {
-        "HEADS": kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns, "KEYS": keys, "VALUES": values,
-        "W_TILE": window_tile(spec, query_dtype), "W_COST": max(1, round(16 / spec.bits_per_element)),
-        "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks,
-        "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, spec.out_dim, launch.num_warps),
-        "M_THREADS": 64 * launch.num_warps if isa == HIP else 0, "STAGES": launch.num_stages,
+        keys, values = _keys_of(spec, step), _values_of(spec, step)
+    return given | {
+        "KEYS": keys, "VALUES": values, "W_TILE": window_tile(spec, step.query_dtype),
+        "W_COST": max(1, round(16 / spec.bits_per_element)), "M_COLUMNS": merged,
+        "M_SPLITS": merged_splits(merged, spec.out_dim, launch.num_warps),
+        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0, "STAGES": launch.num_stages,
     }  # fmt: skip
 
 
@@ -574,27 +600,17 @@ MIN_TILES = 4  # tiles that a split should have at least
 MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
 
 
-def launch_parameters(
-    spec: PageSpec,
-    columns: int,
-    isa: int,
-    query_dtype: torch.dtype = torch.bfloat16,
-    mask: str = "none",
-) -> Launch:
+def launch_parameters(spec: PageSpec, step: Step) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
     Over latents a warp for each chunk of the rank. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
     where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
-
-    Args:
-        columns: query columns of a program; isa: compute capability * 10, or 0.
-        mask: "none", "bool" or "float".
     """
     if spec.is_latent:
-        return Launch(CHUNKS, 1 if isa == HIP else 2)
-    tile = tile_tokens(spec, query_dtype)
+        return Launch(CHUNKS, 1 if step.isa == HIP else 2)
+    columns, tile = column_block(spec, step), tile_tokens(spec, step.query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
@@ -603,14 +619,14 @@ def launch_parameters(
     elif tile == 16 or (
         packed
         and columns == 8
-        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or mask == "none")))
+        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or step.mask == "none")))
     ):
         num_warps = 1
     else:
         num_warps = 2
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
-    num_stages = 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
+    num_stages = 2 if step.isa == HIP or (dim > 128 and two_bits) or gathered else 3
     return Launch(num_warps, num_stages)
 
 

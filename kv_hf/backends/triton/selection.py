@@ -34,11 +34,12 @@ from .meta_params import (
     HIP,
     Cut,
     SideLayout,
+    Step,
     codes_of_bytes,
-    column_block,
     compute_types,
-    hiding,
     power_of_two,
+    query_blocks,
+    query_constants,
     side_layout,
     whole,
 )
@@ -105,7 +106,7 @@ class KeyWords(NamedTuple):
     isa: int
 
 
-def key_words(spec: PageSpec, query_dtype: torch.dtype, isa: int, indexed: bool) -> KeyWords:
+def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
     """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
     keys, side = spec.keys, side_layout(spec.keys)
     bits, channels = keys.runs[0]
@@ -113,12 +114,12 @@ def key_words(spec: PageSpec, query_dtype: torch.dtype, isa: int, indexed: bool)
     section = [word for word in word_channels(keys) if word[0] < channels]
     part = len(section[0]) // runs
     read = min(summary_words(keys), len(section))
-    dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
+    dtype, _, window_dtype, _ = compute_types(spec, step.query_dtype)
     return KeyWords(
         side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
         bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
         pages=max(NUM_WARPS, TILE_TOKENS // side.page), window=whole(keys), window_tile=32 if side.dim <= 128 else 16,
-        dtype=dtype, window_dtype=window_dtype, isa=0 if dtype == "fp32" else isa,
+        dtype=dtype, window_dtype=window_dtype, isa=0 if dtype == "fp32" else step.isa,
     )  # fmt: skip
 
 
@@ -631,33 +632,20 @@ def splits(words: KeyWords, programs: int) -> tuple[int, int]:
 
 
 def selection_constants(
-    spec: PageSpec,
-    *,
-    query_dtype: torch.dtype,
-    group: int,
-    q_len: int,
-    isa: int,
-    softcap: bool = False,
-    sinks: bool = False,
-    top_p: bool = False,
-    indexed: bool = False,
+    spec: PageSpec, step: Step, *, top_p: bool = False, indexed: bool = False
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that chooses pages.
 
     Args:
-        group: query heads of a kv head; q_len: chunks of all lengths above 1 share a variant.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         top_p: whether the budget has a part of the mass.
         indexed: whether the pages are an index (PagedKV.words).
     """
-    words = key_words(spec, query_dtype, isa, indexed)
+    words = key_words(spec, step, indexed)
     size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
-    return {
-        "HEADS": spec.keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1,
-        "COLUMNS": column_block(spec, group, q_len, isa), "KEYS": words, "HIDING": hiding(q_len, "none", softcap, False),
-        "SINKS": sinks, "TOP": top_p, "M_THREADS": 64 * NUM_WARPS if isa == HIP else 0,
-        "STAGES": max(1, min(2 if isa == HIP else 3, staged)),
+    return query_constants(spec, step) | {
+        "KEYS": words, "TOP": top_p, "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
+        "STAGES": max(1, min(2 if step.isa == HIP else 3, staged)),
     }  # fmt: skip
 
 
@@ -764,18 +752,13 @@ def _prepare(call: AttentionCall, room: int) -> ChoicePlan:
     where = query.device
     if where.type == "cpu":
         refuse_cpu()
-    rows, num_heads, q_len, _ = query.shape
-    heads = kv.spec.keys.num_kv_heads
-    group = num_heads // heads
+    step = Step.of(call, support.target_isa(where))
     assert kv.budget is not None
-    constants = selection_constants(
-        kv.spec, query_dtype=query.dtype, group=group, q_len=q_len, isa=support.target_isa(where),
-        softcap=call.softcap is not None, sinks=call.sink_logits is not None, top_p=kv.budget.top_p is not None,
-        indexed=kv.words is not None,
-    )  # fmt: skip
-    blocks = heads * -(-group * q_len // constants["COLUMNS"])
+    top_p, indexed = kv.budget.top_p is not None, kv.words is not None
+    constants = selection_constants(kv.spec, step, top_p=top_p, indexed=indexed)
+    rows, blocks = kv.rows, query_blocks(kv.spec, step)
     stretch, most = splits(constants["KEYS"], rows * blocks)
-    columns = rows * num_heads * q_len
+    columns = rows * step.heads * step.q_len
     return ChoicePlan(
         kernel=Kernel(
             kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True

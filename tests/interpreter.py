@@ -160,19 +160,18 @@ def attend_with_ptx(asked, *, isa, splits=2):
 
 def choose(asked, *, splits=3):
     """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
-    from kv_hf.backends.triton import selection_launch
+    from kv_hf.backends.triton import selection
 
-    rule, selection_launch.splits = selection_launch.splits, lambda *args: (16, splits)
+    rule, selection.splits = selection.splits, lambda *args: (16, splits)
     try:
         with scratch() as made:
-            table, counts = selection_launch.choose_pages(asked)
+            table, counts = selection.choose_pages(asked)
     finally:
-        selection_launch.splits = rule
-    rows, columns = asked.kv.rows, asked.query.shape[1] * asked.query.shape[2]
-    [(_, _, totals, masses, _)] = made
-    windows = totals[: rows * (columns + 1)].view(rows, -1)[:, -1]
-    mass = masses.view(rows, -1)[:, : asked.kv.block_table.shape[1]]
-    return table, counts, mass, windows
+        selection.splits = rule
+    [(_, _, masses, _)] = made
+    masses = masses.view(asked.kv.rows, -1)
+    windows = masses.gather(1, asked.kv.num_pages[:, None].long())[:, 0]
+    return table, counts, masses[:, : asked.kv.block_table.shape[1]], windows
 
 
 def choose_with_ptx(asked, *, isa):
@@ -266,7 +265,7 @@ def seal(tokens, jobs, fields, spec):
 
     The other side holds no numbers, or exact ones where `spec` is the second side.
     """
-    from kv_hf.backends.triton import write_pair
+    from kv_hf.backends.triton import seal as kernels
 
     second = spec.side in ("values", "k_rope")
     exact = key_scheme("exact").resolve(spec.page_size, 16, "keys")
@@ -282,15 +281,15 @@ def seal(tokens, jobs, fields, spec):
     sides, windows, pages = [(one, two)[:: -1 if second else 1] for one, two in (
         (spec, other), (tokens, plain), (fields, others)
     )]  # fmt: skip
-    write_pair.seal_pair(windows, jobs, pages, PageSpec(*sides), damaged, {})
+    kernels.seal_pair(windows, jobs, pages, PageSpec(*sides), damaged, {})
     return fields, damaged.bool()
 
 
 def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
     """Append and seal both sides in the worker; returns (windows, fields, damaged)."""
-    from kv_hf.backends.triton import write_pair
+    from kv_hf.backends.triton import seal as kernels
 
-    write_pair.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
+    kernels.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
     return windows, fields, damaged
 
 

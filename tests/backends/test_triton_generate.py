@@ -151,7 +151,7 @@ def test_steps_that_read_a_part_with_triton_give_the_tokens_of_the_reference(key
     found, chosen, said = call(read_in_part, options, "triton")
     expected, by_reference, _ = read_in_part(options, "reference")
     assert torch.equal(found, expected)
-    assert set(chosen) == {("kv_hf.backends.triton.selection_launch", outside)}
+    assert set(chosen) == {("kv_hf.backends.triton.selection", outside)}
     assert len(chosen) == len(by_reference) == 3 * 2  # steps behind the prompt's, and layers
     assert not said
 

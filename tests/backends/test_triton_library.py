@@ -135,13 +135,6 @@ def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkey
         assert why_not("cuda", dtype, spec) is None
 
 
-def test_fewer_stages_are_taken_where_shared_memory_is_small():
-    spec, bf16 = spec_of("exact", 256), torch.bfloat16
-    assert meta_params.launch_parameters(spec, 8, 90, bf16, 232448).num_stages == 3
-    assert meta_params.launch_parameters(spec, 8, 90, bf16, 64 * 1024).num_stages == 2
-    assert meta_params.launch_parameters(spec, 8, 90).num_stages == 3
-
-
 def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_called(
     monkeypatch, tmp_path
 ):

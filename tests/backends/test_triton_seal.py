@@ -251,14 +251,14 @@ def gpu():
 )
 def test_write_pair_launches_once_and_once_more_to_seal(gpu, spec):
     """Chunks of all lengths above 1 share a variant, and so do windows of all sizes."""
-    from kv_hf.backends.triton import write_pair
+    from kv_hf.backends.triton import seal as kernels
 
     launches = {}
     for q_len in range(1, 17):
         one = Inputs(spec, q_len=q_len)
         given = (one.windows, one.new, one.starts, one.skips)
         for jobs in (None, one.jobs, one.jobs[:0], one.jobs[1:]):
-            write_pair.write_pair(*given, jobs, one.fields, spec, one.damaged, launches)
+            kernels.write_pair(*given, jobs, one.fields, spec, one.damaged, launches)
     append, seal = "append_pair_kernel", "seal_pair_kernel"
     assert gpu.names() == 16 * [append, append, seal, append, append, seal]
     assert gpu.variants == {append: 2, seal: 1}

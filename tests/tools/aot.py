@@ -16,18 +16,19 @@ from kv_hf.backends.triton.direct import STEPWISE, TABLES
 from kv_hf.backends.triton.meta_params import (
     FLOATS,
     HIP,
-    Launch,
-    column_block,
+    Step,
     constants,
     launch_parameters,
 )
-from kv_hf.backends.triton.seal import append_pair_kernel, pair_constants, seal_pair_kernel
+from kv_hf.backends.triton.seal import (
+    append_pair_kernel,
+    pair_constants,
+    seal_pair_kernel,
+)
+from kv_hf.backends.triton.selection import NUM_WARPS, choose_kernel, selection_constants
 from kv_hf.backends.triton.selection import STEPWISE as SELECTION_STEPWISE
 from kv_hf.backends.triton.selection import UNALIGNED as SELECTION_UNALIGNED
-from kv_hf.backends.triton.selection import choose_kernel
-from kv_hf.backends.triton.selection_launch import NUM_WARPS, selection_constants
 from kv_hf.backends.triton.softmax import combine_constants, combine_kernel
-from kv_hf.backends.triton.write_pair import append_constants
 from kv_hf.spec import PageSpec, SideSpec
 
 STRIDES = (
@@ -57,8 +58,6 @@ def compile_decode(
     query_dtype: torch.dtype = torch.bfloat16,
     group: int = 4,
     q_len: int = 1,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
     mask_dtype: torch.dtype | None = None,
     softcap: bool = False,
     sliding_window: bool = False,
@@ -72,13 +71,17 @@ def compile_decode(
     """
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
-    columns = column_block(spec, group, q_len, isa)
-    chosen = launch_parameters(spec, columns, isa, query_dtype, mask=mask)
-    launch = Launch(num_warps or chosen.num_warps, num_stages or chosen.num_stages)
-    plain = constants(
-        spec, query_dtype=query_dtype, heads=group * spec.keys.num_kv_heads, q_len=q_len, isa=isa, launch=launch,
-        mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
-    )  # fmt: skip
+    step = Step(
+        query_dtype,
+        group * spec.keys.num_kv_heads,
+        q_len,
+        isa,
+        mask,
+        softcap,
+        sliding_window,
+        sinks,
+    )
+    plain = constants(spec, step)
     keys, values = spec.sides
     pointers = {
         "query": query_dtype, "key_codes": keys.fields["codes"][1], "value_codes": values.fields["codes"][1],
@@ -93,7 +96,9 @@ def compile_decode(
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
     aligned = [name for name in pointers if name not in ("mask", "sink_logits")] + list(STRIDES)
-    return compile_kernel(decode_kernel, types, plain, arch, aligned, launch.num_warps)
+    return compile_kernel(
+        decode_kernel, types, plain, arch, aligned, launch_parameters(spec, step).num_warps
+    )
 
 
 def compile_selection(
@@ -110,17 +115,10 @@ def compile_selection(
 ) -> Any:
     """Compile one variant of the kernel that chooses pages for `arch`, as a launch would ask for it."""
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    plain = selection_constants(
-        spec,
-        query_dtype=query_dtype,
-        group=group,
-        q_len=q_len,
-        isa=isa,
-        softcap=softcap,
-        sinks=sinks,
-        top_p=top_p,
-        indexed=indexed,
+    step = Step(
+        query_dtype, group * spec.keys.num_kv_heads, q_len, isa, softcap=softcap, sinks=sinks
     )
+    plain = selection_constants(spec, step, top_p=top_p, indexed=indexed)
     keys = spec.keys
     pointers = {
         "query": query_dtype,
@@ -132,7 +130,7 @@ def compile_selection(
     types |= dict.fromkeys(("key_scale", "key_offset"), "*fp16") | {"key_order": "*u8"}
     if keys.scheme.is_exact:  # scales are its codes, and offsets those or an index's middles
         types |= dict.fromkeys(("key_scale", "key_offset"), types["key_codes"])
-    types |= dict.fromkeys(("scores", "stats", "totals", "masses"), "*fp32")
+    types |= dict.fromkeys(("scores", "sums", "masses"), "*fp32")
     tables = (
         "held_words",
         "block_table",
@@ -214,7 +212,7 @@ def compile_append_pair(
         for name in names.split()
     ]  # fmt: skip
     types |= dict.fromkeys((*strides, "slots", "value_slots", "q_len"), "i32")
-    plain = append_constants(dim, value_dim, 1)
+    plain = {"DIM": dim, "VALUE_DIM": value_dim, "TOKENS": 1}
     return compile_kernel(append_pair_kernel, types, plain, arch, [*pointers, *strides], 4)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from kv_hf.backends.triton.meta_params import column_block, tile_tokens
+from kv_hf.backends.triton.meta_params import Step, column_block, tile_tokens
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 
@@ -108,5 +108,7 @@ def instructions_per_number(code: Any, spec: PageSpec, group: int) -> float:
             program's columns are other programs, which count as well.
     """
     numbers = tile_tokens(spec) * sum(side.head_dim for side in spec.sides)
-    programs = -(-group // column_block(spec, group, 1, isa=90))
+    programs = -(
+        -group // column_block(spec, Step(torch.bfloat16, group * spec.keys.num_kv_heads, 1, 90))
+    )
     return programs * len(code.loop) * code.num_warps / numbers

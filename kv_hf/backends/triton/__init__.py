@@ -10,15 +10,15 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import dense, launch, selection_launch, write_pair
+    from . import dense, launch, seal, selection
 
     return Backend(
         "triton",
         launch.paged_attention,
-        write_pair.write_pair,
-        write_pair.seal_pair,
+        seal.write_pair,
+        seal.seal_pair,
         dense.dense_side,
-        selection_launch.choose_pages,
+        selection.choose_pages,
         max_queries=64,
     )
 

@@ -93,9 +93,9 @@ def decode_kernel(
         q_len = 1
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
-    PAGE: tl.constexpr = KEYS.page
-    TILES_PER_PAGE: tl.constexpr = KEYS.page // KEYS.tile
-    V_DIM: tl.constexpr = KEYS.dim if VALUES is None else VALUES.dim
+    PAGE: tl.constexpr = KEYS.side.page
+    TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
+    V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
     split = tl.program_id(2)

@@ -18,137 +18,83 @@ from .direct import Kernel, kept
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
 
 
-@triton.constexpr_function
-def within(GROUP, SIZE, WHOLE, RUN):
-    """Return whether blocks of SIZE places, cut from runs of RUN, each lie inside one group of GROUP."""
-    return GROUP == WHOLE or (GROUP % SIZE == 0 and RUN % SIZE == 0)
-
-
 @triton.jit
-def _of_groups(
-    pointer, first_token, first_channel, TALL: tl.constexpr, WIDE: tl.constexpr, HELD: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
+def _factors(
+    pointer, token, start, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Load the scales (or offsets), one per TOKENS x CHANNELS, of TALL tokens and WIDE channels, of which HELD exist.
-
-    Returns: [TALL, WIDE], or 1 in place of a size along which all are the same.
-    """
-    GROUPS: tl.constexpr = SIDE.dim // CHANNELS  # of a token
-    lane = tl.arange(0, 1 if within(CHANNELS, WIDE, SIDE.dim, WIDTH) else WIDE)
-    column = (first_channel + lane) // CHANNELS
-    if TOKENS % TALL == 0:
-        at = first_token // TOKENS * GROUPS + column
-        factors = tl.load(pointer + at, mask=lane < HELD, other=0.0)[None, :]
-    else:
-        token = first_token + tl.arange(0, TALL)
-        at = (token // TOKENS * GROUPS)[:, None] + column[None, :]
-        factors = tl.load(pointer + at, mask=(lane < HELD)[None, :], other=0.0)
-    return factors.to(tl.float32)
+    """Load the scales (or offsets), one per TOKENS x CHANNELS, of tokens at WIDE places; one in place of equal ones along an axis."""
+    if token.shape[0] <= TOKENS:
+        token = tl.min(token, 0) + tl.arange(0, 1)
+    place = start + tl.arange(0, 1 if SIDE.dim == CHANNELS or CHANNELS % WIDE == 0 else WIDE)
+    at = (token // TOKENS * (SIDE.dim // CHANNELS))[:, None] + (place // CHANNELS)[None, :]
+    return tl.load(pointer + at, mask=(place < SIDE.dim)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _write_section(
-    target,
-    room,
-    fields,
-    begin,
-    SECTION: tl.constexpr,
-    SIDE: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write TILE tokens of one page to `target`, the column of the page's first token; `room` columns are left there.
+def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
+    """Load the bits of codes [tokens, places], int32, that lie in a part of SIDE; 0 of places that do not."""
+    BITS: tl.constexpr = SIDE.parts[PART][0]
+    PLACES: tl.constexpr = SIDE.parts[PART][3]
+    at = place - SIDE.parts[PART][2]
+    if SIDE.places > 1:
+        LINES: tl.constexpr = SIDE.page // SIDE.places
+        where = (token % LINES * SIDE.dim)[:, None] + at[None, :]
+        shift = (token // LINES * BITS)[:, None]
+    else:
+        WIDTH: tl.constexpr = PLACES * BITS // 8
+        byte = SIDE.parts[PART][4] + at % WIDTH
+        shift = (at // WIDTH * BITS)[None, :]
+        if SIDE.token_contiguous:
+            where = (byte * SIDE.page)[None, :] + token[:, None]
+        else:
+            where = (token * SIDE.size)[:, None] + byte[None, :]
+    inside = ((at >= 0) & (at < PLACES))[None, :]
+    x = tl.load(codes + where, mask=inside, other=0).to(tl.int32) >> shift
+    return (x & ((1 << BITS) - 1)) << SIDE.parts[PART][1]
 
-    Args:
-        fields: Fields of this page and head; with an order, each channel goes to its own column.
-        begin: the first token; of token words, the first word.
-        SECTION: number of a section of SIDE.
-    """
-    BITS: tl.constexpr = SIDE.sections[SECTION][0]
-    WIDTH: tl.constexpr = SIDE.sections[SECTION][1]
-    RUNS: tl.constexpr = SIDE.sections[SECTION][2]
-    PLACE: tl.constexpr = SIDE.sections[SECTION][3]
-    BYTE: tl.constexpr = SIDE.sections[SECTION][4]
+
+@triton.jit
+def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
+    """Load what tokens of one page and head, `fields` of it, hold at WIDE places from `start` on: fp32 or exact."""
+    place = start + tl.arange(0, WIDE)
     CODE: tl.constexpr = SIDE.code
     S_TOKENS: tl.constexpr = SIDE.scale_tokens
     S_CHANNELS: tl.constexpr = SIDE.scale_channels
     O_TOKENS: tl.constexpr = SIDE.offset_tokens
     O_CHANNELS: tl.constexpr = SIDE.offset_channels
-    TALL: tl.constexpr = TILE // RUNS if SIDE.token_words else TILE
-    line = begin + tl.arange(0, TALL)
-    lane = tl.arange(0, WIDE)
-    for start in tl.static_range(0, WIDTH, WIDE):
-        inside = lane < WIDTH - start
-        byte = BYTE + start + lane
-        if SIDE.token_contiguous:
-            where = fields.codes + line[:, None] + (byte * SIDE.page)[None, :]
-        else:
-            where = fields.codes + (line * SIDE.size)[:, None] + byte[None, :]
-        x = tl.load(where, mask=inside[None, :], other=0)
-        for run in tl.static_range(RUNS):
-            first = begin + (run * (SIDE.page // RUNS) if SIDE.token_words else 0)
-            channel = PLACE + start + (0 if SIDE.token_words else run * WIDTH)
-            if CODE == "none":
-                y = x
-            else:
-                y = number(x, run, CODE, BITS) * _of_groups(
-                    fields.scale, first, channel, TALL, WIDE, WIDTH - start, S_TOKENS, S_CHANNELS, WIDTH, SIDE
-                )  # fmt: skip
-                if O_TOKENS > 0:
-                    y = y + _of_groups(
-                        fields.offset, first, channel, TALL, WIDE, WIDTH - start, O_TOKENS, O_CHANNELS, WIDTH, SIDE
-                    )  # fmt: skip
-            column = channel + lane
-            if SIDE.ordered:
-                column = tl.load(fields.order + column, mask=inside, other=0).to(tl.int32)
-            _store(target, room, first + tl.arange(0, TALL), column, inside, y, SIDE)
+    if CODE == "none":
+        where = fields.codes + (token * SIDE.dim)[:, None] + place[None, :]
+        return tl.load(where, mask=(place < SIDE.dim)[None, :], other=0)
+    else:
+        code = _load_plane(fields.codes, token, place, 0, SIDE)
+        for part in tl.static_range(1, len(SIDE.parts)):
+            code |= _load_plane(fields.codes, token, place, part, SIDE)
+        x = number(code, 0, CODE, 8)
+        if CODE == "unsigned" and O_TOKENS == 0:  # codes lie around 0
+            x = x - 0.5 * ((1 << SIDE.bits) - 1)
+        x = x * _factors(fields.scale, token, start, S_TOKENS, S_CHANNELS, SIDE, WIDE)
+        if O_TOKENS > 0:
+            x = x + _factors(fields.offset, token, start, O_TOKENS, O_CHANNELS, SIDE, WIDE)
+        if SIDE.rotated > 0:
+            x = unrotate_channels(x, SIDE.rotated)
+        return x
 
 
 @triton.jit
-def _store(target, room, token, channel, inside, y, SIDE: tl.constexpr):
-    """Store numbers y [tokens, channels], where there is room."""
-    if SIDE.code != "none" and target.dtype.element_ty == tl.float16:
-        # a scale rounded up may push the largest code just past float16's range
-        y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
-    held = (token < room)[:, None] & inside[None, :]
-    at = (token * SIDE.dim)[:, None] + channel[None, :]
-    tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
-
-
-@triton.jit
-def _code_of(codes, lane, channel, inside, SIDE: tl.constexpr):
-    """Load the codes [tokens, channels] of values, int32: those of tokens `lane` and of any channels."""
-    WIDTH: tl.constexpr = SIDE.sections[0][1]
-    BITS: tl.constexpr = SIDE.bits
-    LOW: tl.constexpr = 2 * WIDTH if BITS == 3 else WIDTH  # bytes of the plane of low bits
-    LOW_BITS: tl.constexpr = 2 if BITS == 3 else BITS
-    where = codes + lane[:, None]
-    x = tl.load(where + ((channel % LOW) * SIDE.page)[None, :], mask=inside[None, :], other=0)
-    code = (x.to(tl.int32) >> ((channel // LOW) * LOW_BITS)[None, :]) & ((1 << LOW_BITS) - 1)
-    if BITS == 3:
-        third = where + ((LOW + channel % WIDTH) * SIDE.page)[None, :]
-        x = tl.load(third, mask=inside[None, :], other=0).to(tl.int32)
-        code |= ((x >> (channel // WIDTH)[None, :]) & 1) << 2
-    return code
-
-
-@triton.jit
-def _write_rotated(target, room, fields, begin, SIDE: tl.constexpr, TILE: tl.constexpr):
-    """Write TILE tokens of rotated values, as `_write_section`: all channels of a token at once."""
-    DIM: tl.constexpr = SIDE.dim
-    CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
-    S_CHANNELS: tl.constexpr = SIDE.scale_channels
-    BLOCK: tl.constexpr = SIDE.rotated
-    channel = tl.arange(0, CHANNELS)
-    inside = channel < DIM
-    token = begin + tl.arange(0, TILE)
-    y = _code_of(fields.codes, token, channel, inside, SIDE).to(tl.float32)
-    if SIDE.centered:
-        y = y - 0.5 * ((1 << SIDE.bits) - 1)
-    y = y * _of_groups(fields.scale, begin, 0, TILE, CHANNELS, DIM, 1, S_CHANNELS, DIM, SIDE)
-    if not SIDE.centered:
-        y = y + _of_groups(fields.offset, begin, 0, TILE, CHANNELS, DIM, 1, S_CHANNELS, DIM, SIDE)
-    _store(target, room, token, channel, inside, unrotate_channels(y, BLOCK), SIDE)
+def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.constexpr):
+    """Write tokens of one page and head, where `held`, to `target` [tokens, 1], pointers to channel 0."""
+    for start in tl.static_range(0, SIDE.dim, WIDE):
+        place = start + tl.arange(0, WIDE)
+        inside = place < SIDE.dim
+        x = _load_numbers(fields, token, start, SIDE, WIDE)
+        if SIDE.code != "none" and target.dtype.element_ty == tl.float16:
+            # a scale rounded up may push the largest code just past float16's range
+            x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
+        channel = place
+        if SIDE.ordered:
+            channel = tl.load(fields.order + place, mask=inside, other=0).to(tl.int32)
+        x = x.to(target.dtype.element_ty)
+        tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])
 
 
 # tables may begin anywhere in a buffer that they share
@@ -175,7 +121,6 @@ def dense_kernel(
     sink_tokens,
     SIDE: tl.constexpr,
     WIDE: tl.constexpr,
-    W_WIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write TILE columns of one (row, head). Grid: (seen / TILE rounded up, HEADS, rows).
@@ -184,7 +129,7 @@ def dense_kernel(
     is free. As TILE divides a page, a row's parts and its remaining columns fill the grid whatever its number of pages, so
     that the host need not know it.
 
-    SIDE: a SideLayout. Tiles are WIDE places wide, those of the window W_WIDE channels.
+    SIDE: a SideLayout. Tiles are WIDE places wide, as those of the window.
     """
     HEADS: tl.constexpr = SIDE.heads
     PAGE: tl.constexpr = SIDE.page
@@ -201,15 +146,11 @@ def dense_kernel(
     if tile < parts:
         page = tl.load(block_table + row.to(tl.int64) * table_row + tile // (PAGE // TILE))
         block = page.to(tl.int64) * HEADS + head
-        first = left + sinks + (tile // (PAGE // TILE)) * PAGE
         fields = move_to_block(Fields(codes, scale, offset, order), block, SIDE)
-        at = out + first.to(tl.int64) * DIM
-        begin = (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE)
-        if SIDE.rotated > 0:
-            _write_rotated(at, seen - first, fields, begin, SIDE, TILE)
-        else:
-            for section in tl.static_range(len(SIDE.sections)):
-                _write_section(at, seen - first, fields, begin, section, SIDE, WIDE, TILE)
+        token = (tile % (PAGE // TILE)) * TILE + tl.arange(0, TILE)
+        column = left + sinks + tile // (PAGE // TILE) * PAGE + token
+        target = out + column.to(tl.int64)[:, None] * DIM
+        _write_tile(target, fields, token, column < seen, SIDE, WIDE)
     else:
         column = (tile - parts) * TILE + tl.arange(0, TILE)
         behind = column >= left + sinks
@@ -219,8 +160,8 @@ def dense_kernel(
         source += slot.to(tl.int64)[:, None] * window_slot
         held = (slot >= 0) & (slot < exact)
         target = out + column.to(tl.int64)[:, None] * DIM
-        for start in tl.static_range(0, DIM, W_WIDE):
-            channel = start + tl.arange(0, W_WIDE)
+        for start in tl.static_range(0, DIM, WIDE):
+            channel = start + tl.arange(0, WIDE)
             inside = (channel < DIM)[None, :]
             x = tl.load(source + channel[None, :], mask=held[:, None] & inside, other=0.0)
             tl.store(target + channel[None, :], x, mask=(column < seen)[:, None] & inside)
@@ -232,20 +173,16 @@ TILE_NUMBERS = 8192  # numbers of one tile: 64 of each thread of four warps
 @cache
 def dense_constants(spec: SideSpec) -> dict[str, Any]:
     """Return the dense kernel's compile-time arguments."""
-    side = side_layout(spec)
-    scale_tokens, scale_channels = side.scale_tokens, side.scale_channels
+    side, padded = side_layout(spec), power_of_two(spec.head_dim)
     tile = min(side.page, MAX_TILE)
-    if tile > scale_tokens >= MIN_SIZE:
-        tile = scale_tokens  # one scale per channel of a tile in place of one per number
-    widest = TILE_NUMBERS // tile
+    if tile > side.scale_tokens >= MIN_SIZE:
+        tile = side.scale_tokens  # one scale per channel of a tile in place of one per number
     if side.rotated:  # whole tokens at once
-        tile = min(tile, TILE_NUMBERS // power_of_two(side.dim))
-    width = max(section[1] for section in side.sections)
-    wide = min(power_of_two(width), widest // (1 if side.token_words else side.runs))
-    groups_fit = width % scale_channels == 0 and power_of_two(scale_channels) == scale_channels
-    if scale_tokens < tile and groups_fit and scale_channels >= MIN_SIZE:
-        wide = min(wide, scale_channels)  # one scale per token of a tile
-    return {"SIDE": side, "WIDE": wide, "W_WIDE": min(power_of_two(side.dim), widest), "TILE": tile}
+        tile = min(tile, TILE_NUMBERS // padded)
+    wide = min(padded, TILE_NUMBERS // tile)
+    if wide % side.scale_channels == 0 and side.scale_channels >= MIN_SIZE and not side.rotated:
+        wide = side.scale_channels  # one scale per token of a tile
+    return {"SIDE": side, "WIDE": wide, "TILE": tile}
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Fields(NamedTuple):
 @triton.jit
 def move_to_block(fields, block, SIDE: tl.constexpr):
     """Move Fields of page 0 and head 0 on to number `block` (page * heads + head, int64) of pages and heads."""
-    codes = fields.codes + block * (SIDE.page * SIDE.size // (SIDE.runs if SIDE.token_words else 1))
+    codes = fields.codes + block * (SIDE.page * SIDE.size // SIDE.places)
     scale, offset, order = fields.scale, fields.offset, fields.order + block * SIDE.dim
     if SIDE.code != "none":
         scale += block * ((SIDE.page // SIDE.scale_tokens) * (SIDE.dim // SIDE.scale_channels))
@@ -320,7 +320,7 @@ def _pair_planes(ODD):
 
 
 @triton.constexpr_function
-def _stages(SIZE):
+def stages(SIZE):
     """Return how many times two numbers are summed in a transform of SIZE numbers."""
     return SIZE.bit_length() - 1
 
@@ -344,7 +344,7 @@ def _sum_apart(x, APART: tl.constexpr):
 @triton.jit
 def _unrotate(x, SIZE: tl.constexpr, STEP: tl.constexpr):
     """Transform runs of SIZE numbers of x that lie STEP apart in memory order; all sizes are powers of two."""
-    for stage in tl.static_range(_stages(SIZE)):
+    for stage in tl.static_range(stages(SIZE)):
         x = _sum_apart(x, STEP << stage)
     return x
 
@@ -362,7 +362,7 @@ def unrotate_parts(parts, CUT: tl.constexpr, BLOCK: tl.constexpr):
     new = ()
     for p in tl.static_range(len(parts)):
         new = new + (_unrotate(parts[p], SIZE, parts[p].shape[1]),)
-    for stage in tl.static_range(_stages(BLOCK // SIZE)):
+    for stage in tl.static_range(stages(BLOCK // SIZE)):
         old = new
         new = ()
         for p in tl.static_range(len(old)):

@@ -48,7 +48,7 @@ def attend_heads(
     Returns: maxima in log2, sums of weights [columns], and parts of the weighted values [size, columns].
     """
     COLUMNS: tl.constexpr = real.shape[0]
-    PAGE: tl.constexpr = KEYS.page
+    PAGE: tl.constexpr = KEYS.side.page
     TILE: tl.constexpr = KEYS.tile
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
     K_CUT: tl.constexpr = KEYS.cut
@@ -61,10 +61,10 @@ def attend_heads(
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = zeros(V_CUT, COLUMNS)
     offsets = no_offsets(VALUES, COLUMNS)
-    shrink, factor = query_units(queries, real, softmax_scale, KEYS.dim)
+    shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
-    if not KEYS.ordered:
+    if not KEYS.side.ordered:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
         whole_q = q
         if KEYS.fold == "tile":
@@ -88,7 +88,7 @@ def attend_heads(
             page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
             next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
             tile_q = q
-            if KEYS.ordered:
+            if KEYS.side.ordered:
                 tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
             key_factors = load_key_factors(keys, next_block, next_token, KEYS)
             value_factors = load_value_factors(
@@ -107,8 +107,8 @@ def attend_heads(
             block = next_block
     total = tl.sum(totals, 0) * (1.0 / 2.0**VALUES.lift)
     acc = settle(acc, offsets, VALUES)
-    if VALUES.rotated > 0:  # the window's tokens, which follow, are not rotated
-        acc = unrotate_parts(acc, V_CUT, VALUES.rotated)
+    if VALUES.side.rotated > 0:  # the window's tokens, which follow, are not rotated
+        acc = unrotate_parts(acc, V_CUT, VALUES.side.rotated)
     if window.mine:
         best, total, acc = attend_window(
             queries, real, window, visible, softmax_scale, best, total, acc, KEYS, VALUES, HIDING, W_TILE
@@ -249,14 +249,18 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
     channels = ()
     if KEYS.fold == "page" or KEYS.fold == "tile":
         for piece in tl.static_range(PIECES):
-            first = (block * (KEYS.page // KEYS.group) + token // KEYS.group + piece) * KEYS.dim
+            first = (
+                block * (KEYS.side.page // KEYS.side.scale_tokens)
+                + token // KEYS.side.scale_tokens
+                + piece
+            ) * KEYS.side.dim
             offsets = offsets + load_parts(keys.offset + first, OFFSETS)
             if KEYS.fold == "tile":
                 scales = scales + load_parts(keys.scale + first, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
-    if KEYS.ordered:
-        channels = load_parts(keys.order + block * KEYS.dim, CUT)
+    if KEYS.side.ordered:
+        channels = load_parts(keys.order + block * KEYS.side.dim, CUT)
     return offsets, scales, channels
 
 
@@ -274,11 +278,13 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
     scores = ()
     for piece in tl.static_range(PIECES):
         at = token + piece * ROWS + tl.arange(0, ROWS)
-        rows = keys.codes + block * (KEYS.page * KEYS.row) + at * KEYS.row
+        rows = keys.codes + block * (KEYS.side.page * KEYS.side.size) + at * KEYS.side.size
         if KEYS.fold == "none":
             one = score_exact(rows, at, query, CUT, False)
         else:
-            group = block * (KEYS.page // KEYS.group) + at // KEYS.group
+            group = (
+                block * (KEYS.side.page // KEYS.side.scale_tokens) + at // KEYS.side.scale_tokens
+            )
             one = _score_codes(rows, keys, group, factors, query, whole_query, KEYS, piece)
         scores = scores + (one,)
     return _stack(scores)
@@ -312,7 +318,7 @@ def _score_codes(
     """
     CUT: tl.constexpr = KEYS.cut
     OFFSETS: tl.constexpr = KEYS.offsets
-    CODE: tl.constexpr = KEYS.code
+    CODE: tl.constexpr = KEYS.side.code
     FIRST: tl.constexpr = PIECE * len(CUT.parts)
     DTYPE: tl.constexpr = query[0].dtype
     NUMBERS: tl.constexpr = tl.float32 if KEYS.fold == "element" else DTYPE
@@ -331,11 +337,11 @@ def _score_codes(
             k = runs[r]
             if KEYS.fold == "element":
                 channel = CUT.parts[CUT.chunks[c].first + r].place + lane
-                at = (group * KEYS.dim)[:, None] + channel[None, :]
+                at = (group * KEYS.side.dim)[:, None] + channel[None, :]
                 k = k * tl.load(keys.scale + at, mask=inside, other=0.0).to(tl.float32)
                 k = k + tl.load(keys.offset + at, mask=inside, other=0.0).to(tl.float32)
             elif KEYS.fold == "tile":
-                if KEYS.ordered:
+                if KEYS.side.ordered:
                     # summed across threads: as a product of equal rows, gathered queries would go through shared memory
                     # twice
                     o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
@@ -345,7 +351,7 @@ def _score_codes(
             scores = tl.dot(k.to(DTYPE), q, scores, input_precision="ieee")
     if KEYS.fold != "element":
         bias = tl.broadcast_to(added[None, :], shape)
-        if not KEYS.ordered:
+        if not KEYS.side.ordered:
             # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
             bias = tl.zeros(shape, tl.float32)
             for p in tl.static_range(len(OFFSETS.parts)):
@@ -356,7 +362,7 @@ def _score_codes(
         if (
             KEYS.fold == "tile"
         ):  # codes of eight bits lie in the same subnormals as those of four and of two
-            unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.bits, KEYS.isa), tl.float32)
+            unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.side.bits, KEYS.isa), tl.float32)
         scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
     return scores
 
@@ -390,7 +396,7 @@ def no_offsets(VALUES: tl.constexpr, COLUMNS: tl.constexpr):
     sums = ()
     if VALUES.by_rows:
         sums = (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    elif VALUES.code == "unsigned" and VALUES.fold == "token":
+    elif VALUES.side.code == "unsigned" and VALUES.fold == "token":
         for _ in tl.static_range(GROUPS):
             sums = sums + (tl.zeros([TILE, COLUMNS], tl.float32),)
     return sums
@@ -414,7 +420,7 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
         if VALUES.by_rows:
             rows = first[None, :] + tl.arange(0, GROUPS)[:, None]
             factors = factors + (tl.load(values.offset + rows),)
-        elif VALUES.code == "unsigned":
+        elif VALUES.side.code == "unsigned":
             for g in tl.static_range(GROUPS):
                 factors = factors + (tl.load(values.offset + first + g),)
     return factors
@@ -453,12 +459,12 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
     DTYPE: tl.constexpr = dtype_of(VALUES.dtype)
     lane = token + tl.arange(0, VALUES.tile)
     if VALUES.fold == "none":
-        rows = values.codes + block * (VALUES.page * VALUES.dim) + lane * VALUES.dim
+        rows = values.codes + block * (VALUES.side.page * VALUES.side.dim) + lane * VALUES.side.dim
         return add_exact(rows, lane, weights, rescale(acc, keep), CUT, False, DTYPE), offsets
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
-        codes = values.codes + block * (VALUES.page * VALUES.row) + lane
-        tokens = (block * VALUES.page + lane) * VALUES.groups
+        codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane
+        tokens = (block * VALUES.side.page + lane) * VALUES.groups
         return _add_codes(codes, values, tokens, factors, keep, acc, VALUES, DTYPE), sums
 
 
@@ -480,7 +486,7 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
             rows = tl.reshape(rows, [ROWS, VALUES.tile])
             total = offsets[0] * keep[None, :]
             sums = (tl.dot(rows, weights.to(DTYPE), total, input_precision="ieee"),)
-        elif VALUES.code == "unsigned":
+        elif VALUES.side.code == "unsigned":
             for g in tl.static_range(GROUPS):
                 o = loaded[GROUPS + g].to(tl.float32)
                 sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
@@ -500,33 +506,35 @@ def _add_codes(
     """
     CUT: tl.constexpr = VALUES.cut
     NUMBERS: tl.constexpr = tl.float32 if VALUES.fold == "element" else DTYPE
-    CODE: tl.constexpr = VALUES.code
-    PLANE: tl.constexpr = VALUES.page * VALUES.dim // 8
+    CODE: tl.constexpr = VALUES.side.code
+    PLANE: tl.constexpr = VALUES.side.page * VALUES.side.dim // 8
     new = ()
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         inside = (lane < CUT.chunks[c].held)[:, None]
-        where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.page)[:, None]
+        where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.side.page)[:, None]
         x = load_held(where, lane[:, None], CUT.chunks[c].held)
-        if VALUES.bits == 3:
+        if VALUES.side.bits == 3:
             second = load_held(where + PLANE, lane[:, None], CUT.chunks[c].held)
             third = load_held(where + 2 * PLANE, lane[:, None], CUT.chunks[c].held)
             runs = unpack_planes(x, second, third, NUMBERS, VALUES.isa)
         else:
-            runs = unpack(x, CODE, VALUES.bits, NUMBERS, VALUES.isa)
+            runs = unpack(x, CODE, VALUES.side.bits, NUMBERS, VALUES.isa)
         for r in tl.static_range(len(runs)):
             v = runs[r]
             total = acc[CUT.chunks[c].first + r] * keep[None, :]
             if VALUES.fold == "element":
-                group = (CUT.parts[CUT.chunks[c].first + r].place + lane) // VALUES.group
+                group = (
+                    CUT.parts[CUT.chunks[c].first + r].place + lane
+                ) // VALUES.side.scale_channels
                 at = tokens[None, :] + group[:, None]
                 v = v * tl.load(values.scale + at, mask=inside, other=0.0).to(tl.float32)
-                if VALUES.code == "unsigned":
+                if VALUES.side.code == "unsigned":
                     o = tl.load(values.offset + at, mask=inside, other=0.0).to(tl.float32)
                     v = v + (o if VALUES.offset == 1.0 else o * VALUES.offset)
                 w = factors[0]
             else:
-                w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.group]
+                w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.side.scale_channels]
             new = new + (tl.dot(v.to(DTYPE), w, total, input_precision="ieee"),)
     return new
 
@@ -534,7 +542,7 @@ def _add_codes(
 @triton.constexpr_function
 def _unit_of(RUN, VALUES):
     """Return what the codes of run `RUN` are multiplied by in sums of them."""
-    unit = tile_unit(VALUES.bits, VALUES.isa) * run_unit(RUN, VALUES.bits, VALUES.isa)
+    unit = tile_unit(VALUES.side.bits, VALUES.isa) * run_unit(RUN, VALUES.side.bits, VALUES.isa)
     return VALUES.boost * unit
 
 
@@ -548,8 +556,8 @@ def settle(acc, offsets, VALUES: tl.constexpr):
         part = acc[p]
         if VALUES.fold == "token":
             part = part * (1.0 / _unit_of(p % RUNS, VALUES))
-            if VALUES.code == "unsigned":
-                o = _offset_of(offsets, CUT.parts[p].place // VALUES.group, VALUES)
+            if VALUES.side.code == "unsigned":
+                o = _offset_of(offsets, CUT.parts[p].place // VALUES.side.scale_channels, VALUES)
                 part += (o * (VALUES.offset / 2.0**VALUES.lift))[None, :]
         new = new + (part,)
     return new

@@ -16,7 +16,7 @@ once per group: codes stay as they are.
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, tile_unit, unpack
+from .dequant import dtype_of, stages, tile_unit, unpack
 from .softmax import LOG2E, bend, near_one, weigh, window_slots
 
 
@@ -33,7 +33,7 @@ def attend_latents(
     CUT: tl.constexpr = LATENTS.cut
     ROPE: tl.constexpr = LATENTS.rope
     RANK: tl.constexpr = CUT.dim
-    PAGE: tl.constexpr = LATENTS.page
+    PAGE: tl.constexpr = LATENTS.side.page
     ROWS: tl.constexpr = LATENTS.rows
     STRIDE: tl.constexpr = LATENTS.stride
     STEP: tl.constexpr = LATENTS.step
@@ -50,25 +50,20 @@ def attend_latents(
     acc = ()
     for _ in tl.static_range(RUNS):
         acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
-    q = ()
+    q = load_runs(queries, real, CUT, True)
     size = tl.zeros([COLUMNS], tl.float32)
     for r in tl.static_range(RUNS):
-        q = q + (load_tile(queries, real, r, CUT, True),)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
-    q_rope = q[0]
-    if ROPE.dim > 0:
-        q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
-        size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
+    q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
+    size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
     shrink, factor = near_one(size, softmax_scale, True)
     q = times(q, shrink[None, :, None], DTYPE)
-    if ROPE.dim > 0:
-        q_rope = q_rope.to(tl.float32) * shrink[None, :, None]
-        q_rope = q_rope.to(dtype_of(LATENTS.rope_dtype))
+    q_rope = (q_rope.to(tl.float32) * shrink[None, :, None]).to(dtype_of(LATENTS.rope_dtype))
     if begin < end:
         lane = tl.arange(0, ROWS)
         row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
-        if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.bits < 8:
-            shift = lane // LATENTS.words * LATENTS.bits % 8
+        if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.side.bits < 8:
+            shift = lane // LATENTS.words * LATENTS.side.bits % 8
             row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
         # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
         # copies that hide the latency of the words' loads.
@@ -115,21 +110,19 @@ def attend_latents(
                             else:
                                 s = tl.dot(q[r], k, s, input_precision="ieee")
                         scores = scores + (s,)
-                if ROPE.dim > 0:
-                    turned = ()
-                    for i in tl.static_range(STEP):
-                        rope = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
-                        s = score_rope(
-                            scores[i], q_rope, rope, r_scale, lane, ROPE, R_CODE, False, LATENTS.isa
-                        )
-                        turned = turned + (s,)
-                    scores = turned
+                turned = ()
+                for i in tl.static_range(STEP):
+                    rope = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
+                    s = score_rope(
+                        scores[i], q_rope, rope, r_scale, lane, ROPE, R_CODE, False, LATENTS.isa
+                    )
+                    turned = turned + (s,)
                 # loaded apart from what scores take: their registers would be in the way there
                 factors = load_factors(keys, block, start + phase * STEP * STRIDE, LATENTS)
                 n = tl.arange(0, ROWS * STEP)
                 at_page = tile // TILES_PER_PAGE * PAGE + start
                 position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
-                whole = tl.trans(tl.sum(side_by_side(scores), 0))
+                whole = tl.trans(tl.sum(side_by_side(turned), 0))
                 whole = bend(
                     whole, factor, visible.sink_tokens + position, n, visible, HIDING, False
                 )
@@ -159,7 +152,7 @@ def attend_latents(
                     new = new + (part,)
                 acc = new
             block = next_block
-    if LATENTS.code != "none":
+    if LATENTS.side.code != "none":
         acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
     if window.mine:
         best, total, acc = attend_latent_window(
@@ -183,10 +176,8 @@ def attend_latent_window(
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
     q = load_runs(queries, real, CUT, True)
-    q_rope = q[0]
-    if ROPE.dim > 0:
-        q_rope = load_tile(queries + CUT.dim, real, 0, ROPE, True)
-        q_rope = q_rope.to(dtype_of(LATENTS.window_rope_dtype))
+    q_rope = load_tile(queries + CUT.dim, real, 0, ROPE, True)
+    q_rope = q_rope.to(dtype_of(LATENTS.window_rope_dtype))
     factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
     for first in tl.range(0, window.exact, TILE, num_stages=1):
         slot, held, at = window_slots(first, window, visible.sink_tokens, TILE)
@@ -197,9 +188,8 @@ def attend_latent_window(
             numbers = numbers + (x.to(DTYPE),)
             k = tl.trans(numbers[r], (0, 2, 1))
             scores = tl.dot(q[r].to(DTYPE), k, scores, input_precision="ieee")
-        if ROPE.dim > 0:
-            rope = window.value_tokens + slot * window.value_slot
-            scores = score_rope(scores, q_rope, rope, 1.0, held, ROPE, "none", True, 0)
+        rope = window.value_tokens + slot * window.value_slot
+        scores = score_rope(scores, q_rope, rope, 1.0, held, ROPE, "none", True, 0)
         scores = tl.trans(tl.sum(scores, 0))
         scores = bend(scores, factor, at, held, visible, HIDING, True)
         weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
@@ -225,14 +215,16 @@ def times(tiles, factor, DTYPE: tl.constexpr):
 @triton.constexpr_function
 def all_unit(LATENTS):
     """Return what all codes of a tile are multiplied by."""
-    return tile_unit(LATENTS.bits, LATENTS.isa)
+    return tile_unit(LATENTS.side.bits, LATENTS.isa)
 
 
 @triton.constexpr_function
 def step_unit(STEP, LATENTS):
     """Return what the codes of the first of the places that are step `STEP` of a tile's are multiplied by besides."""
     place = STEP * LATENTS.copies
-    return 2.0 ** (place * LATENTS.bits % 8) if LATENTS.isa > 0 and LATENTS.bits < 8 else 1.0
+    return (
+        2.0 ** (place * LATENTS.side.bits % 8) if LATENTS.isa > 0 and LATENTS.side.bits < 8 else 1.0
+    )
 
 
 @triton.jit
@@ -245,26 +237,13 @@ def _halves(x):
 @triton.jit
 def _one_below_another(tiles, COPIES: tl.constexpr):
     """Stack COPIES (1, 2, 4 or 8) tiles [chunks, rows, wide] at a time along their rows."""
-    if COPIES == 1:
-        return tiles
-    elif COPIES == 2:
-        return _stack_pairs(tiles)
-    elif COPIES == 4:
-        return _stack_pairs(_stack_pairs(tiles))
-    else:
-        return _stack_pairs(_stack_pairs(_stack_pairs(tiles)))
-
-
-@triton.jit
-def _stack_pairs(tiles):
-    CHUNKS: tl.constexpr = tiles[0].shape[0]
-    ROWS: tl.constexpr = tiles[0].shape[1]
-    WIDE: tl.constexpr = tiles[0].shape[2]
-    pairs = ()
-    for i in tl.static_range(len(tiles) // 2):
-        pair = tl.trans(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 3, 1, 2))
-        pairs = pairs + (pair.reshape(CHUNKS, 2 * ROWS, WIDE),)
-    return pairs
+    for _ in tl.static_range(stages(COPIES)):
+        pairs = ()
+        for i in tl.static_range(len(tiles) // 2):
+            pair = tl.trans(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 3, 1, 2))
+            pairs = pairs + (pair.reshape(pair.shape[0], 2 * pair.shape[2], pair.shape[3]),)
+        tiles = pairs
+    return tiles
 
 
 @triton.jit
@@ -306,20 +285,31 @@ def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def piece(RUN: tl.constexpr, CUT: tl.constexpr):
+    """Return the channels of run RUN of each chunk, [chunks, wide], and which there are; CUT: meta_params.Chunks."""
+    place = tl.arange(0, CUT.wide)[None, :]
+    channel = (tl.arange(0, CUT.chunks)[:, None] * CUT.runs + RUN) * CUT.size + place
+    return channel, (place < CUT.size) & (channel < CUT.dim)
+
+
+@triton.constexpr_function
+def is_padded(CUT):
+    """Return whether pieces hold channels that there are not."""
+    return CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim
+
+
+@triton.jit
 def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr):
     """Load run RUN of the channels of `rows` [rows], pointers to channel 0, as [chunks, rows, wide]; zeros where there are none.
 
-    CUT: meta_params.Chunks; `held` [rows]: which exist (read where HELD).
+    held: [rows], which exist (read where HELD).
     """
-    place = tl.arange(0, CUT.wide)[None, None, :]
-    first = tl.arange(0, CUT.chunks)[:, None, None] * (CUT.runs * CUT.size)
-    channel = first + place + RUN * CUT.size
-    where = rows[None, :, None] + channel
+    channel, inside = piece(RUN, CUT)
+    where = rows[None, :, None] + channel[:, None, :]
     if HELD:
-        inside = held[None, :, None] & (place < CUT.size) & (channel < CUT.dim)
-        return tl.load(where, mask=inside, other=0)
-    elif CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim:
-        return tl.load(where, mask=(place < CUT.size) & (channel < CUT.dim), other=0)
+        return tl.load(where, mask=held[None, :, None] & inside[:, None, :], other=0)
+    elif is_padded(CUT):
+        return tl.load(where, mask=inside[:, None, :], other=0)
     else:
         return tl.load(where)
 
@@ -340,14 +330,14 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     CUT: tl.constexpr = LATENTS.cut
     WHOLE: tl.constexpr = LATENTS.whole
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
-    CODE: tl.constexpr = LATENTS.code
+    CODE: tl.constexpr = LATENTS.side.code
     if WHOLE is not None:
         runs = _halves(load_tile(rows, rows, 0, WHOLE, False))
     else:
         runs = load_runs(rows, rows, CUT, False)
     numbers = ()
     for r in tl.static_range(len(runs)):
-        places = unpack(runs[r], CODE, LATENTS.bits, DTYPE, LATENTS.isa)
+        places = unpack(runs[r], CODE, LATENTS.side.bits, DTYPE, LATENTS.isa)
         numbers = numbers + (_one_below_another(places, LATENTS.copies),)
     return numbers
 
@@ -367,7 +357,7 @@ def load_scales(scale, block, token, LATENTS: tl.constexpr):
         for p in tl.static_range(PLACES):
             for r in tl.static_range(RUNS):
                 group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
-                at = (block * LATENTS.page + token + p * LATENTS.stride)[None, :] * GROUPS
+                at = (block * LATENTS.side.page + token + p * LATENTS.stride)[None, :] * GROUPS
                 where = scale + (at + tl.minimum(group, GROUPS - 1)[:, None])
                 scales = scales + (tl.load(where),)
     return scales
@@ -397,23 +387,19 @@ def score_rope(
 @triton.jit
 def store_runs(pointers, acc, norm, seen, held, CUT: tl.constexpr):
     """Store runs of acc [chunks, columns, wide] times norm [columns], zeros where not `seen`, where `held`."""
-    place = tl.arange(0, CUT.wide)[None, None, :]
     for r in tl.static_range(len(acc)):
-        channel = (tl.arange(0, CUT.chunks)[:, None, None] * CUT.runs + r) * CUT.size + place
-        inside = held[None, :, None] & (place < CUT.size) & (channel < CUT.dim)
+        channel, inside = piece(r, CUT)
         result = tl.where(seen[None, :, None], acc[r] * norm[None, :, None], 0.0)
-        where = pointers[None, :, None] + channel
+        where = pointers[None, :, None] + channel[:, None, :]
+        inside = held[None, :, None] & inside[:, None, :]
         tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_channels(factors, RUN: tl.constexpr, CUT: tl.constexpr, CACHE: tl.constexpr):
     """Load the scales or offsets of channels, `factors` points to channel 0's, as [chunks, wide]; cut as in `load_tile`."""
-    place = tl.arange(0, CUT.wide)[None, :]
-    first = tl.arange(0, CUT.chunks)[:, None] * (CUT.runs * CUT.size)
-    channel = first + place + RUN * CUT.size
-    if CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim:
-        inside = (place < CUT.size) & (channel < CUT.dim)
+    channel, inside = piece(RUN, CUT)
+    if is_padded(CUT):
         return tl.load(factors + channel, mask=inside, other=0, cache_modifier=CACHE)
     else:
         return tl.load(factors + channel, cache_modifier=CACHE)
@@ -445,7 +431,7 @@ def load_factors(keys, block, token, LATENTS: tl.constexpr):
 @triton.jit
 def first_factor(block, token, LATENTS: tl.constexpr):
     """Return the number of channel 0's scale by channel, of token `token` in page `block`."""
-    return (block * (LATENTS.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
+    return (block * (LATENTS.side.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
 
 
 @triton.jit

@@ -13,10 +13,11 @@ from .decode import decode_kernel
 from .direct import INTERPRETED, Kernel, Plan, Scratch, kept
 from .meta_params import (
     MIN_TILES,
-    column_block,
+    Step,
     constants,
     launch_parameters,
     most_splits,
+    query_blocks,
 )
 from .softmax import COMBINED, combine_constants, combine_kernel
 
@@ -136,28 +137,22 @@ def _prepare(call: AttentionCall) -> AttentionPlan:
     where = query.device
     if where.type == "cpu":
         refuse_cpu()
+    step = Step.of(call, support.target_isa(where))
     rows, heads, q_len, _ = query.shape
-    isa, dim, kv_heads = support.target_isa(where), spec.out_dim, spec.keys.num_kv_heads
-    mask = "none"
-    if call.mask is not None:
-        mask = "bool" if call.mask.dtype == torch.bool else "float"
-    sinks = call.sink_logits is not None
-    columns = column_block(spec, heads // kv_heads, q_len, isa)
-    blocks = kv_heads * -(-(heads // kv_heads) * q_len // columns)
-    launch = launch_parameters(spec, columns, isa, query.dtype, support.shared_memory(where), mask)
-    plain = constants(
-        spec, query_dtype=query.dtype, heads=heads, q_len=q_len, isa=isa, launch=launch, mask=mask,
-        softcap=call.softcap is not None, sliding_window=call.sliding_window is not None, sinks=sinks,
-    )  # fmt: skip
+    dim, blocks, plain = spec.out_dim, query_blocks(spec, step), constants(spec, step)
     most = most_splits(spec, rows * blocks)
     parts = rows * blocks * plain["M_COLUMNS"] * most  # of all splits
     combine = None
     if spec.is_latent:
-        merging = combine_constants(heads, plain["M_COLUMNS"], dim, sinks)
+        merging = combine_constants(heads, plain["M_COLUMNS"], dim, step.sinks)
         combine = Kernel(spec, combine_kernel, merging, num_warps=4, enable_fp_fusion=True)
     return AttentionPlan(
         kernel=Kernel(
-            spec, decode_kernel, plain, num_warps=launch.num_warps, enable_fp_fusion=True
+            spec,
+            decode_kernel,
+            plain,
+            num_warps=launch_parameters(spec, step).num_warps,
+            enable_fp_fusion=True,
         ),
         rows=rows,
         blocks=blocks,

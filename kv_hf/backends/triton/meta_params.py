@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...quant.codec import block
-from ...spec import PageSpec, SideSpec
+from ...spec import PageSpec, SideSpec, planes
+from ..base import AttentionCall
 
 
 class SideLayout(NamedTuple):
@@ -23,15 +24,13 @@ class SideLayout(NamedTuple):
         code, bits: as in formats.Scheme.
         scale_tokens, scale_channels: one scale belongs to so many.
         offset_tokens, offset_channels: the same of offsets; 0 where there is none.
-        token_contiguous, token_words: as in SideSpec.
-        runs: codes of a byte, or of a word where token_words.
+        token_contiguous: as in SideSpec.
+        places: tokens whose codes share a word (SideSpec.token_words), or 1.
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
-        centered: whether unsigned codes lie around 0 and have no offset.
         ordered: whether the channels of a page have an order of their own.
-        sections: (bits, bytes or words or numbers of a token, codes of each, first place, first byte) of the channels whose codes
-            lie together: of the wide ones and of the others, of keys of two widths. Codes of three bits lie in planes: the
-            bytes are those of the last one.
+        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes: of the wide
+            channels and of the others, of keys of two widths; a plane of two bits and one of the third, of codes of three bits.
     """
 
     heads: int
@@ -44,20 +43,17 @@ class SideLayout(NamedTuple):
     offset_tokens: int
     offset_channels: int
     token_contiguous: bool
-    token_words: bool
-    runs: int
+    places: int
     size: int
     rotated: int
-    centered: bool
     ordered: bool
-    sections: tuple[tuple[int, int, int, int, int], ...]
+    parts: tuple[tuple[int, int, int, int, int], ...]
 
 
 @cache
 def side_layout(spec: SideSpec) -> SideLayout:
     """Return the layout of a side; SideSpec documents it."""
     scheme = spec.scheme
-    runs = 16 // scheme.bits if spec.token_words else scheme.codes_per_byte
     return SideLayout(
         spec.num_kv_heads,
         spec.page_size,
@@ -67,25 +63,23 @@ def side_layout(spec: SideSpec) -> SideLayout:
         *(scheme.scale_group or (1, 1)),
         *(scheme.offset_group or (0, 0)),
         spec.token_contiguous,
-        spec.token_words,
-        runs,
+        16 // scheme.bits if spec.token_words else 1,
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
-        scheme.code == "unsigned" and scheme.offset_group is None,
         scheme.wide_channels > 0,
-        _sections(spec),
+        _parts(spec),
     )
 
 
-def _sections(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
-    if spec.token_words:
-        return ((spec.scheme.bits, spec.head_dim, 16 // spec.scheme.bits, 0, 0),)
+def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
     place = byte = 0
     found = []
-    for bits, channels in spec.runs:
-        runs = 1 if spec.scheme.is_exact else math.lcm(8, bits) // bits
-        found.append((bits, channels // runs, runs, place, byte))
-        place, byte = place + channels, byte + channels // runs
+    for bits, places in spec.runs:
+        low = 0
+        for plane in planes(bits):
+            found.append((plane, low, place, places, byte))
+            low, byte = low + plane, byte + places * plane // 8
+        place += places
     return tuple(found)
 
 
@@ -126,57 +120,56 @@ class Cut(NamedTuple):
     @classmethod
     def of(
         cls,
-        sections: Iterable[tuple[int, int, int, int, int]],
+        runs: Iterable[tuple[int, int]],
         pieces: Callable[[int], tuple[tuple[int, int], ...]],
     ) -> "Cut":
-        """Cut sections (see SideLayout); pieces: (start, size) of so many bytes."""
+        """Cut runs of channels (SideSpec.runs); pieces: (start, size) of so many bytes or numbers."""
         found: list[Chunk] = []
         parts: list[Part] = []
-        for bits, width, runs, place, byte in sections:
+        place = byte = 0
+        for bits, channels in runs:
+            each = codes_of_bytes(bits)
+            width = channels // each
             cut = pieces(width)
             for (start, size), (end, _) in zip(cut, (*cut[1:], (width, 0)), strict=True):
                 held = min(size, end - start)
                 found.append(Chunk(bits, byte + start, held, size, len(parts)))
-                parts += [Part(place + run * width + start, held, size) for run in range(runs)]
+                parts += [Part(place + run * width + start, held, size) for run in range(each)]
+            place, byte = place + channels, byte + width
         return cls(tuple(found), tuple(parts))
+
+
+def codes_of_bytes(bits: int) -> int:
+    """Return the codes that a byte of each plane holds; 1 of numbers."""
+    return math.lcm(8, bits) // bits
 
 
 class Operand(NamedTuple):
     """How one side is multiplied by the decode kernel.
 
     Attributes:
-        code, bits: as in formats.Scheme.
-        page, tile, dim: tokens of a page and of a tile, and channels; row: bytes or numbers of a token.
+        side: where it lies; tile: tokens of a tile.
         fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
             each token), or "element" where none of these fits: each number gets its own.
-        group: tokens of a scale (keys), or channels (values).
         groups: of channels (values); pieces: token groups of a tile (keys).
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
         by_rows: whether the offsets of channel groups are summed by one matrix product, a group on each row: one group is
             summed with fewer instructions number by number, beside the weights.
         lift: the weights are multiplied by 2^lift; boost: they, times scales, are multiplied by.
-        rotated: as in SideLayout; ordered: whether keys lie in an order of their page.
         dtype, window_dtype: of the products with pages and with the exact window, by name.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
         cut: of the codes; offsets: of the keys' offsets; window: of the exact window.
     """
 
-    code: str
-    bits: int
-    page: int
+    side: SideLayout
     tile: int
-    dim: int
-    row: int
     fold: str
-    group: int
     groups: int
     pieces: int
     offset: float
     by_rows: bool
     lift: int
     boost: float
-    rotated: int
-    ordered: bool
     dtype: str
     window_dtype: str
     isa: int
@@ -192,8 +185,6 @@ MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
 FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
 W_TILE = 32  # most tokens of a tile of the window
-SCATTERED = 8 * 1024  # bytes of shared memory that lie between buffers, or that reductions take
-HIP_SCATTERED = 16 * 1024  # what reductions take on AMD, in place of tiles
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
@@ -246,58 +237,71 @@ def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> in
     return tile
 
 
-def _window_bytes(spec: PageSpec) -> int:
-    """Bytes of a token of the window in shared memory."""
-    return sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
-
-
 def window_tile(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile of the window."""
     if spec.is_latent:
         return 32 if tile_tokens(spec, query_dtype) >= 32 else MIN_SIZE
-    return W_TILE if W_TILE * _window_bytes(spec) <= TILE_BYTES else MIN_SIZE
+    token_bytes = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
+    return W_TILE if W_TILE * token_bytes <= TILE_BYTES else MIN_SIZE
 
 
-def shared_bytes(
-    spec: PageSpec, query_dtype: torch.dtype, columns: int, stages: int, isa: int
-) -> int:
-    """Return the most bytes of shared memory that a program of the decode kernel takes.
+class Step(NamedTuple):
+    """What a kernel is compiled for beside its pages.
 
-    Tiles on their way; one operand as it is multiplied, where codes are unpacked through shared memory (in float32, and
-    on AMD); two copies of the queries, and weights; later a tile of the window in their place. What compiled kernels
-    take is at most that (tests/backends/test_triton_shared.py).
+    Attributes:
+        heads: of the queries; q_len: chunks of all lengths above 1 share a variant.
+        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
+        mask: "none", "bool" or "float".
+        softcap, sliding_window, sinks: whether the call has them.
     """
-    if spec.is_latent:
-        return _latent_bytes(spec, query_dtype, isa)
-    tile = tile_tokens(spec, query_dtype)
-    size = 4 if in_float32(spec, query_dtype) else 2
-    encoded = not all(side.scheme.is_exact for side in spec.sides)
-    widest = power_of_two(max(side.head_dim for side in spec.sides))
-    pages = max(1, stages - 1) * tile * sum(side.token_bits for side in spec.sides) // 8
-    if encoded and (size == 4 or isa == HIP):
-        pages += tile * widest * size
-    window = window_tile(spec) * _window_bytes(spec)
-    weights = columns * size  # of a token
-    if isa == HIP:
-        pages += 0 if encoded else tile * weights
-        return max(pages, window + window_tile(spec) * weights, HIP_SCATTERED)
-    queries = columns * widest * size
-    pages += 2 * queries + tile * weights
-    return max(pages, window + queries) + SCATTERED
+
+    query_dtype: torch.dtype
+    heads: int
+    q_len: int
+    isa: int
+    mask: str = "none"
+    softcap: bool = False
+    sliding_window: bool = False
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall, isa: int) -> "Step":
+        """Return that of a call."""
+        _, heads, q_len, _ = call.query.shape
+        mask = "none"
+        if call.mask is not None:
+            mask = "bool" if call.mask.dtype == torch.bool else "float"
+        bends = (call.softcap, call.sliding_window, call.sink_logits)
+        return cls(call.query.dtype, heads, q_len, isa, mask, *(one is not None for one in bends))
 
 
-def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
+def column_block(spec: PageSpec, step: Step) -> int:
     """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape) or 16.
 
     More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
     read the same pages from the second-level cache issue no more instructions altogether.
     """
-    if isa == HIP or spec.is_latent:
+    if step.isa == HIP or spec.is_latent:
         return MAX_COLUMNS
     most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
-    if q_len > 1:  # one variant for chunks of every length
+    if step.q_len > 1:  # one variant for chunks of every length
         return most
-    return min(max(8, power_of_two(group)), most)
+    return min(max(8, power_of_two(step.heads // spec.keys.num_kv_heads)), most)
+
+
+def query_blocks(spec: PageSpec, step: Step) -> int:
+    """Return the programs of one split of a row."""
+    heads = spec.keys.num_kv_heads
+    return heads * -(-step.heads // heads * step.q_len // column_block(spec, step))
+
+
+def query_constants(spec: PageSpec, step: Step) -> dict[str, Any]:
+    """Return the compile-time arguments that say how queries are spread over programs, and what they see."""
+    heads = spec.keys.num_kv_heads
+    return {
+        "HEADS": heads, "GROUP": step.heads // heads, "CHUNK": step.q_len > 1, "COLUMNS": column_block(spec, step),
+        "HIDING": hiding(step), "SINKS": step.sinks,
+    }  # fmt: skip
 
 
 def merged_splits(columns: int, dim: int, num_warps: int) -> int:
@@ -321,30 +325,29 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     return pages[0], pages[1], window[0], window[1]
 
 
-def _keys_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
+def _keys_of(spec: PageSpec, step: Step) -> Operand:
     """Return how keys are multiplied."""
-    side, tile = spec.keys, tile_tokens(spec, query_dtype)
+    side, tile = spec.keys, tile_tokens(spec, step.query_dtype)
     scheme, layout = side.scheme, side_layout(side)
-    group = scheme.scale_group[0] if scheme.scale_group else side.page_size
+    group = layout.scale_tokens
     fold = "none" if scheme.is_exact else "page"
     if scheme.code == "unsigned":
         fold = "tile" if group >= MIN_SIZE else "element"
-    cut, window = Cut.of(layout.sections, chunks), whole(side)
-    dtype, _, window_dtype, _ = compute_types(spec, query_dtype)
+    cut, window = Cut.of(side.runs, chunks), whole(side)
+    dtype, _, window_dtype, _ = compute_types(spec, step.query_dtype)
     return Operand(
-        code=scheme.code, bits=scheme.bits, page=side.page_size, tile=tile, dim=side.head_dim, row=layout.size, fold=fold,
-        group=group, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0, by_rows=False, lift=0,
-        boost=1.0, rotated=0, ordered=layout.ordered, dtype=dtype, window_dtype=window_dtype,
-        isa=0 if dtype == "fp32" or fold == "element" else isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
+        side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
+        by_rows=False, lift=0, boost=1.0, dtype=dtype, window_dtype=window_dtype,
+        isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
     )  # fmt: skip
 
 
-def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
+def _values_of(spec: PageSpec, step: Step) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
     side = spec.values
     scheme, layout = side.scheme, side_layout(side)
-    code, width = scheme.code, layout.sections[0][1]
-    group = scheme.scale_group[1] if scheme.scale_group else side.head_dim
+    code, width = scheme.code, side.head_dim // codes_of_bytes(side.runs[0][0])
+    group = layout.scale_channels
     fold, pieces = "none" if scheme.is_exact else "token", chunks
     if group % width and not scheme.is_exact:
         if width % group == 0 and group >= MIN_SIZE:
@@ -355,22 +358,20 @@ def _values_of(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Operand:
         pieces = partial(rotated_chunks, group=group if fold == "token" else width)
     groups = side.head_dim // group
     by_rows = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
-    _, dtype, _, window_dtype = compute_types(spec, query_dtype)
+    _, dtype, _, window_dtype = compute_types(spec, step.query_dtype)
     exact = dtype == "fp32"
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        code=code, bits=scheme.bits, page=side.page_size, tile=tile_tokens(spec, query_dtype), dim=side.head_dim,
-        row=layout.size, fold=fold, group=group, groups=groups, pieces=1,
-        offset=-0.5 * ((1 << scheme.bits) - 1) if layout.centered else 1.0, by_rows=by_rows, lift=15 if by_rows else 0,
-        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], rotated=layout.rotated,
-        ordered=False, dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else isa,
-        cut=Cut.of(layout.sections, pieces), offsets=whole(side), window=whole(side),
+        side=layout, tile=tile_tokens(spec, step.query_dtype), fold=fold, groups=groups, pieces=1,
+        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
+        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else step.isa,
+        cut=Cut.of(side.runs, pieces), offsets=whole(side), window=whole(side),
     )  # fmt: skip
 
 
 def whole(side: SideSpec) -> Cut:
     """Return how the channels of exact tokens are cut."""
-    return Cut.of([(0, side.head_dim, 1, 0, 0)], chunks)
+    return Cut.of([(8 * side.dtype.itemsize, side.head_dim)], chunks)
 
 
 def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int], ...]:
@@ -407,11 +408,12 @@ class Hiding(NamedTuple):
     hides: bool
 
 
-def hiding(q_len: int, mask: str, softcap: bool, sliding_window: bool) -> Hiding:
+def hiding(step: Step) -> Hiding:
     """Return what hides tokens in a call; a mask covers causality."""
-    causal = q_len > 1 and mask == "none"
-    bent, hides = softcap or mask == "float", causal or sliding_window or mask != "none"
-    return Hiding(causal, sliding_window, softcap, mask, bent, hides)
+    causal = step.q_len > 1 and step.mask == "none"
+    bent = step.softcap or step.mask == "float"
+    hides = causal or step.sliding_window or step.mask != "none"
+    return Hiding(causal, step.sliding_window, step.softcap, step.mask, bent, hides)
 
 
 # -- latents -----------------------------------------------------------------------------------------------------------
@@ -465,8 +467,8 @@ class Latents(NamedTuple):
     """How tiles of latents and RoPE keys are read and multiplied.
 
     Attributes:
-        code, bits: as in formats.Scheme; by_channel, by_token: whether scales are of channels, or of tokens.
-        page, tile, dim: tokens of a page and of a tile, and channels; words: of a page; group: tokens that share a scale by channel, or channels by token.
+        side: where they lie; by_channel, by_token: whether scales are of channels, or of tokens.
+        tile: tokens of a tile; words: of a page; group: tokens that share a scale by channel, or channels by token.
         stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
             rows of several places lie one below another: copies are places of a word that are rows of a tile.
         rows, places: of a tile, each of whose tokens is one place of a row.
@@ -478,13 +480,10 @@ class Latents(NamedTuple):
         isa: as in meta_params.Operand.
     """
 
-    code: str
-    bits: int
+    side: SideLayout
     by_channel: bool
     by_token: bool
-    page: int
     tile: int
-    dim: int
     words: int
     group: int
     stride: int
@@ -505,32 +504,29 @@ class Latents(NamedTuple):
     isa: int
 
 
-def places(spec: PageSpec) -> int:
-    """Return the tokens whose codes share a word; 1 where latents are exact."""
-    return 16 // spec.keys.scheme.bits if spec.keys.scheme.bits else 1
-
-
 def token_stride(spec: PageSpec) -> int:
     """Return the tokens between the places of a row of a tile: the words of a page, or more where those are too few."""
-    return max(MIN_SIZE, spec.keys.page_size // places(spec))
+    return max(MIN_SIZE, spec.keys.page_size // side_layout(spec.keys).places)
 
 
 def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the rows of a tile, a part of a page."""
     rows = 32
+    places = side_layout(spec.keys).places
     # more tokens leave no registers for their scores, or no shared memory for their numbers in float32
-    if places(spec) > 2 or in_float32(spec, query_dtype):
+    if places > 2 or in_float32(spec, query_dtype):
         rows = MIN_SIZE
-    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places(spec) == 1 else 2)
+    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places == 1 else 2)
     while rows > MIN_SIZE and rows * width > WORD_BYTES:
         rows //= 2
     return min(rows, token_stride(spec))
 
 
-def _latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
-    """Return `shared_bytes` over latents.
+def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
+    """Return the most bytes of shared memory that a program of the decode kernel takes over latents.
 
-    In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values.
+    In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values. What
+    compiled kernels take is at most that, and over keys and values at most what any GPU has (tests/backends/test_triton_shared.py).
     """
     padded, rope = Chunks.of(spec).padded, spec.values.head_dim
     full = in_float32(spec, query_dtype)
@@ -546,28 +542,27 @@ def _latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
     return 2 * tile_tokens(spec, query_dtype) * padded * 4 + queries + rows * rope * 4
 
 
-def latents(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> Latents:
+def latents(spec: PageSpec, step: Step) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
-    scheme, page, code = latent.scheme, latent.page_size, latent.scheme.code
+    side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
     cut, by_channel = Chunks.of(spec), code == "unsigned"
-    dtypes = compute_types(spec, query_dtype)
+    dtypes = compute_types(spec, step.query_dtype)
     exact = dtypes[0] == "fp32"
-    group = (scheme.scale_group or (0, latent.head_dim))[0 if by_channel else 1]
-    stride, words = token_stride(spec), page // places(spec)
-    step = min(4, page // stride)
+    group = side.scale_tokens if by_channel else side.scale_channels
+    stride, words = token_stride(spec), page // side.places
+    at_once = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        code=code, bits=scheme.bits, by_channel=by_channel, by_token=code in ("signed", "float8"), page=page,
-        tile=tile_tokens(spec, query_dtype), dim=latent.head_dim, words=words,
-        group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, query_dtype), places=page // stride,
-        step=step, share=max(1, min(step, group // stride)) if by_channel else 1, cut=cut,
+        side=side, by_channel=by_channel, by_token=code in ("signed", "float8"), tile=tile_tokens(spec, step.query_dtype),
+        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, step.query_dtype), places=page // stride,
+        step=at_once, share=max(1, min(at_once, group // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
         dtype=dtypes[0], rope_dtype=dtypes[1], window_dtype=dtypes[2], window_rope_dtype=dtypes[3],
-        isa=0 if exact else isa,
+        isa=0 if exact else step.isa,
     )  # fmt: skip
 
 
@@ -581,42 +576,21 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-def constants(
-    spec: PageSpec,
-    *,
-    query_dtype: torch.dtype,
-    heads: int,
-    q_len: int,
-    isa: int,
-    launch: Launch,
-    mask: str = "none",
-    softcap: bool = False,
-    sliding_window: bool = False,
-    sinks: bool = False,
-) -> dict[str, Any]:
-    """Return the decode kernel's compile-time arguments; dtypes are given by name.
-
-    Args:
-        spec: layout "rows"; heads: of the queries.
-        q_len: chunks of all lengths above 1 share a variant.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
-        mask: "none", "bool" or "float".
-    """
-    kv_heads = spec.keys.num_kv_heads
-    group = heads // kv_heads
-    columns = column_block(spec, group, q_len, isa)
-    merged = columns if q_len > 1 else min(columns, power_of_two(group))
+def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
+    """Return the decode kernel's compile-time arguments; dtypes are given by name. spec: layout "rows"."""
+    given, launch = query_constants(spec, step), launch_parameters(spec, step)
+    columns = given["COLUMNS"]
+    merged = columns if step.q_len > 1 else min(columns, power_of_two(given["GROUP"]))
     keys: Operand | Latents
     if spec.is_latent:
-        keys, values = latents(spec, query_dtype, isa), None
+        keys, values = latents(spec, step), None
     else:
-        keys, values = _keys_of(spec, query_dtype, isa), _values_of(spec, query_dtype, isa)
-    return {
-        "HEADS": kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns, "KEYS": keys, "VALUES": values,
-        "W_TILE": window_tile(spec, query_dtype), "W_COST": max(1, round(16 / spec.bits_per_element)),
-        "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks,
-        "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, spec.out_dim, launch.num_warps),
-        "M_THREADS": 64 * launch.num_warps if isa == HIP else 0, "STAGES": launch.num_stages,
+        keys, values = _keys_of(spec, step), _values_of(spec, step)
+    return given | {
+        "KEYS": keys, "VALUES": values, "W_TILE": window_tile(spec, step.query_dtype),
+        "W_COST": max(1, round(16 / spec.bits_per_element)), "M_COLUMNS": merged,
+        "M_SPLITS": merged_splits(merged, spec.out_dim, launch.num_warps),
+        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0, "STAGES": launch.num_stages,
     }  # fmt: skip
 
 
@@ -626,29 +600,17 @@ MIN_TILES = 4  # tiles that a split should have at least
 MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
 
 
-def launch_parameters(
-    spec: PageSpec,
-    columns: int,
-    isa: int,
-    query_dtype: torch.dtype = torch.bfloat16,
-    shared: int | None = None,
-    mask: str = "none",
-) -> Launch:
+def launch_parameters(spec: PageSpec, step: Step) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
     Over latents a warp for each chunk of the rank. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
     where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
-
-    Args:
-        columns: query columns of a program; isa: compute capability * 10, or 0.
-        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
-        mask: "none", "bool" or "float".
     """
     if spec.is_latent:
-        return Launch(CHUNKS, 1 if isa == HIP else 2)
-    tile = tile_tokens(spec, query_dtype)
+        return Launch(CHUNKS, 1 if step.isa == HIP else 2)
+    columns, tile = column_block(spec, step), tile_tokens(spec, step.query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
@@ -657,17 +619,14 @@ def launch_parameters(
     elif tile == 16 or (
         packed
         and columns == 8
-        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or mask == "none")))
+        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or step.mask == "none")))
     ):
         num_warps = 1
     else:
         num_warps = 2
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
-    num_stages = 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3
-    if shared is not None:
-        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
-            num_stages -= 1
+    num_stages = 2 if step.isa == HIP or (dim > 128 and two_bits) or gathered else 3
     return Launch(num_warps, num_stages)
 
 

@@ -1,5 +1,7 @@
 """Encode full pages of both sides in place, in one launch: the bytes that quant/codec.py defines. Append tokens to windows in another.
 
+Launches refuse to look into device tensors.
+
 One program per (job, kv head, side). Ranges over tokens (keys, most latents) are found first and go through memory, where
 every number of a tile finds its own; ranges over channels are found within a tile, behind the rotation. Launched without
 fusion of multiplications and additions, every step rounds as the definition's.
@@ -12,15 +14,21 @@ channels has a power of two of lanes.
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from ...formats.linear import Float8Format, SignedFormat
-from ...spec import PageSpec, SideSpec, planes
+from ...spec import PageSpec, SideSpec
 from .dequant import MAGIC, SCALE_MAX, Fields, float_to_float8, move_to_block, unrotate_channels
+from .direct import Kernel, kept
 from .meta_params import power_of_two, side_layout
 
 TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
+APPENDED = 16  # new tokens of one program, of a chunk
+NOTHING = (0, 0, 0)  # strides of a side without numbers
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+Pair = tuple[torch.Tensor, torch.Tensor]
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
 
 
@@ -31,7 +39,6 @@ class Sealing(NamedTuple):
         top: the largest code; clip: part of a range that codes span.
         wide, wide_top: places in front whose codes reach further, over all of their range, and the largest of those codes.
         tall, lanes: of a tile.
-        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes.
     """
 
     top: float
@@ -40,7 +47,6 @@ class Sealing(NamedTuple):
     wide_top: float
     tall: int
     lanes: int
-    parts: tuple[tuple[int, int, int, int, int], ...]
 
 
 @cache
@@ -57,20 +63,7 @@ def sealing(spec: SideSpec) -> Sealing:
         wide_top=float((1 << scheme.wide_bits) - 1),
         tall=min(spec.page_size, max(fewest, TILE_NUMBERS // lanes)),
         lanes=lanes,
-        parts=() if scheme.is_exact or spec.token_words else _parts(spec),
     )
-
-
-def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
-    place = byte = 0
-    found = []
-    for bits, places in spec.runs:
-        low = 0
-        for plane in planes(bits):
-            found.append((plane, low, place, places, byte))
-            low, byte = low + plane, byte + places * plane // 8
-        place += places
-    return tuple(found)
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:
@@ -182,7 +175,7 @@ def _write_ranges(
 @triton.jit
 def _steps_by_channel(x, token, place, real, fields, SIDE: tl.constexpr):
     """Return x [tokens, lanes] in steps of its codes, by the ranges that `_write_ranges` has written."""
-    if x.shape[0] <= SIDE.offset_tokens and not SIDE.token_words:
+    if x.shape[0] <= SIDE.offset_tokens and SIDE.places == 1:
         token = tl.min(token, 0) + tl.arange(0, 1)  # all are of one group
     at = (token // SIDE.offset_tokens * SIDE.dim)[:, None] + place[None, :]
     o = tl.load(fields.offset + at, mask=real[None, :], other=0.0)
@@ -213,13 +206,13 @@ def _steps_by_token(x, token, fields, SIDE: tl.constexpr, HOW: tl.constexpr):
         x = x - o.to(tl.float32)[:, :, None]
     else:
         most = tl.max(tl.where(own, tl.abs(x), 0.0), 2)
-        if SIDE.centered:
+        if SIDE.code == "unsigned":  # around 0
             s = _scale(most * HOW.clip, 0.5 * HOW.top, DTYPE)
         else:
             s = _scale(most, HOW.top, DTYPE)
     tl.store(fields.scale + at, s, mask=held)
     x = _steps(x, s[:, :, None])
-    if SIDE.centered:
+    if SIDE.code == "unsigned" and SIDE.offset_tokens == 0:
         x += 0.5 * HOW.top
     return tl.reshape(x, shape)
 
@@ -253,13 +246,13 @@ def _pack(runs, BITS: tl.constexpr):
 def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr, HOW: tl.constexpr):
     """Pack a plane of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte.
 
-    PART: number of a part of HOW.
+    PART: number of a part of SIDE.
     """
-    BITS: tl.constexpr = HOW.parts[PART][0]
-    LOW: tl.constexpr = HOW.parts[PART][1]
-    PLACE: tl.constexpr = HOW.parts[PART][2]
-    PLACES: tl.constexpr = HOW.parts[PART][3]
-    BYTE: tl.constexpr = HOW.parts[PART][4]
+    BITS: tl.constexpr = SIDE.parts[PART][0]
+    LOW: tl.constexpr = SIDE.parts[PART][1]
+    PLACE: tl.constexpr = SIDE.parts[PART][2]
+    PLACES: tl.constexpr = SIDE.parts[PART][3]
+    BYTE: tl.constexpr = SIDE.parts[PART][4]
     RUNS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = PLACES // RUNS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -291,7 +284,7 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl
     BLOCK: tl.constexpr = SIDE.rotated
     BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
     # tokens of a word lie LINES apart
-    RUNS: tl.constexpr = SIDE.runs if SIDE.token_words else 1
+    RUNS: tl.constexpr = SIDE.places
     LINES: tl.constexpr = SIDE.page // RUNS
     lane = tl.arange(0, HOW.lanes)
     place = lane // GROUP_LANES * GROUP + lane % GROUP_LANES
@@ -330,14 +323,15 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl
             else:
                 x = _steps_by_token(x, token, fields, SIDE, HOW)
             code = _codes(x, top, SIDE, HOW)
-            if SIDE.token_words:
+            if SIDE.places > 1:
                 runs = tl.reshape(code, [1, RUNS, TALL // RUNS * HOW.lanes])
                 words = tl.reshape(_pack(runs, BITS), [TALL // RUNS, HOW.lanes])
                 line = begin + tl.arange(0, TALL // RUNS)
                 at = (line * SIDE.dim)[:, None] + place[None, :]
                 tl.store(fields.codes + at, words.to(tl.int16), mask=real[None, :])
-            for part in tl.static_range(len(HOW.parts)):
-                _store_plane(fields.codes, code, token, part, SIDE, HOW)
+            else:
+                for part in tl.static_range(len(SIDE.parts)):
+                    _store_plane(fields.codes, code, token, part, SIDE, HOW)
 
 
 @triton.jit
@@ -386,7 +380,7 @@ def seal_pair_kernel(
     VALUES: tl.constexpr,
     VALUE_SEALING: tl.constexpr,
 ):
-    """Encode the pages of the jobs. Grid: (jobs, heads, 2), or (jobs, heads, 1) where VALUES is None."""
+    """Encode the pages of the jobs. Grid: (jobs, heads, 2). VALUES: None of a side without numbers."""
     if tl.program_id(2) == 0:
         keys = Fields(codes, scale, offset, order)
         _seal_side(
@@ -405,7 +399,7 @@ def seal_pair_kernel(
 @triton.jit
 def _copy(
     window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots, q_len,
-    block, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+    block, DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Copy block `block` of TOKENS tokens of one (row, head)."""
     row = tl.program_id(0)
@@ -413,7 +407,7 @@ def _copy(
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     skip = tl.load(skips + row)
     slot = tl.load(starts + row) + token - skip
-    channel = tl.arange(0, WIDE)
+    channel = tl.arange(0, triton.next_power_of_2(max(DIM, 1)))
     # a slot outside of the window is the caller's mistake: it must not become a write into another row
     held = (token >= skip) & (token < q_len) & (slot >= 0) & (slot < slots)
     held = held[:, None] & (channel < DIM)[None, :]
@@ -450,21 +444,116 @@ def append_pair_kernel(
     value_slots,
     q_len,
     DIM: tl.constexpr,
-    WIDE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Append both sides. Grid: (rows, heads, 2 * blocks of tokens), or half as many where VALUE_DIM is 0."""
-    SIDES: tl.constexpr = 2 if VALUE_DIM > 0 else 1
-    block = tl.program_id(2) // SIDES
-    if tl.program_id(2) % SIDES == 0:
+    """Append both sides. Grid: (rows, heads, 2 * blocks of tokens)."""
+    block = tl.program_id(2) // 2
+    if tl.program_id(2) % 2 == 0:
         _copy(
             window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots,
-            q_len, block, DIM, WIDE, TOKENS,
+            q_len, block, DIM, TOKENS,
         )  # fmt: skip
-    elif VALUE_DIM > 0:
+    else:
         _copy(
             value_window, value_row, value_head, value_slot, new_value, new_value_row, new_value_head,
-            new_value_token, starts, skips, value_slots, q_len, block, VALUE_DIM, VALUE_WIDE, TOKENS,
+            new_value_token, starts, skips, value_slots, q_len, block, VALUE_DIM, TOKENS,
         )  # fmt: skip
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def write_pair(
+    windows: Pair,
+    new: Pair,
+    starts: torch.Tensor,
+    skips: torch.Tensor,
+    jobs: torch.Tensor | None,
+    fields: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    spec: PageSpec,
+    damaged: torch.Tensor,
+    launches: dict[Any, Any],
+) -> None:
+    """Append new keys and values to their windows, then seal full pages from there, in place and without waiting.
+
+    Args:
+        windows: keys and values (or latents and RoPE keys), [rows, heads, slots, dim]; slots from starts[b] on are
+            written with new[b, :, skips[b] :].
+        new: [rows, heads, q_len, dim] each, in the windows' dtypes.
+        starts, skips: [rows], int32: first free slots, and leading tokens of `new` that are padding.
+        jobs, fields, damaged: as `seal_pair` takes them; jobs None: nothing to seal.
+        launches: keeps compiled launches for the layer.
+    """
+    new = _contiguous(new)
+    window, token = windows[0], new[0]
+    rows, heads, q_len, _ = token.shape
+    strides = _strides(windows), _strides(new)
+    tokens = 1 if q_len == 1 else APPENDED
+    index = window.get_device()
+    kernel = kept(
+        launches,
+        ("append", id(spec), tokens, strides, index),
+        lambda: Kernel(
+            spec,
+            append_pair_kernel,
+            {"DIM": spec.keys.head_dim, "VALUE_DIM": spec.values.head_dim, "TOKENS": tokens},
+            **OPTIONS,
+        ),
+    )
+    tensors = window, token, windows[1], new[1], starts, skips
+    numbers = *strides[0], *strides[1], window.shape[2], windows[1].shape[2], q_len
+    kernel.launch(
+        rows, heads, -(-q_len // tokens) * 2, index, lambda at: (*map(at, tensors), *numbers)
+    )  # fmt: skip
+    if jobs is not None:
+        seal_pair(windows, jobs, fields, spec, damaged, launches)
+
+
+def seal_pair(
+    tokens: Pair,
+    jobs: torch.Tensor,
+    fields: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    spec: PageSpec,
+    damaged: torch.Tensor,
+    launches: dict[Any, Any],
+) -> None:
+    """Encode full pages of both sides in place as `reference.pages.seal_pages` does, with equal bytes and without waiting.
+
+    Args:
+        tokens: keys and values (or latents and RoPE keys), [rows, heads, slots, dim].
+        jobs: [n, 3], int32: row, first slot and page of each job; a negative page: nothing to do.
+        fields: tensors of SideSpec.fields of each side with a leading [pages], contiguous.
+        damaged: [], uint8, set to 1 where numbers had to be made finite, else left as it is.
+        launches: keeps compiled launches for the layer.
+    """
+    if not jobs.shape[0]:
+        return
+    tokens = _contiguous(tokens)
+    strides, index = _strides(tokens), tokens[0].get_device()
+    kernel = kept(
+        launches,
+        ("seal", id(spec), strides, index),
+        lambda: Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS),
+    )
+    pages = [
+        (side, of["codes"], of.get("scale", of["codes"]), of.get("offset", of["codes"]))
+        for side, of in zip(tokens, fields, strict=True)
+    ]
+    tensors = *pages[0], *pages[1], jobs, damaged, fields[0].get("order", fields[0]["codes"])
+    heads = tokens[0].shape[1]
+    kernel.launch(jobs.shape[0], heads, 2, index, lambda at: (*map(at, tensors), *strides))
+
+
+def _contiguous(pair: Pair) -> Pair:
+    """Return both with contiguous channels."""
+    keys, values = pair
+    if keys.stride(3) == 1 == values.stride(3):
+        return pair
+    return keys.contiguous(), values.contiguous()
+
+
+def _strides(pair: Pair) -> tuple[int, ...]:
+    """Return the strides of rows, heads and tokens of keys and of values, 0 of a side without numbers."""
+    keys, values = pair
+    return *keys.stride()[:3], *(values.stride()[:3] if values.shape[3] else NOTHING)

@@ -1,199 +1,129 @@
-"""The choice of the pages that a step reads: one launch per layer.
+"""The choice of the pages that a step reads: one launch per layer, which refuses to look into device tensors.
 
-The definition of the result is backends/reference/selection.py. Programs score stretches of a row's pages for one kv head;
-the last one of a row turns scores into masses and chooses. Scores are those of a part of a page's codes (page_summary.py), for
-several pages at once: words are those of selection_launch.KeyWords, KEYS, and middles stand for the other channels. Products are
-batches, a token group (or page) each, so that a warp has whole groups. Pages are ranked by integers that are all different: masses are not
-negative, so their bits are in the order of the numbers, and of equal ones the first page is better. The least of
-the chosen is found by halving a range. All loops go over blocks of a row's pages, of which there may be any
-number. Knows nothing of launch sizes and devices.
+The definition of the result is backends/reference/selection.py. Programs score stretches of a row's pages for one kv head, and
+one more its exact window; the last one of a row turns scores into masses and chooses. Scores are those of a part of a
+page's codes (page_summary.py), for several pages at once: words are those of KeyWords, KEYS, and middles stand for the other
+channels. Products are batches, a unit (token group or page) each, so that a warp has whole units. Pages are ranked by
+integers that are all different: masses are not negative, so their bits are in the order of the numbers, and of equal ones
+the first page is better. The least of the chosen is found by halving a range. All loops go over blocks of a row's pages, of
+which there may be any number.
 """
 
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
-from ...page_summary import RANGED_PAGES
+from ...notices import warn_once
+from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
 from ...read_budget import NEWEST_PAGES
+from ...spec import PageSpec
+from ..base import AttentionCall
+from ..reference import selection
+from . import support
 from .dequant import Fields, dtype_of, number, run_unit, tile_unit, unpack
+from .direct import Kernel, Plan, Scratch, kept
 from .heads import ROWS, Window, attend_window, query_units
-from .softmax import LOG2E, Visibility, add, arrive_last, cap, sum_of
+from .launch import refuse_cpu
+from .meta_params import (
+    HIP,
+    Cut,
+    SideLayout,
+    Step,
+    codes_of_bytes,
+    compute_types,
+    power_of_two,
+    query_blocks,
+    query_constants,
+    side_layout,
+    whole,
+)
+from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, arrive_last, cap, log2_sum
+
+NUM_WARPS = 4
+TILE_TOKENS = 256  # of the pages that a program scores at once
+MIN_DEPTH = 16  # numbers that a product sums over, at least
+MIN_STRETCH = 512  # tokens of a program, at least
+# the same where ranges come from codes, of which every program reads RANGED_PAGES pages
+CODES_STRETCH = 2048
+MAX_SPLITS = 63  # one less than the sums that the last program reads of a column
+STAGED_BYTES = 48 * 1024  # of the tiles that are on their way
+PROGRAMS = 132 * 4  # that fill a large GPU
+NO_LIMIT = 2**31 - 1  # pages
+LEAST_ROOM = 64  # pages
+Choice = tuple[torch.Tensor, torch.Tensor]
 
 RANGED = tl.constexpr(RANGED_PAGES)
+RANGED_NUMBERS = tl.constexpr(512)  # of a piece of a page whose ranges are taken
+MIDDLES = tl.constexpr(MIDDLE_TOKENS)
 NEWEST = tl.constexpr(NEWEST_PAGES)
-# splits and columns whose sums the last program takes at once
-MERGED_SPLITS, MERGED_COLUMNS = tl.constexpr(16), tl.constexpr(64)
-# pages and columns whose masses it sums at once
+SUMS = tl.constexpr(MAX_SPLITS + 1)
+# pages and columns whose masses the last program sums at once
 SUMMED_PAGES, SUMMED_COLUMNS = tl.constexpr(128), tl.constexpr(32)
 BLOCK = tl.constexpr(1024)  # pages that it counts at once
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
 
 
-@triton.jit
-def whole_columns(
-    stats, totals, sink_logits, splits, blocks, used, HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    SINKS: tl.constexpr,
-):  # fmt: skip
-    """Store the log2 of all weights of each query column, and return the mass of what is read anyway.
+class KeyWords(NamedTuple):
+    """What of a page's keys is read, and where it lies: all channels, or words of the first channels whose codes lie together.
 
-    Args:
-        stats: of this row, [HEADS * blocks, splits + 1, 2, COLUMNS]: maxima in log2 and sums; the last of the splits is
-            the window.
-        totals: of this row, [HEADS * used], 0 where a column has no weights.
+    Attributes:
+        side: where the keys of whole pages lie.
+        indexed: whether the pages are an index, which holds the words that are read one after the other.
+        row: bytes or numbers of a token, as far as they are there.
+        group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
+        bits: of a code; runs: codes of a byte; width: bytes or numbers of a run.
+        part: bytes or numbers of a word; words: words of the section.
+        turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
+        read: words that are read; slots: places for them, a power of two.
+        pages: pages of a tile.
+        window, window_tile: how the exact window is cut, and its tokens that are read at once.
+        dtype, window_dtype: of the products with pages and with the window, by name; isa: as in meta_params.Operand.
     """
-    rest_mass = tl.zeros([MERGED_COLUMNS], tl.float32)
-    for first in tl.range(0, HEADS * used, MERGED_COLUMNS):
-        number = first + tl.arange(0, MERGED_COLUMNS)
-        real = number < HEADS * used
-        column = number % used
-        group = (number // used) * blocks + column // COLUMNS
-        start = stats + group.to(tl.int64) * ((splits + 1) * 2 * COLUMNS) + column % COLUMNS
-        # the window and the sinks
-        window = start + splits * (2 * COLUMNS)
-        best = tl.load(window, mask=real, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(window + COLUMNS, mask=real, other=0.0, cache_modifier=".cg")
-        if SINKS:
-            head = (number // used) * GROUP + column % GROUP
-            sink = tl.load(sink_logits + head, mask=real, other=0.0).to(tl.float32) * LOG2E
-            best, total = add(best, total, sink, 1.0)
-        rest_best = best
-        rest_sum = total
-        for split in tl.range(0, splits, MERGED_SPLITS):
-            at = split + tl.arange(0, MERGED_SPLITS)
-            inside = (at < splits)[:, None] & real[None, :]
-            where = start[None, :] + (at * (2 * COLUMNS))[:, None]
-            bests = tl.load(where, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            sums = tl.load(where + COLUMNS, mask=inside, other=0.0, cache_modifier=".cg")
-            best, total = add(best, total, *sum_of(bests, sums))
-        seen = total > 0
-        whole = tl.where(seen, best + tl.log2(tl.where(seen, total, 1.0)), 0.0)
-        tl.store(totals + number, whole, mask=real)
-        rest_mass += tl.where(real & seen, rest_sum * tl.exp2(rest_best - whole), 0.0)
-    return tl.sum(rest_mass, 0)
+
+    side: SideLayout
+    indexed: bool
+    row: int
+    group: int
+    bits: int
+    runs: int
+    width: int
+    part: int
+    words: int
+    turn: int
+    read: int
+    slots: int
+    pages: int
+    window: Cut
+    window_tile: int
+    dtype: str
+    window_dtype: str
+    isa: int
 
 
-@triton.jit
-def page_masses(scores, totals, masses, pages, room, columns):
-    """Store the mass of each page of a row, and return the sum of all.
-
-    Args:
-        scores: of this row, [columns, room], log2 of the weights of whole pages; totals: [columns].
-        masses: of this row, [room].
-    """
-    whole_mass = tl.zeros([SUMMED_PAGES], tl.float32)
-    for first in tl.range(0, pages, SUMMED_PAGES):
-        page = first + tl.arange(0, SUMMED_PAGES)
-        held = page < pages
-        mass = tl.zeros([SUMMED_PAGES], tl.float32)
-        for start in tl.range(0, columns, SUMMED_COLUMNS):
-            column = start + tl.arange(0, SUMMED_COLUMNS)
-            inside = (column < columns)[:, None] & held[None, :]
-            where = scores + column.to(tl.int64)[:, None] * room + page[None, :]
-            score = tl.load(where, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            whole = tl.load(totals + column, mask=column < columns, other=0.0)
-            mass += tl.sum(tl.exp2(score - whole[:, None]), 0)
-        tl.store(masses + page, mass, mask=held)
-        whole_mass += mass
-    return tl.sum(whole_mass, 0)
+def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
+    """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
+    keys, side = spec.keys, side_layout(spec.keys)
+    bits, channels = keys.runs[0]
+    runs = codes_of_bytes(bits)
+    section = [word for word in word_channels(keys) if word[0] < channels]
+    part = len(section[0]) // runs
+    read = min(summary_words(keys), len(section))
+    dtype, _, window_dtype, _ = compute_types(spec, step.query_dtype)
+    return KeyWords(
+        side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
+        bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
+        pages=max(NUM_WARPS, TILE_TOKENS // side.page), window=whole(keys), window_tile=32 if side.dim <= 128 else 16,
+        dtype=dtype, window_dtype=window_dtype, isa=0 if dtype == "fp32" else step.isa,
+    )  # fmt: skip
 
 
-@triton.jit
-def _ranks(masses, first, candidates):
-    """Return BLOCK pages from `first` on, their masses and ranks: a better page's is larger, -1 from `candidates` on."""
-    page = first + tl.arange(0, BLOCK)
-    mass = tl.load(masses + page, mask=page < candidates, other=0.0)
-    bits = tl.maximum(mass.to(tl.int32, bitcast=True), 0).to(tl.int64)
-    return page, mass, tl.where(page < candidates, bits * candidates + (candidates - 1 - page), -1)
-
-
-@triton.jit
-def least_rank(masses, candidates, wanted, need, TOP: tl.constexpr):
-    """Return the least rank of the `wanted` best candidates; where TOP of only so many that their mass reaches `need`."""
-    low = tl.zeros([], tl.int64)
-    high = candidates.to(tl.int64) * MOST_BITS
-    count_low = candidates
-    count_high = candidates * 0 - 1  # not even the best of all is known to be chosen
-    # from `low` on there are enough, from `high` on there are not
-    going = count_low > wanted
-    if TOP:
-        going = count_low > 0
-    while going:
-        middle = low + (high - low) // 2
-        counts = tl.zeros([BLOCK], tl.int32)
-        sums = tl.zeros([BLOCK], tl.float32)
-        for first in tl.range(0, candidates, BLOCK):
-            _, mass, rank = _ranks(masses, first, candidates)
-            counts += (rank >= middle).to(tl.int32)
-            sums += tl.where(rank >= middle, mass, 0.0)
-        count = tl.sum(counts, 0)
-        enough = count >= wanted
-        if TOP:
-            enough = enough | (tl.sum(sums, 0) >= need)
-        low = tl.where(enough, middle, low)
-        count_low = tl.where(enough, count, count_low)
-        high = tl.where(enough, high, middle)
-        count_high = tl.where(enough, count_high, count)
-        going = count_low > wanted
-        if TOP:
-            going = count_low - count_high > 1
-    return low
-
-
-@triton.jit
-def write_choice(masses, table, chosen, pages, candidates, width, least):
-    """Write the ids of the chosen pages of a row in their order, zeros behind them; return how many there are.
-
-    Chosen are the candidates of rank `least` or better, and all pages behind the candidates.
-    """
-    written = pages * 0
-    for first in tl.range(0, pages, BLOCK):
-        page, _, rank = _ranks(masses, first, candidates)
-        taken = ((page < pages) & ((page >= candidates) | (rank >= least))).to(tl.int32)
-        at = written + tl.cumsum(taken, 0) - 1
-        ids = tl.load(table + page, mask=page < pages, other=0)
-        tl.store(chosen + at, ids, mask=(taken > 0) & (at < width))
-        written += tl.sum(taken, 0)
-    written = tl.minimum(written, width)
-    for first in tl.range(0, width, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        tl.store(chosen + at, tl.zeros([BLOCK], tl.int32), mask=(at >= written) & (at < width))
-    return written
-
-
-@triton.jit
-def _pages_to_choose(pages, exact, most, share, from_tokens, PAGE: tl.constexpr):
-    """Return how many pages of a row are read at most: all where the row is short. share: the bits of a float64."""
-    part = share.to(tl.float64, bitcast=True) * pages.to(tl.float64)
-    limit = tl.minimum(pages, tl.maximum(tl.minimum(most, part.to(tl.int32)), NEWEST))
-    return tl.where(pages * PAGE + exact < from_tokens, pages, limit)
-
-
-@triton.jit
-def _page_sums(
-    products, unit_factor, bias, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr
-):
-    """Return the log2 of each page's summed weights [pages, columns]; the other arguments are of `score_pages`."""
-    GROUPS: tl.constexpr = KEYS.page // KEYS.group
-    PAGES: tl.constexpr = KEYS.pages
-    COLUMNS: tl.constexpr = products.shape[2]
-    if CAPPED:
-        score = products * unit_factor[:, None, None] + bias[:, None, :]
-        score = cap(score, factor[None, None, :], softcap)
-    else:
-        scaled = (unit_factor[:, None] * factor[None, :])[:, None, :]
-        bias = (bias * factor[None, :])[:, None, :]
-        score = tl.fma(
-            products, tl.broadcast_to(scaled, products.shape), tl.broadcast_to(bias, products.shape)
-        )
-    top = tl.max(score, 1)
-    of_page = top + tl.log2(tl.sum(tl.exp2(score - top[:, None, :]), 1))
-    if GROUPS > 1:
-        of_page = tl.reshape(of_page, [PAGES, GROUPS, COLUMNS])
-        top = tl.max(of_page, 1)
-        of_page = top + tl.log2(tl.sum(tl.exp2(of_page - top[:, None, :]), 1))
-    return of_page
-
-
-# -- scores of pages ---------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -203,37 +133,40 @@ def _ranges(keys, block, held, place, inside, KEYS: tl.constexpr):
     Args:
         block: [pages], page * heads + head, where `held`; place: [words, part], where `inside`.
     """
-    GROUPS: tl.constexpr = KEYS.page // KEYS.group
-    RUNS: tl.constexpr = KEYS.runs
-    CODE: tl.constexpr = KEYS.code
+    CODE: tl.constexpr = KEYS.side.code
+    DIM: tl.constexpr = KEYS.side.dim
+    PAGE: tl.constexpr = KEYS.side.page
     there = held[:, None, None] & inside[None, :, :]
-    if KEYS.kind == "scales":
+    if CODE == "unsigned":
+        GROUPS: tl.constexpr = PAGE // KEYS.group
+        RUNS: tl.constexpr = KEYS.runs
         ranges = tl.zeros(there.shape, tl.float32)
         for g in tl.static_range(GROUPS):
             for r in tl.static_range(RUNS):
-                at = (block * (GROUPS * KEYS.dim))[:, None, None]
-                at = at + (g * KEYS.dim + r * KEYS.width + place)[None, :, :]
+                at = (block * (GROUPS * DIM))[:, None, None]
+                at = at + (g * DIM + r * KEYS.width + place)[None, :, :]
                 ranges += tl.load(keys.scale + at, mask=there, other=0.0).to(tl.float32)
     else:
+        AT_ONCE: tl.constexpr = max(1, min(PAGE, RANGED_NUMBERS // place.numel))
         high = tl.full(there.shape, float("-inf"), tl.float32)
         low = -high
-        for first in tl.range(0, KEYS.page, KEYS.ranged):
-            token = first + tl.arange(0, KEYS.ranged)
-            at = (block[:, None] * KEYS.page + token[None, :]) * KEYS.row
+        for first in tl.range(0, PAGE, AT_ONCE):
+            token = first + tl.arange(0, AT_ONCE)
+            at = (block[:, None] * PAGE + token[None, :]) * KEYS.row
             at = at[:, :, None, None] + place[None, None, :, :]
             x = tl.load(keys.codes + at, mask=there[:, None, :, :], other=0)
             x = x.to(tl.float32) if CODE == "none" else number(x, 0, CODE, 8)
             high = tl.maximum(high, tl.max(x, 1))
             low = tl.minimum(low, tl.min(x, 1))
         ranges = high - low
-        if KEYS.kind == "codes":
+        if CODE != "none":
             scale = tl.load(keys.scale + block, mask=held, other=0.0).to(tl.float32)
             ranges = ranges * scale[:, None, None]
     return tl.sum(ranges, 0)
 
 
 @triton.jit
-def choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEYS: tl.constexpr):
+def _choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEYS: tl.constexpr):
     """Return the numbers of the words of a row and head that are read, [slots], int32; -1 in slots without one.
 
     Args:
@@ -241,20 +174,20 @@ def choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEYS
         table: pointer to the row's page ids, of which there are `pages`, at least one.
     """
     slot = tl.arange(0, KEYS.slots)
-    if KEYS.all or KEYS.kind == "order":
+    if KEYS.read == KEYS.words:
         return tl.where(slot < KEYS.read, slot, -1)
     elif KEYS.indexed:
         return tl.load(held_words + head * KEYS.read + slot, mask=slot < KEYS.read, other=-1)
     else:
-        word = tl.arange(0, KEYS.padded)
+        word = tl.arange(0, triton.next_power_of_2(KEYS.words))
         place = word[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
+        inside = place < KEYS.width
         sample = tl.arange(0, RANGED)
         count = tl.minimum(pages, RANGED)
-        page = tl.load(
-            table + (2 * sample + 1) * pages // (2 * count), mask=sample < count, other=0
-        )
+        at = (2 * sample + 1) * pages // (2 * count)
+        page = tl.load(table + at, mask=sample < count, other=0)
         block = page.to(tl.int64) * HEADS + head
-        size = tl.sum(_ranges(keys, block, sample < count, place, place < KEYS.width, KEYS), 1)
+        size = tl.sum(_ranges(keys, block, sample < count, place, inside, KEYS), 1)
         if KEYS.turn:
             other = (word + KEYS.turn) % KEYS.words
             size += tl.sum(tl.where(other[:, None] == word[None, :], size[None, :], 0.0), 1)
@@ -269,157 +202,309 @@ def choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEYS
 @triton.jit
 def _places(words, KEYS: tl.constexpr):
     """Return the places of words' bytes in a run, and which are real: [slots, part]; others are some real place."""
+    WIDTH: tl.constexpr = KEYS.width
     place = tl.maximum(words, 0)[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
-    real = (words >= 0)[:, None] & (place < KEYS.width)
-    if KEYS.width % KEYS.part:
-        place = tl.minimum(place, KEYS.width - 1)
+    real = (words >= 0)[:, None] & (place < WIDTH)
+    if WIDTH % KEYS.part:
+        place = tl.minimum(place, WIDTH - 1)
     return place, real
 
 
 @triton.jit
 def _is_read(words, channel, KEYS: tl.constexpr):
     """Say of channels (places where there is an order) whether they are read token by token."""
-    if KEYS.kind == "order":
-        return channel < KEYS.wide
-    else:
-        word = (channel % KEYS.width) // KEYS.part
-        return tl.max((word[:, None] == words[None, :]).to(tl.int32), 1) > 0
+    WIDTH: tl.constexpr = KEYS.width
+    word = (channel % WIDTH) // KEYS.part
+    in_words = tl.max((word[:, None] == words[None, :]).to(tl.int32), 1) > 0
+    return in_words & (channel < WIDTH * KEYS.runs)
+
+
+# -- scores of pages ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_page_query(queries, real, shrink, words, order, KEYS: tl.constexpr, DTYPE: tl.constexpr):
-    """Load the query columns for scores of a tile of pages, times `shrink` [columns], as batches of products take them.
+def _gather(queries, real, shrink, channel, inside, order, KEYS: tl.constexpr):
+    """Load channels [channels], where `inside`, of query columns: [1 or units, channels, columns], times `shrink` [columns].
 
-    Args:
-        queries: [columns], pointers to channel 0; real: [columns], which exist.
-        order: [1], or [units] pointers to the pages' channels by place, where KEYS has an order.
+    order: [1], or [units] pointers to the pages' channels by place, where KEYS has an order.
+    """
+    DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
+    channel = tl.broadcast_to(channel[None, :], [order.shape[0], channel.shape[0]])
+    if KEYS.side.ordered:
+        channel = tl.load(order[:, None] + channel, mask=inside[None, :], other=0).to(tl.int32)
+    held = inside[None, :, None] & real[None, None, :]
+    x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
+    return (x.to(tl.float32) * shrink[None, None, :]).to(DTYPE)
+
+
+@triton.jit
+def _page_query(queries, real, shrink, words, order, KEYS: tl.constexpr):
+    """Load the query columns as scores of a tile of pages take them; arguments as `_gather`'s.
+
     Returns: for every run [1 or units, slots * part, columns], the channels that are read; and [1 or units, channels,
         columns], all, or where KEYS has exact numbers the others.
     """
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
-    UNITS: tl.constexpr = order.shape[0]
     RUNS: tl.constexpr = KEYS.runs
     place, inside = _places(words, KEYS)
-    held = tl.reshape(inside, [1, DEPTH, 1]) & real[None, None, :]
     parts = ()
     for r in tl.static_range(RUNS):
-        channel = tl.reshape(r * KEYS.width + place, [1, DEPTH])
-        x = _gather(queries, tl.broadcast_to(channel, [UNITS, DEPTH]), order, True, held, KEYS)
-        parts = parts + ((x * shrink[None, None, :]).to(DTYPE),)
-    channel = tl.arange(0, triton.next_power_of_2(KEYS.dim))
-    some = channel < KEYS.dim
-    if KEYS.kind == "tokens":
+        channel = tl.reshape(r * KEYS.width + place, [DEPTH])
+        held = tl.reshape(inside, [DEPTH])
+        parts = parts + (_gather(queries, real, shrink, channel, held, order, KEYS),)
+    channel = tl.arange(0, triton.next_power_of_2(KEYS.side.dim))
+    some = channel < KEYS.side.dim
+    if KEYS.side.code == "none":
         some = some & (_is_read(words, channel, KEYS) == 0)
-    channel = tl.broadcast_to(channel[None, :], [UNITS, channel.shape[0]])
-    held = some[None, :, None] & real[None, None, :]
-    x = _gather(queries, channel, order, some[None, :], held, KEYS)
-    return parts, (x * shrink[None, None, :]).to(DTYPE)
+    return parts, _gather(queries, real, shrink, channel, some, order, KEYS)
 
 
 @triton.jit
-def _gather(queries, channel, order, some, held, KEYS: tl.constexpr):
-    """Load channels [units, channels] (places, where there is an order, of which `some` exist) of query columns, fp32."""
-    if KEYS.kind == "order":
-        channel = tl.load(order[:, None] + channel, mask=some, other=0).to(tl.int32)
-    x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _bases(keys, block, unit, words, DTYPE: tl.constexpr, KEYS: tl.constexpr):
-    """Return what the query is multiplied by once per token group: [units, channels].
-
-    Offsets, and in channels that are not read the middles of codes; the middles of an index of exact numbers.
-    """
-    GROUPS: tl.constexpr = KEYS.page // KEYS.group
-    channel = tl.arange(0, triton.next_power_of_2(KEYS.dim))
-    inside = (channel < KEYS.dim)[None, :]
-    if KEYS.kind == "codes" or KEYS.kind == "tokens":
-        where = keys.offset + (block * KEYS.dim)[:, None] + channel[None, :]
-        return tl.load(where, mask=inside, other=0.0).to(DTYPE)
-    else:
-        at = ((block * GROUPS + unit % GROUPS) * KEYS.dim)[:, None] + channel[None, :]
-        base = tl.load(keys.offset + at, mask=inside, other=0.0)
-        steps = tl.load(keys.scale + at, mask=inside, other=0.0)
-        read = _is_read(words, channel, KEYS)[None, :]
-        to_middle = tl.where(read, 0.0, KEYS.middle).to(DTYPE)
-        return tl.fma(steps.to(DTYPE), tl.broadcast_to(to_middle, steps.shape), base.to(DTYPE))
-
-
-@triton.jit
-def _bias(keys, block, unit, query, words, KEYS: tl.constexpr):
+def _bias(keys, unit, query, words, KEYS: tl.constexpr):
     """Return the products of the query with what stands for all tokens of a unit: [units, columns], fp32.
 
-    As a product with rows that are all equal, or are the tokens that are averaged: sums stay in the warp that has the
-    scores, and nothing is computed before it.
+    These are offsets, in channels that are not read with the middles of codes, and of exact numbers the middles of an index
+    or the mean of some tokens. As a product with rows that are these tokens, or all equal: sums stay in the warp that has the scores, and
+    nothing is computed before it.
     """
-    UNITS: tl.constexpr = block.shape[0]
+    SIDE: tl.constexpr = KEYS.side
+    UNITS: tl.constexpr = unit.shape[0]
     CHANNELS: tl.constexpr = query.shape[1]
     DTYPE: tl.constexpr = query.dtype
     query = tl.broadcast_to(query, [UNITS, CHANNELS, query.shape[2]])
-    if KEYS.kind == "tokens" and not KEYS.indexed:
+    channel = tl.arange(0, CHANNELS)
+    inside = channel < SIDE.dim
+    if SIDE.code == "none" and not KEYS.indexed:
         row = tl.arange(0, ROWS)
-        token = (2 * (row % KEYS.middles) + 1) * KEYS.page // (2 * KEYS.middles)
-        channel = tl.arange(0, CHANNELS)
-        where = keys.codes + (block * (KEYS.page * KEYS.row))[:, None, None]
+        token = (2 * (row % MIDDLES) + 1) * SIDE.page // (2 * MIDDLES)
+        where = keys.codes + (unit * (KEYS.group * KEYS.row))[:, None, None]
         where = where + (token * KEYS.row)[None, :, None] + channel[None, None, :]
-        rows = tl.load(where, mask=(channel < KEYS.dim)[None, None, :], other=0.0).to(DTYPE)
-        return tl.sum(tl.dot(rows, query, input_precision="ieee"), 1) * (1.0 / ROWS)
+        rows = tl.load(where, mask=inside[None, None, :], other=0.0).to(DTYPE)
     else:
-        bases = _bases(keys, block, unit, words, DTYPE, KEYS)
-        rows = tl.broadcast_to(bases[:, None, :], [UNITS, ROWS, CHANNELS])
-        return tl.max(tl.dot(rows, query, input_precision="ieee"), 1)
+        at = (unit * SIDE.dim)[:, None] + channel[None, :]
+        base = tl.load(keys.offset + at, mask=inside[None, :], other=0.0).to(DTYPE)
+        if SIDE.code == "unsigned":
+            steps = tl.load(keys.scale + at, mask=inside[None, :], other=0.0).to(DTYPE)
+            middle = 0.5 * ((1 << SIDE.bits) - 1)
+            to_middle = tl.where(_is_read(words, channel, KEYS), 0.0, middle).to(DTYPE)
+            base = tl.fma(steps, tl.broadcast_to(to_middle[None, :], steps.shape), base)
+        rows = tl.broadcast_to(base[:, None, :], [UNITS, ROWS, CHANNELS])
+    return tl.sum(tl.dot(rows, query, input_precision="ieee"), 1) * (1.0 / ROWS)
 
 
 @triton.jit
-def score_pages(keys, block, unit, query, whole_query, words, KEYS: tl.constexpr):
-    """Return the raw scores of the tokens of some pages: products [units, tokens of a unit, columns], their factor and bias.
+def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
+    """Return the raw scores of the tokens of some units: products [units, tokens of a unit, columns], their factor and bias.
 
-    A unit is a token group. Scores are products * factor [units or 1] + bias [units, columns].
+    Scores are products * factor [units or 1] + bias [units, columns].
 
     Args:
-        keys: Fields; block: [units], page * heads + head; unit: [units], numbers whose remainders are the group in its page.
-        query, whole_query: of `load_page_query`.
+        keys: Fields; unit: [units], numbers among those of all pages and heads.
+        query, whole_query: of `_page_query`.
     """
-    GROUPS: tl.constexpr = KEYS.page // KEYS.group
     TOKENS: tl.constexpr = KEYS.group
-    UNITS: tl.constexpr = block.shape[0]
+    UNITS: tl.constexpr = unit.shape[0]
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
     COLUMNS: tl.constexpr = whole_query.shape[2]
     DTYPE: tl.constexpr = whole_query.dtype
-    CODE: tl.constexpr = KEYS.code
-    RUNS: tl.constexpr = KEYS.runs
+    CODE: tl.constexpr = KEYS.side.code
+    BITS: tl.constexpr = KEYS.bits
     place, _ = _places(words, KEYS)
     stored = place
     if KEYS.indexed:
         slot = tl.minimum(tl.arange(0, KEYS.slots), KEYS.read - 1)
         stored = slot[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
-    token = tl.arange(0, TOKENS)
-    start = block * (KEYS.page * KEYS.row) + (unit % GROUPS) * (TOKENS * KEYS.row)
-    within = (token * KEYS.row)[:, None, None] + stored[None, :, :]
+    within = (tl.arange(0, TOKENS) * KEYS.row)[:, None, None] + stored[None, :, :]
+    start = unit * (TOKENS * KEYS.row)
     x = tl.load(keys.codes + (start[:, None, None, None] + within[None, :, :, :]))
-    runs = unpack(tl.reshape(x, [UNITS, TOKENS, DEPTH]), CODE, KEYS.bits, DTYPE, KEYS.isa)
+    runs = unpack(tl.reshape(x, [UNITS, TOKENS, DEPTH]), CODE, BITS, DTYPE, KEYS.isa)
     scores = tl.zeros([UNITS, TOKENS, COLUMNS], tl.float32)
     factor = tl.full([1], 1.0, tl.float32)
-    if KEYS.kind == "codes":
-        factor = tl.load(keys.scale + block).to(tl.float32)
-    elif (
-        KEYS.kind != "tokens"
+    if (
+        CODE == "unsigned"
     ):  # codes of eight bits lie in the same subnormals as those of four and of two
         factor = factor * (1.0 / tile_unit(4, KEYS.isa))
-    for r in tl.static_range(RUNS):
+    elif CODE != "none":
+        factor = tl.load(keys.scale + unit).to(tl.float32)
+    for r in tl.static_range(len(runs)):
         q = query[r]
-        if KEYS.kind == "scales" or KEYS.kind == "order":
-            at = ((block * GROUPS + unit % GROUPS) * KEYS.dim)[:, None, None]
-            at = at + (r * KEYS.width + place)[None, :, :]
+        if CODE == "unsigned":
+            at = (r * KEYS.width + place)[None, :, :]
+            at = (unit * KEYS.side.dim)[:, None, None] + at
             steps = tl.reshape(tl.load(keys.scale + at), [UNITS, DEPTH]).to(DTYPE)
-            q = (q * (1.0 / run_unit(r, KEYS.bits, KEYS.isa))).to(DTYPE) * steps[:, :, None]
+            q = (q * (1.0 / run_unit(r, BITS, KEYS.isa))).to(DTYPE) * steps[:, :, None]
         q = tl.broadcast_to(q, [UNITS, DEPTH, COLUMNS])
         scores = tl.dot(runs[r], q, scores, input_precision="ieee")
     bias = tl.zeros([UNITS, COLUMNS], tl.float32)
-    if KEYS.kind != "tokens" or not KEYS.all:
-        bias = _bias(keys, block, unit, whole_query, words, KEYS)
+    if CODE != "none" or KEYS.read < KEYS.words:
+        bias = _bias(keys, unit, whole_query, words, KEYS)
     return scores, factor, bias
+
+
+@triton.jit
+def _page_sums(products, unit_factor, bias, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+    """Return the log2 of each page's summed weights [pages, columns]; other arguments are `_score_units`' results."""
+    if CAPPED:
+        score = products * unit_factor[:, None, None] + bias[:, None, :]
+        score = cap(score, factor[None, None, :], softcap)
+    else:
+        scaled = (unit_factor[:, None] * factor[None, :])[:, None, :]
+        bias = (bias * factor[None, :])[:, None, :]
+        score = tl.fma(
+            products, tl.broadcast_to(scaled, products.shape), tl.broadcast_to(bias, products.shape)
+        )
+    sums = log2_sum(score, 1)
+    GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
+    if GROUPS > 1:
+        sums = log2_sum(tl.reshape(sums, [KEYS.pages, GROUPS, products.shape[2]]), 1)
+    return sums
+
+
+@triton.jit
+def _score_pages(
+    keys, held_words, table, pages, begin, end, head, queries, real, softmax_scale, softcap, scores,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Store the log2 of the summed weights of pages in tiles `begin` to `end` of a row, and return that of all: [columns].
+
+    scores: [columns], pointers to the numbers of a column's pages.
+    """
+    PAGES: tl.constexpr = KEYS.pages
+    GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
+    shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
+    # each place of a tile has its own sum so far: no exchange between warps in the loop
+    best = tl.full([PAGES, real.shape[0]], NO_WEIGHT, tl.float32)
+    total = tl.full(best.shape, 1.0, tl.float32)
+    if begin < end:
+        number = tl.arange(0, PAGES * GROUPS)
+        words = _choose_words(keys, held_words, table, pages, head, HEADS, KEYS)
+        if not KEYS.side.ordered:
+            order = keys.order + tl.zeros([1], tl.int32)
+            read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            at = tile * PAGES + number // GROUPS
+            # what is not there is read from page 0, and hidden afterwards
+            block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head
+            if KEYS.side.ordered:
+                order = keys.order + block * KEYS.side.dim
+                read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
+            unit = block * GROUPS + number % GROUPS
+            products, by, bias = _score_units(keys, unit, read, all_channels, words, KEYS)
+            of_page = _page_sums(products, by, bias, factor, softcap, KEYS, CAPPED)
+            page = tile * PAGES + tl.arange(0, PAGES)
+            held = page < pages
+            of_page = tl.where(held[:, None], of_page, NO_WEIGHT)
+            tl.store(scores[None, :] + page[:, None], of_page, mask=held[:, None] & real[None, :])
+            top = tl.maximum(best, of_page)
+            total = total * tl.exp2(best - top) + tl.exp2(of_page - top)
+            best = top
+    return log2_sum(best + tl.log2(total), 0)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pages_to_choose(pages, exact, most, share, from_tokens, PAGE: tl.constexpr):
+    """Return how many pages of a row are read at most: all where the row is short. share: the bits of a float64."""
+    part = share.to(tl.float64, bitcast=True) * pages.to(tl.float64)
+    limit = tl.minimum(pages, tl.maximum(tl.minimum(most, part.to(tl.int32)), NEWEST))
+    return tl.where(pages * PAGE + exact < from_tokens, pages, limit)
+
+
+@triton.jit
+def _page_masses(scores, sums, masses, pages, splits, columns, room):
+    """Store the mass of each page of a row, and behind them that of what is read anyway, which is returned; and that of all.
+
+    Args:
+        scores: of this row, [columns, room], log2 of the weights of whole pages.
+        sums: of this row, [columns, splits], log2 of the weights of stretches of pages; last of the window.
+        masses: of this row, [room].
+    """
+    of_window = tl.zeros([SUMMED_COLUMNS], tl.float32)
+    of_pages = tl.zeros([SUMMED_PAGES], tl.float32)
+    split = tl.arange(0, SUMS)
+    for start in tl.range(0, columns, SUMMED_COLUMNS):
+        column = start + tl.arange(0, SUMMED_COLUMNS)
+        real = column < columns
+        there = real[:, None] & (split < splits)[None, :]
+        at = sums + (column * splits)[:, None] + split[None, :]
+        x = tl.load(at, mask=there, other=NO_WEIGHT, cache_modifier=".cg")
+        whole = log2_sum(x, 1)
+        whole = tl.where(whole == NO_WEIGHT, 0.0, whole)
+        window = tl.where((split == splits - 1)[None, :], tl.exp2(x - whole[:, None]), 0.0)
+        of_window += tl.sum(window, 1)
+        for first in tl.range(0, pages, SUMMED_PAGES):
+            page = first + tl.arange(0, SUMMED_PAGES)
+            held = page < pages
+            inside = real[:, None] & held[None, :]
+            where = scores + column.to(tl.int64)[:, None] * room + page[None, :]
+            score = tl.load(where, mask=inside, other=NO_WEIGHT, cache_modifier=".cg")
+            mass = tl.sum(tl.exp2(score - whole[:, None]), 0)
+            of_pages += mass
+            # of the columns before
+            mass += tl.load(masses + page, mask=held & (start > 0), other=0.0)
+            tl.store(masses + page, mass, mask=held)
+    rest = tl.sum(of_window, 0)
+    tl.store(masses + pages, rest)
+    return rest, rest + tl.sum(of_pages, 0)
+
+
+@triton.jit
+def _ranks(masses, first, pages):
+    """Return BLOCK pages from `first` on, their masses and ranks: a better page's is larger, the newest are best, -1 is none."""
+    page = first + tl.arange(0, BLOCK)
+    mass = tl.load(masses + page, mask=page < pages, other=0.0)
+    bits = tl.maximum(mass.to(tl.int32, bitcast=True), 0)
+    bits = tl.where(page < pages - NEWEST, bits, MOST_BITS).to(tl.int64)
+    return page, mass, tl.where(page < pages, bits * pages + (pages - 1 - page), -1)
+
+
+@triton.jit
+def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
+    """Return the least rank of the `wanted` best pages; where TOP of only so many, the newest among them, that their mass reaches `need`."""
+    # from `low` on there are enough, from `high` on there are not
+    low = tl.zeros([], tl.int64)
+    high = (pages.to(tl.int64) * MOST_BITS) + pages
+    count_low = pages
+    count_high = pages * 0 + (NEWEST - 1)
+    going = count_low > (count_high + 1 if TOP else wanted)
+    while going:
+        middle = low + (high - low) // 2
+        counts = tl.zeros([BLOCK], tl.int32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in tl.range(0, pages, BLOCK):
+            _, mass, rank = _ranks(masses, first, pages)
+            counts += (rank >= middle).to(tl.int32)
+            sums += tl.where(rank >= middle, mass, 0.0)
+        count = tl.sum(counts, 0)
+        enough = count >= wanted
+        if TOP:
+            enough = enough | (tl.sum(sums, 0) >= need)
+        low = tl.where(enough, middle, low)
+        count_low = tl.where(enough, count, count_low)
+        high = tl.where(enough, high, middle)
+        count_high = tl.where(enough, count_high, count)
+        going = count_low > (count_high + 1 if TOP else wanted)
+    return low
+
+
+@triton.jit
+def _write_choice(masses, table, chosen, pages, width, least):
+    """Write the ids of a row's pages of rank `least` or better in their order, zeros behind them; return how many there are."""
+    written = pages * 0
+    for first in tl.range(0, pages, BLOCK):
+        page, _, rank = _ranks(masses, first, pages)
+        taken = (rank >= least).to(tl.int32)
+        at = written + tl.cumsum(taken, 0) - 1
+        ids = tl.load(table + page, mask=page < pages, other=0)
+        tl.store(chosen + at, ids, mask=(taken > 0) & (at < width))
+        written += tl.sum(taken, 0)
+    written = tl.minimum(written, width)
+    for first in tl.range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(chosen + at, tl.zeros([BLOCK], tl.int32), mask=(at >= written) & (at < width))
+    return written
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------
@@ -453,11 +538,10 @@ def choose_kernel(
     chosen,  # [rows, width], written
     chosen_pages,  # [rows], written
     scores,  # [rows, heads * GROUP * q_len, room] fp32: log2 of the summed weights of a page
-    stats,  # [rows, programs of one split, splits + 1, 2, COLUMNS] fp32: maxima in log2, and sums of weights
-    totals,  # [rows, heads * GROUP * q_len + 1] fp32: log2 of all weights of a column; last, the mass of the window
-    masses,  # [rows, room] fp32
+    sums,  # [rows, heads * GROUP * q_len, splits] fp32: the same of a split's pages; last, of the window and the sinks
+    masses,  # [rows, room] fp32; behind the pages', the mass of the window
     counters,  # [rows] int32, zeros before and after
-    room,  # pages that there is room for, a multiple of 16
+    room,  # more pages than there are, a multiple of 16
     width,
     most,
     share,
@@ -479,15 +563,11 @@ def choose_kernel(
 ):
     """Score one split of a row's pages for the query columns of one (kv head, block of columns); the last of a row chooses.
 
-    Grid: (rows, HEADS * blocks of columns, splits). KEYS: a selection_launch.KeyWords. HIDING: of the window, which the last
-    split also takes. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
+    Grid: (rows, HEADS * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. HIDING: of the window.
+    TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
     if not CHUNK:
         q_len = 1
-    GROUPS: tl.constexpr = KEYS.page // KEYS.group
-    PAGES: tl.constexpr = KEYS.pages
-    PAGE: tl.constexpr = KEYS.page
-    DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0)
@@ -496,65 +576,30 @@ def choose_kernel(
     splits = tl.num_programs(2)
     column = (tl.program_id(1) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < used
-    token_of = column // GROUP
+    head_of, token_of = head * GROUP + column % GROUP, column // GROUP
+    number = head * used + column
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
-    wanted = _pages_to_choose(pages, exact, most, share, from_tokens, PAGE)
+    wanted = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page)
     scored = wanted < pages
     if TOP:
-        scored = pages * PAGE + exact >= from_tokens
+        scored = pages * KEYS.side.page + exact >= from_tokens
     wide_row = row.to(tl.int64)
     table = block_table + wide_row * table_row
     scores += wide_row * (HEADS * used) * room
-    stats += wide_row * tl.num_programs(1) * (splits + 1) * (2 * COLUMNS)
-    totals += wide_row * (HEADS * used + 1)
+    sums += wide_row * (HEADS * used) * splits
     masses += wide_row * room
 
     if scored:
-        keys = Fields(key_codes, key_scale, key_offset, key_order)
-        queries = query + wide_row * query_row + (head * GROUP + column % GROUP) * query_head
-        queries += token_of * query_token
-        shrink, factor = query_units(queries, real, softmax_scale, KEYS.dim)
-        # each place of a tile has its own sums so far: no exchange between warps in the loop
-        best = tl.full([PAGES, COLUMNS], float("-inf"), tl.float32)
-        total = tl.zeros([PAGES, COLUMNS], tl.float32)
-        tiles = (pages + PAGES - 1) // PAGES
-        begin = tiles * split // splits
-        end = tiles * (split + 1) // splits
-        if begin < end:
-            unit = tl.arange(0, PAGES * GROUPS)
-            words = choose_words(keys, held_words, table, pages, head, HEADS, KEYS)
-            if KEYS.kind != "order":
-                order = key_order + tl.zeros([1], tl.int32)
-                read, all_channels = load_page_query(
-                    queries, real, shrink, words, order, KEYS, DTYPE
-                )
-            for tile in tl.range(begin, end, num_stages=STAGES):
-                at = tile * PAGES + unit // GROUPS
-                # what is not there is read from page 0, and hidden afterwards
-                block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head
-                if KEYS.kind == "order":
-                    order = key_order + block * KEYS.dim
-                    read, all_channels = load_page_query(
-                        queries, real, shrink, words, order, KEYS, DTYPE
-                    )
-                products, unit_factor, bias = score_pages(
-                    keys, block, unit, read, all_channels, words, KEYS
-                )
-                of_page = _page_sums(
-                    products, unit_factor, bias, factor, softcap, KEYS, HIDING.capped
-                )
-                page = tile * PAGES + tl.arange(0, PAGES)
-                held = page < pages
-                of_page = tl.where(held[:, None], of_page, float("-inf"))
-                where = scores + (head * used + column).to(tl.int64)[None, :] * room + page[:, None]
-                tl.store(where, of_page, mask=held[:, None] & real[None, :])
-                best, total = add(best, total, of_page, 1.0)
-        best, total = sum_of(best, total)
-        place = tl.program_id(1).to(tl.int64) * (splits + 1) * (2 * COLUMNS) + tl.arange(0, COLUMNS)
-        tl.store(stats + place + split * (2 * COLUMNS), best)
-        tl.store(stats + place + split * (2 * COLUMNS) + COLUMNS, total)
-        if split == splits - 1:
+        queries = query + wide_row * query_row + head_of * query_head + token_of * query_token
+        if split < splits - 1:
+            tiles = (pages + KEYS.pages - 1) // KEYS.pages
+            of_split = _score_pages(
+                Fields(key_codes, key_scale, key_offset, key_order), held_words, table, pages, tiles * split // (splits - 1),
+                tiles * (split + 1) // (splits - 1), head, queries, real, softmax_scale, softcap,
+                scores + number.to(tl.int64) * room, HEADS, KEYS, HIDING.capped, STAGES,
+            )  # fmt: skip
+        else:
             window = window_keys + wide_row * wk_row + head * wk_head
             window = Window(window, wk_slot, window, wk_slot, exact, 0, True)
             visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
@@ -563,26 +608,161 @@ def choose_kernel(
             best, total, _ = attend_window(
                 queries, real, window, visible, softmax_scale, best, total, (), KEYS, None, HIDING, KEYS.window_tile
             )  # fmt: skip
-            tl.store(stats + place + splits * (2 * COLUMNS), best)
-            tl.store(stats + place + splits * (2 * COLUMNS) + COLUMNS, total)
+            of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
+            if SINKS:
+                sink = tl.load(sink_logits + head_of, mask=real, other=0.0).to(tl.float32)
+                of_split = add_log2(of_split, sink * LOG2E)
+        tl.store(sums + number * splits + split, of_split, mask=real)
 
     if arrive_last(counters, row, tl.num_programs(1) * splits, M_THREADS):
-        least = tl.zeros([], tl.int64)
-        candidates = pages * 0  # where all are read, all are like the newest
+        least = tl.zeros([], tl.int64)  # all
         if scored:
-            candidates = tl.maximum(pages - NEWEST, 0)
-            rest = whole_columns(
-                stats, totals, sink_logits, splits, blocks, used, HEADS, GROUP, COLUMNS, SINKS
-            )
-            tl.store(totals + HEADS * used, rest)
+            rest, whole = _page_masses(scores, sums, masses, pages, splits, HEADS * used, room)
             tl.debug_barrier()
-            whole = page_masses(scores, totals, masses, pages, room, HEADS * used)
-            tl.debug_barrier()
-            newest = candidates + tl.arange(0, triton.next_power_of_2(NEWEST))
-            newest_mass = tl.load(masses + newest, mask=newest < pages, other=0.0)
-            need = top_p * (rest + whole) - (rest + tl.sum(newest_mass, 0))
-            least = least_rank(masses, candidates, wanted - (pages - candidates), need, TOP)
-        count = write_choice(
-            masses, table, chosen + wide_row * width, pages, candidates, width, least
-        )
+            least = _least_rank(masses, pages, wanted, top_p * whole - rest, TOP)
+        count = _write_choice(masses, table, chosen + wide_row * width, pages, width, least)
         tl.store(chosen_pages + row, count)
+
+
+def splits(words: KeyWords, programs: int) -> tuple[int, int]:
+    """Return (tokens of a split at least, splits at most) where one split takes `programs` programs."""
+    by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
+    most = max(1, min(MAX_SPLITS, PROGRAMS // programs))
+    return (CODES_STRETCH if by_codes else MIN_STRETCH), most
+
+
+def selection_constants(
+    spec: PageSpec, step: Step, *, top_p: bool = False, indexed: bool = False
+) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that chooses pages.
+
+    Args:
+        top_p: whether the budget has a part of the mass.
+        indexed: whether the pages are an index (PagedKV.words).
+    """
+    words = key_words(spec, step, indexed)
+    size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
+    staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
+    return query_constants(spec, step) | {
+        "KEYS": words, "TOP": top_p, "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
+        "STAGES": max(1, min(2 if step.isa == HIP else 3, staged)),
+    }  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoicePlan(Plan):
+    """How to launch one kind of choice.
+
+    Attributes:
+        room: more pages than any row has.
+        refused: whether the device has too little for the kernel.
+    """
+
+    room: int
+    refused: bool = False
+
+
+def choose_pages(call: AttentionCall) -> Choice:
+    """Choose as `reference.selection.choose_pages` does, in one launch on the device of the query, without waiting for it.
+
+    Args:
+        call: over keys and values, with a budget; its keys may be an index (PagedKV.words). `call.kv.launches` keeps
+            the plan.
+    Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
+    """
+    with call.kv.hold():
+        return _choose(call)
+
+
+def _choose(call: AttentionCall) -> Choice:
+    query, kv = call.query, call.kv
+    index = query.get_device()
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    budget, sinks = kv.budget, call.sink_logits
+    assert budget is not None
+    width = kv.block_table.shape[1]
+    room = max(LEAST_ROOM, power_of_two(width + 1))
+    key = (
+        "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
+        None if sinks is None else sinks.dtype, budget.top_p is None, kv.words is None, index, room,
+    )  # fmt: skip
+    plan = kept(kv.launches, key, lambda: _prepare(call, room))
+    if plan.refused:
+        return selection.choose_pages(call)
+    chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
+    pages = kv.block_table.new_empty(plan.rows)
+    scratch = plan.scratch.parts()  # alive until the launch
+    try:
+        plan.kernel.launch(
+            plan.rows, plan.blocks, plan.splits(width) + 1, index,
+            lambda at: arguments(at, call, query, chosen, pages, scratch, room),
+        )  # fmt: skip
+    except OutOfResources as error:
+        plan.refused = True
+        warn_once(
+            f"read_tokens: triton: {error}",
+            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
+            f"refuses the kernel ({error})",
+        )
+        return selection.choose_pages(call)
+    return chosen, pages
+
+
+def arguments(
+    at: Callable[[torch.Tensor], Any],
+    call: AttentionCall,
+    query: torch.Tensor,
+    chosen: torch.Tensor,
+    pages: torch.Tensor,
+    scratch: tuple[torch.Tensor, ...],
+    room: int,
+) -> tuple[Any, ...]:
+    """Return the run-time arguments of the kernel that chooses pages.
+
+    Args:
+        at: what to hand over for a tensor, its address or itself.
+        query: [rows, num_heads, q_len, dim], of the call, with contiguous channels.
+        chosen, pages: [rows, width] and [rows], int32, which are written.
+        scratch: scores, sums, masses, counters; room: of the kernel.
+    """
+    kv, budget, sinks = call.kv, call.kv.budget, call.sink_logits
+    assert budget is not None
+    keys, window, absent = kv.key_pages, kv.residual_keys, at(kv.num_pages)
+    # an index holds bytes, which are read as what they are of
+    codes = at(keys["codes"] if kv.words is None else keys["codes"].view(kv.spec.keys.code_dtype))
+    scale, offset, order = (keys.get(name) for name in ("scale", "offset", "order"))
+    if "middle" in keys:
+        offset = keys["middle"]
+    # no launch takes a float64: its bits are an integer
+    (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
+    return (
+        at(query), *query.stride()[:3], codes,
+        codes if scale is None else at(scale), codes if offset is None else at(offset),
+        absent if order is None else at(order), absent if kv.words is None else at(kv.words),
+        at(kv.block_table), kv.block_table.stride(0), absent, at(window), *window.stride()[:3], at(kv.exact_lens),
+        absent if sinks is None else at(sinks), at(chosen), at(pages), *map(at, scratch), room, chosen.shape[1],
+        NO_LIMIT if budget.pages is None else budget.pages, share, min(budget.from_tokens, NO_LIMIT), query.shape[2],
+        float(call.softmax_scale), float(call.softcap or 1.0), 1.0 if budget.top_p is None else budget.top_p,
+    )  # fmt: skip
+
+
+def _prepare(call: AttentionCall, room: int) -> ChoicePlan:
+    query, kv = call.query, call.kv
+    where = query.device
+    if where.type == "cpu":
+        refuse_cpu()
+    step = Step.of(call, support.target_isa(where))
+    assert kv.budget is not None
+    top_p, indexed = kv.budget.top_p is not None, kv.words is not None
+    constants = selection_constants(kv.spec, step, top_p=top_p, indexed=indexed)
+    rows, blocks = kv.rows, query_blocks(kv.spec, step)
+    stretch, most = splits(constants["KEYS"], rows * blocks)
+    columns = rows * step.heads * step.q_len
+    return ChoicePlan(
+        kernel=Kernel(
+            kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True
+        ),
+        rows=rows, blocks=blocks, stretch=stretch, most=most, room=room,
+        scratch=Scratch((columns * room, columns * (most + 1), rows * room), rows, where),
+    )  # fmt: skip

@@ -44,6 +44,7 @@ COMBINED = 64  # channels that one program of the combining kernel takes,
 COMBINED_SPLITS = 64  # and splits that it reads at once
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+NO_WEIGHT = tl.constexpr(-1.0e38)  # log2 of a weight of 0, where numbers are finite
 
 
 @triton.jit
@@ -150,18 +151,17 @@ def _finite(top):
 
 
 @triton.jit
-def add(best, total, others, sums):
-    """Return maxima in log2 and sums of weights of two such, of the same shapes."""
-    top = tl.maximum(best, others)
-    shift = _finite(top)
-    return top, total * tl.exp2(best - shift) + sums * tl.exp2(others - shift)
+def log2_sum(x, AXIS: tl.constexpr):
+    """Return the log2 of sums along an axis of weights whose log2 is x, finite: NO_WEIGHT stands for a weight of 0."""
+    top = tl.max(x, AXIS)
+    return top + tl.log2(tl.sum(tl.exp2(x - tl.expand_dims(top, AXIS)), AXIS))
 
 
 @triton.jit
-def sum_of(bests, totals):
-    """Return maxima in log2 and sums of weights [columns] of several such [several, columns]."""
-    top = tl.max(bests, 0)
-    return top, tl.sum(totals * tl.exp2(bests - _finite(top)[None, :]), 0)
+def add_log2(x, y):
+    """Return the log2 of sums of two weights each, see `log2_sum`."""
+    top = tl.maximum(x, y)
+    return top + tl.log2(tl.exp2(x - top) + tl.exp2(y - top))
 
 
 @triton.jit

@@ -14,8 +14,7 @@ from packaging.version import Version
 
 from ...spec import ROWS, PageSpec, SideSpec
 from ..compiled_formats import in_known_groups, transformed, unread_groups
-from . import meta_params
-from .meta_params import HIP, MAX_PADDED, MIN_SIZE, Chunks
+from .meta_params import HIP, MAX_PADDED, MIN_SIZE, Chunks, in_float32, latent_bytes
 
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
 
@@ -172,13 +171,15 @@ def _why_not_gpu(device: torch.device) -> str | None:
 
 
 def _why_not_shared(device: torch.device, dtype: torch.dtype, spec: PageSpec) -> str | None:
-    """Say so where not even the smallest tiles fit into the device's shared memory."""
+    """Say so where not even the smallest tiles of latents fit into the device's shared memory; those of heads always do."""
     have, isa = shared_memory(device), target_isa(device)
-    need = meta_params.shared_bytes(spec, dtype, meta_params.MAX_COLUMNS, 1, isa)
-    if have is None or need <= have:
+    if have is None or not spec.is_latent:
         return None
+    need = latent_bytes(spec, dtype, isa)
+    if need <= have:
+        return None
+    remedy = "; float16 and bfloat16 take less" if in_float32(spec, dtype) else ""
     formats = " and ".join(dict.fromkeys(side.scheme.name for side in spec.sides))
-    remedy = "; float16 and bfloat16 take less" if meta_params.in_float32(spec, dtype) else ""
     return (
         f"the Triton kernels take {need:,} bytes of shared memory for {formats} pages of {spec.keys.head_dim} channels in "
         f"{str(dtype).removeprefix('torch.')}, and {torch.cuda.get_device_name(device)} has {have:,}{remedy}"

@@ -31,6 +31,8 @@ def order_dtype(head_dim: int) -> torch.dtype:
 
 # How codes are arranged in a page. A format fixes the codes and scales; the layout is a matter of the kernel
 # that reads them, and layouts convert exactly (quant/codec.py).
+KV_SIDES, LATENT_SIDES = ("keys", "values"), ("latent", "k_rope")  # of a page
+
 ROWS = "rows"  # Triton: tokens of keys and channels of values are rows of bytes
 LANES = (
     "lanes"  # C: words of four bytes, neighbouring words belong to neighbouring tokens or channels
@@ -226,46 +228,32 @@ class PageSpec:
         dtype: torch.dtype,
         value_dtype: torch.dtype | None = None,
         layout: str = ROWS,
+        sides: tuple[str, str] = KV_SIDES,
     ) -> "PageSpec":
         """Resolve both schemes for these sizes. Raises CacheOptionError where they do not fit.
+
+        With the `sides` LATENT_SIDES the latents take the place of the keys, the RoPE keys that of the values, as in transformers'
+        caches: of one head each, and there may be no channels of RoPE keys.
 
         `value_dtype` is that of the values where it differs from the keys' (autocast makes it so).
         `layout` LANES is replaced by ROWS where the bytes of a key, or of a channel of the values, do not fill whole words.
         """
-        keys = key_scheme.resolve(page_size, key_dim, "keys")
-        values = value_scheme.resolve(page_size, value_dim, "values")
-        spec = cls(
-            SideSpec("keys", keys, num_kv_heads, key_dim, page_size, dtype, layout),
-            SideSpec(
-                "values", values, num_kv_heads, value_dim, page_size, value_dtype or dtype, layout
-            ),
-        )
-        return spec._in_whole_words()
-
-    @classmethod
-    @lru_cache(maxsize=256)
-    def build_latent(
-        cls,
-        latent_scheme: Scheme,
-        k_rope_scheme: Scheme,
-        *,
-        rank: int,
-        rope_dim: int,
-        page_size: int,
-        dtype: torch.dtype,
-        rope_dtype: torch.dtype | None = None,
-        layout: str = ROWS,
-    ) -> "PageSpec":
-        """Resolve both schemes for latents of `rank` numbers and RoPE keys of `rope_dim` (0: none), one head each.
-
-        The latents take the place of the keys, the RoPE keys that of the values, as in transformers' caches. `layout` as
-        for `build`.
-        """
-        latent = latent_scheme.resolve(page_size, rank, "latent")
-        k_rope = k_rope_scheme.resolve(page_size, rope_dim, "k_rope")
+        schemes, dims = (key_scheme, value_scheme), (key_dim, value_dim)
         return cls(
-            SideSpec("latent", latent, 1, rank, page_size, dtype, layout),
-            SideSpec("k_rope", k_rope, 1, rope_dim, page_size, rope_dtype or dtype, layout),
+            *(
+                SideSpec(
+                    side,
+                    scheme.resolve(page_size, dim, side),
+                    num_kv_heads,
+                    dim,
+                    page_size,
+                    own,
+                    layout,
+                )
+                for side, scheme, dim, own in zip(
+                    sides, schemes, dims, (dtype, value_dtype or dtype), strict=True
+                )
+            )
         )._in_whole_words()
 
     def __post_init__(self) -> None:

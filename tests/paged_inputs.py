@@ -17,7 +17,7 @@ from kv_hf.backends.reference import pages as reference_pages
 from kv_hf.formats import format_names, k_rope_scheme, key_scheme, latent_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
-from kv_hf.spec import LANES, PageSpec
+from kv_hf.spec import LANES, LATENT_SIDES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 # tests of the C kernel, and the instruction sets that this processor has
@@ -88,14 +88,16 @@ def latent_spec(
     latent="int8", k_rope="exact", *, rank=64, rope=16, page=PAGE, dtype=torch.float32, group=None, layout=LANES
 ):  # fmt: skip
     """Return pages of latents; groups of `group` channels (or of half a page's tokens, as the format groups them)."""
-    return PageSpec.build_latent(
+    return PageSpec.build(
         latent_scheme(latent, group, None if group is None else page // 2),
         k_rope_scheme(k_rope, rope),
-        rank=rank,
-        rope_dim=rope,
+        key_dim=rank,
+        value_dim=rope,
         page_size=page,
         dtype=dtype,
         layout=layout,
+        num_kv_heads=1,
+        sides=LATENT_SIDES,
     )
 
 

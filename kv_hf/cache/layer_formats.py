@@ -11,7 +11,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import Scheme, k_rope_scheme, key_scheme, value_scheme
 from ..notices import warn_once
-from ..spec import ROWS, PageSpec
+from ..spec import LATENT_SIDES, ROWS, PageSpec
 
 
 @dataclass(frozen=True)
@@ -63,41 +63,18 @@ class LayerFormats:
         k_rope = options.k_rope_format(latent)
         return cls(keys, values, options.page_size, rank, latent, k_rope)
 
-    def spec(
-        self,
-        *,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        value_dtype: torch.dtype | None = None,
-        layout: str = ROWS,
-    ) -> PageSpec:
+    def spec(self, **sizes: Any) -> PageSpec:
         """Return what pages of such keys and values are like; transformers hands latents over as keys of one head.
 
+        Args:
+            sizes: as for PageSpec.build: num_kv_heads, key_dim, value_dim, dtype, and value_dtype and layout where they are others.
         Raises: CacheOptionError where a format cannot store them.
         """
-        if self.latent is not None and num_kv_heads == 1 and key_dim == self.rank:
-            return PageSpec.build_latent(
-                self.latent,
-                k_rope_scheme(self.k_rope, value_dim),
-                rank=key_dim,
-                rope_dim=value_dim,
-                page_size=self.page_size,
-                dtype=dtype,
-                rope_dtype=value_dtype,
-                layout=layout,
-            )
+        if self.latent is None or (sizes["num_kv_heads"], sizes["key_dim"]) != (1, self.rank):
+            return PageSpec.build(self.keys, self.values, page_size=self.page_size, **sizes)
+        k_rope = k_rope_scheme(self.k_rope, sizes["value_dim"])
         return PageSpec.build(
-            self.keys,
-            self.values,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            page_size=self.page_size,
-            dtype=dtype,
-            value_dtype=value_dtype,
-            layout=layout,
+            self.latent, k_rope, page_size=self.page_size, sides=LATENT_SIDES, **sizes
         )
 
     @property

@@ -11,7 +11,7 @@ from paged_inputs import make_latents
 from paths import TESTS
 
 from kv_hf.formats import format_names, k_rope_name, k_rope_scheme, latent_scheme
-from kv_hf.spec import LANES, PageSpec
+from kv_hf.spec import LANES, LATENT_SIDES, PageSpec
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -40,14 +40,16 @@ def spec_of(
     """`group`: channels of a scale at 8 bits, `tokens`: tokens of a scale at 4 and 2 bits; None: the defaults."""
     rank = 128 if name == "fp8_ds_mla" and rank == 64 else rank
     scheme = latent_scheme(name, group, tokens)
-    return PageSpec.build_latent(
+    return PageSpec.build(
         scheme,
         k_rope_scheme(k_rope_name(rope, scheme), rope_dim),
-        rank=rank,
-        rope_dim=rope_dim,
+        key_dim=rank,
+        value_dim=rope_dim,
         page_size=page,
         dtype=dtype,
         **options,
+        num_kv_heads=1,
+        sides=LATENT_SIDES,
     )
 
 

@@ -21,7 +21,7 @@ from kv_hf.formats import (
     latent_scheme,
     value_scheme,
 )
-from kv_hf.spec import LANES, PageSpec
+from kv_hf.spec import LANES, LATENT_SIDES, PageSpec
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -50,13 +50,15 @@ def of_two_formats(keys, values, dim=128):
 
 def latent_spec(name, dtype=torch.bfloat16, rank=512):
     scheme = latent_scheme(name)
-    return PageSpec.build_latent(
+    return PageSpec.build(
         scheme,
         k_rope_scheme(k_rope_name(None, scheme), 64),
-        rank=rank,
-        rope_dim=64,
+        key_dim=rank,
+        value_dim=64,
         page_size=64,
         dtype=dtype,
+        num_kv_heads=1,
+        sides=LATENT_SIDES,
     )
 
 

@@ -14,7 +14,7 @@ from kv_hf.formats import (
     latent_scheme,
     value_scheme,
 )
-from kv_hf.spec import PageSpec
+from kv_hf.spec import LATENT_SIDES, PageSpec
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -59,9 +59,8 @@ def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank
     if name == "fp8_ds_mla" and dtype == FP32:
         pytest.skip("fp8_ds_mla is of 16-bit models")
     scheme = latent_scheme(name)
-    spec = PageSpec.build_latent(
-        scheme, k_rope_scheme(k_rope_name(None, scheme), 64), rank=rank, rope_dim=64, page_size=64, dtype=dtype
-    )  # fmt: skip
+    spec = PageSpec.build(
+        scheme, k_rope_scheme(k_rope_name(None, scheme), 64), key_dim=rank, value_dim=64, page_size=64, dtype=dtype, num_kv_heads=1, sides=LATENT_SIDES)  # fmt: skip
     isa = 90 if arch == "sm_90" else meta_params.HIP
     said = meta_params.latent_bytes(spec, dtype, isa)
     taken = aot.compile_decode(spec, arch, query_dtype=dtype, group=16).metadata.shared

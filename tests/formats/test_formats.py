@@ -48,7 +48,7 @@ from kv_hf.formats.linear import (
 )
 from kv_hf.quant import codec
 from kv_hf.quant.codec import decode, encode
-from kv_hf.spec import LANES, ROWS, PageSpec
+from kv_hf.spec import LANES, LATENT_SIDES, ROWS, PageSpec
 from kv_hf_cli import main
 
 CPU = torch.device("cpu")
@@ -598,8 +598,16 @@ def regrouped(base, scale, offset, scale_bits=16, sides=("keys", "values")):
 
 
 def latent_spec(latent, k_rope, layout):
-    return PageSpec.build_latent(
-        latent, k_rope, rank=DIM, rope_dim=8, page_size=PAGE, dtype=torch.float32, layout=layout
+    return PageSpec.build(
+        latent,
+        k_rope,
+        key_dim=DIM,
+        value_dim=8,
+        page_size=PAGE,
+        dtype=torch.float32,
+        layout=layout,
+        num_kv_heads=1,
+        sides=LATENT_SIDES,
     )
 
 

@@ -16,6 +16,7 @@ from kv_hf.quant.codec import decode, encode
 from kv_hf.row_pages import page_capacity
 from kv_hf.spec import (
     LANES,
+    LATENT_SIDES,
     ROWS,
     MemoryReport,
     PageSpec,
@@ -267,7 +268,9 @@ def test_build_lays_codes_out_in_words_only_where_these_are_whole(page_size, one
         schemes = [get_format(name).scheme(side) for name, side in zip(names, kinds, strict=True)]
         common = {"page_size": page_size, "dtype": FP32, "layout": LANES}
         if latent:
-            spec = PageSpec.build_latent(*schemes, rank=32, rope_dim=32, **common)
+            spec = PageSpec.build(
+                *schemes, key_dim=32, value_dim=32, **common, num_kv_heads=1, sides=LATENT_SIDES
+            )
         else:
             spec = PageSpec.build(*schemes, num_kv_heads=1, key_dim=32, value_dim=32, **common)
         whole = page_size == 32 or (not latent and not one_bit[1])

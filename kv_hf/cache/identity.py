@@ -330,43 +330,26 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 def described(weights: Iterable[Weight], places: bool = False) -> dict[str, str]:
     """Return "<dtype> <shape> <digest of the samples>" of each weight by name, UNREADABLE for one that cannot be read.
 
-    The samples of one device and size travel together, so that a GPU is asked a few times only.
-
     Args:
         places: add where weights lie and how often they were written to. Without it copies of a model are equal.
     """
-    together: dict[Any, list[torch.Tensor]] = {}
-    spots: dict[str, list[tuple[Any, int]] | None] = {}  # of each weight's parts: where the bits go
     found = {}
     for weight in weights:
-        tensor = weight.tensor
-        found[weight.name] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        parts, digest = list[torch.Tensor](), hashlib.sha256()
         try:
-            parts = list(plain_parts(tensor))
-            bits_of_all = [sample(part) for part in parts]
+            parts = list(plain_parts(weight.tensor))
+            for part in parts:
+                digest.update(sample(part).cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+            samples = digest.hexdigest()[:DIGITS]
         except (
             Exception
         ):  # a kind of tensor that cannot be viewed must not stop a save; meta tensors
-            spots[weight.name], parts, bits_of_all = None, [], []
-        for bits in bits_of_all:
-            kind = bits.device, bits.dtype
-            spots.setdefault(weight.name, []).append((kind, len(together.setdefault(kind, []))))  # type: ignore[union-attr]
-            together[kind].append(bits)
+            samples = UNREADABLE
+        words = [str(weight.tensor.dtype).removeprefix("torch."), str(list(weight.tensor.shape))]
         if places:
-            written = map(_written, parts) if weight.persistent else ()
-            found[weight.name] += f" {list(written)}"
-    read = {kind: _bytes_of(bits) for kind, bits in together.items()}
-    for name, spot in spots.items():
-        digest = hashlib.sha256(b"".join(read[kind][place] for kind, place in spot or ()))
-        found[name] += f" {UNREADABLE if spot is None else digest.hexdigest()[:DIGITS]}"
+            words.append(str(list(map(_written, parts)) if weight.persistent else []))
+        found[weight.name] = " ".join([*words, samples])
     return found
-
-
-def _bytes_of(bits: list[torch.Tensor]) -> list[memoryview]:
-    """Return the bytes of each of these tensors [count] of one device, from which they are copied at once."""
-    if bits[0].device.type != "cpu":
-        bits = list(torch.cat(bits).cpu().split([one.numel() for one in bits]))
-    return [memoryview(one.contiguous().view(torch.uint8).numpy()) for one in bits]  # type: ignore[arg-type]
 
 
 # model -> (where its weights lay and how often they had been written to, described)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, Fields, move_to_block, number, unrotate_channels
+from .dequant import SCALE_MAX, Fields, move_to_block, number, unrotate
 from .direct import Kernel, kept
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
 
@@ -76,7 +76,7 @@ def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
         if O_TOKENS > 0:
             x = x + _factors(fields.offset, token, start, O_TOKENS, O_CHANNELS, SIDE, WIDE)
         if SIDE.rotated > 0:
-            x = unrotate_channels(x, SIDE.rotated)
+            x = unrotate(x, SIDE.rotated, 1)
         return x
 
 
@@ -91,7 +91,7 @@ def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.conste
             # a scale rounded up may push the largest code just past float16's range
             x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
         channel = place
-        if SIDE.ordered:
+        if SIDE.wide > 0:
             channel = tl.load(fields.order + place, mask=inside, other=0).to(tl.int32)
         x = x.to(target.dtype.element_ty)
         tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])

@@ -230,7 +230,7 @@ def _gather(queries, real, shrink, channel, inside, order, KEYS: tl.constexpr):
     """
     DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
     channel = tl.broadcast_to(channel[None, :], [order.shape[0], channel.shape[0]])
-    if KEYS.side.ordered:
+    if KEYS.side.wide > 0:
         channel = tl.load(order[:, None] + channel, mask=inside[None, :], other=0).to(tl.int32)
     held = inside[None, :, None] & real[None, None, :]
     x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
@@ -378,14 +378,14 @@ def _score_pages(
     if begin < end:
         number = tl.arange(0, PAGES * GROUPS)
         words = _choose_words(keys, held_words, table, pages, head, HEADS, KEYS)
-        if not KEYS.side.ordered:
+        if KEYS.side.wide == 0:
             order = keys.order + tl.zeros([1], tl.int32)
             read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
         for tile in tl.range(begin, end, num_stages=STAGES):
             at = tile * PAGES + number // GROUPS
             # what is not there is read from page 0, and hidden afterwards
             block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head
-            if KEYS.side.ordered:
+            if KEYS.side.wide > 0:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS

@@ -83,9 +83,10 @@ def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.constexpr):
     """Write tokens of one page and head, where `held`, to `target` [tokens, 1], pointers to channel 0."""
-    for start in tl.static_range(0, SIDE.dim, WIDE):
+    DIM: tl.constexpr = SIDE.dim
+    for start in tl.static_range(0, DIM, WIDE):
         place = start + tl.arange(0, WIDE)
-        inside = place < SIDE.dim
+        inside = place < DIM
         x = _load_numbers(fields, token, start, SIDE, WIDE)
         if SIDE.code != "none" and target.dtype.element_ty == tl.float16:
             # a scale rounded up may push the largest code just past float16's range

@@ -43,10 +43,10 @@ def lanes_of(SIDE):
 
 
 @triton.constexpr_function
-def tall_of(SIDE):
-    """Return the tokens of a tile: at least all of a word, or as many bytes side by side as a wide load takes."""
+def tall_of(SIDE, LANES):
+    """Return the tokens of a tile of so many lanes: at least all of a word, or as many bytes side by side as a wide load takes."""
     fewest = 8 if SIDE.places > 1 else 16
-    return min(SIDE.page, max(fewest, TILE_NUMBERS // lanes_of(SIDE)))
+    return min(SIDE.page, max(fewest, TILE_NUMBERS // LANES))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -102,11 +102,10 @@ def _extremes(source, slot_stride, channel, inside, TOKENS: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr):
+def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, TALL: tl.constexpr):
     """Write which channel lies at which place: the wide ones in front, either kind in the order of the model's channels."""
     DIM: tl.constexpr = SIDE.dim
     PAGE: tl.constexpr = SIDE.page
-    TALL: tl.constexpr = tall_of(SIDE)
     low, high = _extremes(source, slot_stride, lane, lane < DIM, PAGE, TALL)
     partner = (lane + DIM // 2) % DIM  # RoPE rotates both into each other
     size = tl.maximum(high - low, tl.gather(high - low, partner, 0))
@@ -123,11 +122,11 @@ def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr):
 
 @triton.jit
 def _write_ranges(
-    source, slot_stride, channel, place, real, top, fields, SIDE: tl.constexpr
+    source, slot_stride, channel, place, real, top, fields, SIDE: tl.constexpr, TALL: tl.constexpr
 ):  # fmt: skip
     """Write the scales and offsets of groups of tokens; signed and float8 codes share one scale per page."""
     TOKENS: tl.constexpr = SIDE.offset_tokens
-    ROWS: tl.constexpr = min(tall_of(SIDE), SIDE.offset_tokens)
+    ROWS: tl.constexpr = min(TALL, SIDE.offset_tokens)
     DTYPE: tl.constexpr = fields.scale.dtype.element_ty
     for group in tl.range(SIDE.page // TOKENS):
         first = source + group * TOKENS * slot_stride
@@ -252,8 +251,8 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     """Encode one page of one kv head; `source` points to its first token."""
     GROUP: tl.constexpr = SIDE.scale_channels
     GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
-    TALL: tl.constexpr = tall_of(SIDE)
     LANES: tl.constexpr = lanes_of(SIDE)
+    TALL: tl.constexpr = tall_of(SIDE, LANES)
     BITS: tl.constexpr = SIDE.bits
     BLOCK: tl.constexpr = SIDE.rotated
     BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
@@ -266,11 +265,11 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     top = tl.where(place < SIDE.wide, SIDE.wide_top, SIDE.top)
     channel = place
     if SIDE.wide > 0:
-        _write_order(source, slot_stride, fields, lane, SIDE)
+        _write_order(source, slot_stride, fields, lane, SIDE, TALL)
         tl.debug_barrier()  # other threads read it than wrote it
         channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
     if BY_CHANNEL:
-        _write_ranges(source, slot_stride, channel, place, real, top, fields, SIDE)
+        _write_ranges(source, slot_stride, channel, place, real, top, fields, SIDE, TALL)
         tl.debug_barrier()
     inside = real
     if BLOCK > 0:  # rotated in the model's order, and then brought into groups

@@ -308,9 +308,13 @@ def query_constants(spec: PageSpec, step: Step) -> dict[str, Any]:
     """Return the compile-time arguments that say how queries are spread over programs, and what they see."""
     heads = spec.keys.num_kv_heads
     return {
-        "HEADS": heads, "GROUP": step.heads // heads, "CHUNK": step.q_len > 1, "COLUMNS": column_block(spec, step),
-        "HIDING": hiding(step), "SINKS": step.sinks,
-    }  # fmt: skip
+        "HEADS": heads,
+        "GROUP": step.heads // heads,
+        "CHUNK": step.q_len > 1,
+        "COLUMNS": column_block(spec, step),
+        "HIDING": hiding(step),
+        "SINKS": step.sinks,
+    }
 
 
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
@@ -591,11 +595,18 @@ def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
     else:
         keys, values = _keys_of(spec, step), _values_of(spec, step)
     return given | {
-        "KEYS": keys, "VALUES": values, "W_TILE": window_tile(spec, step.query_dtype),
-        "W_COST": max(1, round(16 / spec.bits_per_element)), "M_COLUMNS": merged,
-        "M_SPLITS": max(1, min(MERGED, launch.num_warps * MERGED_NUMBERS // (merged * power_of_two(spec.out_dim)))),
-        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0, "STAGES": launch.num_stages,
-    }  # fmt: skip
+        "KEYS": keys,
+        "VALUES": values,
+        "W_TILE": window_tile(spec, step.query_dtype),
+        "W_COST": max(1, round(16 / spec.bits_per_element)),
+        "M_COLUMNS": merged,
+        "M_SPLITS": max(
+            1,
+            min(MERGED, launch.num_warps * MERGED_NUMBERS // (merged * power_of_two(spec.out_dim))),
+        ),
+        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0,
+        "STAGES": launch.num_stages,
+    }
 
 
 PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, and

@@ -643,9 +643,11 @@ def selection_constants(
     size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
     return query_constants(spec, step) | {
-        "KEYS": words, "TOP": top_p, "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
+        "KEYS": words,
+        "TOP": top_p,
+        "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
         "STAGES": max(1, min(2 if step.isa == HIP else 3, staged)),
-    }  # fmt: skip
+    }
 
 
 def choose_pages(call: AttentionCall) -> Choice:
@@ -726,6 +728,9 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
         kernel=Kernel(
             kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True
         ),
-        rows=rows, blocks=blocks, stretch=stretch, most=most,
+        rows=rows,
+        blocks=blocks,
+        stretch=stretch,
+        most=most,
         scratch=Scratch((columns * room, columns * (most + 1), rows * room), rows, where),
-    )  # fmt: skip
+    )

@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from ...spec import LANES, PageSpec, SideSpec
-from ..base import Backend
-from ..compiled_formats import in_known_groups, unread_formats, unread_groups
+from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
 from . import choose, decode, library, write
 from .abi import DTYPES

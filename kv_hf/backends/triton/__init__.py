@@ -3,8 +3,7 @@
 import torch
 
 from ...spec import PageSpec
-from ..base import Backend
-from ..compiled_formats import unread_formats
+from ..base import Backend, unread_formats
 from . import support
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, Fields, move_to_block, number, unrotate_channels
+from .dequant import SCALE_MAX, Fields, move_to_block, number, unrotate
 from .direct import Kernel, kept
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
 
@@ -76,22 +76,23 @@ def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
         if O_TOKENS > 0:
             x = x + _factors(fields.offset, token, start, O_TOKENS, O_CHANNELS, SIDE, WIDE)
         if SIDE.rotated > 0:
-            x = unrotate_channels(x, SIDE.rotated)
+            x = unrotate(x, SIDE.rotated, 1)
         return x
 
 
 @triton.jit
 def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.constexpr):
     """Write tokens of one page and head, where `held`, to `target` [tokens, 1], pointers to channel 0."""
-    for start in tl.static_range(0, SIDE.dim, WIDE):
+    DIM: tl.constexpr = SIDE.dim
+    for start in tl.static_range(0, DIM, WIDE):
         place = start + tl.arange(0, WIDE)
-        inside = place < SIDE.dim
+        inside = place < DIM
         x = _load_numbers(fields, token, start, SIDE, WIDE)
         if SIDE.code != "none" and target.dtype.element_ty == tl.float16:
             # a scale rounded up may push the largest code just past float16's range
             x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
         channel = place
-        if SIDE.ordered:
+        if SIDE.wide > 0:
             channel = tl.load(fields.order + place, mask=inside, other=0).to(tl.int32)
         x = x.to(target.dtype.element_ty)
         tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])

@@ -91,15 +91,6 @@ def number(x, PLACE: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
         return code.to(tl.float32)
 
 
-@triton.jit
-def numbers(x, PLACES: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the numbers of all places, in DTYPE."""
-    tiles = ()
-    for place in tl.static_range(PLACES):
-        tiles = tiles + (number(x, place, CODE, BITS).to(DTYPE),)
-    return tiles
-
-
 # Where the PTX branch leaves an unsigned code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
 # a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
 # "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021), and the factor goes into scales that are there anyway.
@@ -136,7 +127,10 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
     if CODE == "none":
         return (x.to(DTYPE),)
     elif ISA <= 0:
-        return numbers(x, x.dtype.primitive_bitwidth // BITS, CODE, BITS, DTYPE)
+        tiles = ()
+        for place in tl.static_range(x.dtype.primitive_bitwidth // BITS):
+            tiles = tiles + (number(x, place, CODE, BITS).to(DTYPE),)
+        return tiles
     elif x.dtype == tl.int16:
         return _unpack_words(x, CODE, BITS, ISA)
     elif CODE == "signed":
@@ -342,17 +336,11 @@ def _sum_apart(x, APART: tl.constexpr):
 
 
 @triton.jit
-def _unrotate(x, SIZE: tl.constexpr, STEP: tl.constexpr):
+def unrotate(x, SIZE: tl.constexpr, STEP: tl.constexpr):
     """Transform runs of SIZE numbers of x that lie STEP apart in memory order; all sizes are powers of two."""
     for stage in tl.static_range(stages(SIZE)):
         x = _sum_apart(x, STEP << stage)
     return x
-
-
-@triton.jit
-def unrotate_channels(x, SIZE: tl.constexpr):
-    """Transform neighbouring runs of SIZE channels of x [tokens, channels]."""
-    return _unrotate(x, SIZE, 1)
 
 
 @triton.jit
@@ -361,7 +349,7 @@ def unrotate_parts(parts, CUT: tl.constexpr, BLOCK: tl.constexpr):
     SIZE: tl.constexpr = CUT.parts[0].held
     new = ()
     for p in tl.static_range(len(parts)):
-        new = new + (_unrotate(parts[p], SIZE, parts[p].shape[1]),)
+        new = new + (unrotate(parts[p], SIZE, parts[p].shape[1]),)
     for stage in tl.static_range(stages(BLOCK // SIZE)):
         old = new
         new = ()

@@ -239,6 +239,7 @@ class Plan:
         rows, blocks: the grid without its splits.
         stretch: tokens of a split at least; most: splits at most.
         scratch: partial results and counters.
+        refused: whether the device has too little for the kernel.
     """
 
     kernel: Kernel
@@ -247,6 +248,7 @@ class Plan:
     stretch: int
     most: int
     scratch: Scratch
+    refused: bool = False
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""

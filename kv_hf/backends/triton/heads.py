@@ -64,7 +64,7 @@ def attend_heads(
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
-    if not KEYS.side.ordered:
+    if KEYS.side.wide == 0:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
         whole_q = q
         if KEYS.fold == "tile":
@@ -88,7 +88,7 @@ def attend_heads(
             page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
             next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
             tile_q = q
-            if KEYS.side.ordered:
+            if KEYS.side.wide > 0:
                 tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
             key_factors = load_key_factors(keys, next_block, next_token, KEYS)
             value_factors = load_value_factors(
@@ -259,7 +259,7 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
                 scales = scales + load_parts(keys.scale + first, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
-    if KEYS.side.ordered:
+    if KEYS.side.wide > 0:
         channels = load_parts(keys.order + block * KEYS.side.dim, CUT)
     return offsets, scales, channels
 
@@ -341,7 +341,7 @@ def _score_codes(
                 k = k * tl.load(keys.scale + at, mask=inside, other=0.0).to(tl.float32)
                 k = k + tl.load(keys.offset + at, mask=inside, other=0.0).to(tl.float32)
             elif KEYS.fold == "tile":
-                if KEYS.side.ordered:
+                if KEYS.side.wide > 0:
                     # summed across threads: as a product of equal rows, gathered queries would go through shared memory
                     # twice
                     o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
@@ -351,7 +351,7 @@ def _score_codes(
             scores = tl.dot(k.to(DTYPE), q, scores, input_precision="ieee")
     if KEYS.fold != "element":
         bias = tl.broadcast_to(added[None, :], shape)
-        if not KEYS.side.ordered:
+        if KEYS.side.wide == 0:
             # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
             bias = tl.zeros(shape, tl.float32)
             for p in tl.static_range(len(OFFSETS.parts)):
@@ -368,20 +368,12 @@ def _score_codes(
 
 
 @triton.jit
-def _stack_two(first, second):
-    both = tl.permute(tl.join(first, second), (2, 0, 1))
-    return tl.reshape(both, (2 * first.shape[0], first.shape[1]))
-
-
-@triton.jit
 def _stack(parts):
-    """Return one, two or four equal parts [tokens, columns], one behind the other along the tokens."""
-    if len(parts) == 1:
-        whole = parts[0]
-    elif len(parts) == 2:
-        whole = _stack_two(parts[0], parts[1])
-    else:
-        whole = _stack_two(_stack_two(parts[0], parts[1]), _stack_two(parts[2], parts[3]))
+    """Return one or two equal parts [tokens, columns] (see meta_params.TOKEN_GROUPS), one behind the other along the tokens."""
+    whole = parts[0]
+    if len(parts) == 2:
+        both = tl.permute(tl.join(parts[0], parts[1]), (2, 0, 1))
+        whole = tl.reshape(both, (2 * whole.shape[0], whole.shape[1]))
     return whole
 
 

@@ -68,10 +68,21 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
     sinks = out if sink_logits is None else sink_logits
     shown = out if mask is None else mask
-    plan.kernel.launch(
-        plan.rows, plan.blocks, splits, index,
-        lambda at: arguments(at, call, query, shown, mask_strides, sinks, out, room),
-    )  # fmt: skip
+    keys, values = kv.key_pages, kv.value_pages
+    window_keys, window_values = kv.residual_keys, kv.residual_values
+
+    def arguments(at: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
+        # `out` stands for what there is not
+        return (
+            at(query), *strides[:3], at(keys["codes"]), at(keys.get("scale", out)), at(keys.get("offset", out)),
+            at(values["codes"]), at(values.get("scale", out)), at(values.get("offset", out)),
+            at(kv.block_table), kv.block_table.stride(0), at(kv.num_pages), at(window_keys), *window_keys.stride()[:3],
+            at(window_values), *window_values.stride()[:3], at(kv.exact_lens), at(kv.padding), at(shown), *mask_strides,
+            at(sinks), at(out), *map(at, room), at(keys.get("order", out)), float(call.softmax_scale),
+            float(call.softcap or 1.0), call.sliding_window or 0, kv.sink_tokens, query.shape[2],
+        )  # fmt: skip
+
+    plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
     if splits > 1 and plan.combine is not None:
         partial, bests, _ = room
         programs, parts = plan.merged
@@ -86,41 +97,6 @@ def _mask_strides(mask: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of rows, heads and queries, 0 where all share one."""
     sizes = zip(mask.shape[:3], mask.stride()[:3], strict=True)
     return tuple(stride if size > 1 else 0 for size, stride in sizes)
-
-
-def arguments(
-    at: Callable[[torch.Tensor], Any],
-    call: AttentionCall,
-    query: torch.Tensor,
-    mask: torch.Tensor,
-    mask_strides: tuple[int, ...],
-    sink_logits: torch.Tensor,
-    out: torch.Tensor,
-    room: tuple[torch.Tensor, ...],
-) -> tuple[Any, ...]:
-    """Return the run-time arguments of the decode kernel.
-
-    Args:
-        at: what to hand over for a tensor, its address or itself.
-        query: [rows, num_heads, q_len, query_dim], of the call, with contiguous channels.
-        mask, sink_logits: of the call, or `out` where there are none: [rows, heads, q_len, value dim].
-        room: partial results, their maxima and sums, counters, one-dimensional.
-    """
-    kv, there = call.kv, at(out)
-    keys, values = kv.key_pages, kv.value_pages
-    table, window_keys, window_values = kv.block_table, kv.residual_keys, kv.residual_values
-    partial, bests, counters = room
-    key_scale, key_offset, order = keys.get("scale"), keys.get("offset"), keys.get("order")
-    value_scale, value_offset = values.get("scale"), values.get("offset")
-    return (
-        at(query), *query.stride()[:3], at(keys["codes"]), there if key_scale is None else at(key_scale),
-        there if key_offset is None else at(key_offset), at(values["codes"]),
-        there if value_scale is None else at(value_scale), there if value_offset is None else at(value_offset),
-        at(table), table.stride(0), at(kv.num_pages), at(window_keys), *window_keys.stride()[:3], at(window_values),
-        *window_values.stride()[:3], at(kv.exact_lens), at(kv.padding), at(mask), *mask_strides, at(sink_logits), there,
-        at(partial), at(bests), at(counters), there if order is None else at(order), float(call.softmax_scale),
-        float(call.softcap or 1.0), call.sliding_window or 0, kv.sink_tokens, query.shape[2],
-    )  # fmt: skip
 
 
 def refuse_cpu() -> None:

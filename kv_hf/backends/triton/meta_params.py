@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...formats.linear import Float8Format, SignedFormat
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec, planes
 from ..base import AttentionCall
@@ -28,7 +29,8 @@ class SideLayout(NamedTuple):
         places: tokens whose codes share a word (SideSpec.token_words), or 1.
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
-        ordered: whether the channels of a page have an order of their own.
+        wide: places in front whose codes have more bits; the channels of such a page have an order of their own. 0: no order.
+        top, wide_top: the largest code, and that at these places; clip: part of a range that codes span, but all of it there.
         parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes: of the wide
             channels and of the others, of keys of two widths; a plane of two bits and one of the third, of codes of three bits.
     """
@@ -46,7 +48,10 @@ class SideLayout(NamedTuple):
     places: int
     size: int
     rotated: int
-    ordered: bool
+    wide: int
+    top: float
+    wide_top: float
+    clip: float
     parts: tuple[tuple[int, int, int, int, int], ...]
 
 
@@ -66,7 +71,10 @@ def side_layout(spec: SideSpec) -> SideLayout:
         16 // scheme.bits if spec.token_words else 1,
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
-        scheme.wide_channels > 0,
+        scheme.wide_channels,
+        TOPS.get(scheme.code, float((1 << scheme.bits) - 1)),
+        float((1 << scheme.wide_bits) - 1),
+        scheme.clip,
         _parts(spec),
     )
 
@@ -188,6 +196,7 @@ W_TILE = 32  # most tokens of a tile of the window
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
+TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}  # largest codes
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
 BOOST = {
@@ -299,14 +308,13 @@ def query_constants(spec: PageSpec, step: Step) -> dict[str, Any]:
     """Return the compile-time arguments that say how queries are spread over programs, and what they see."""
     heads = spec.keys.num_kv_heads
     return {
-        "HEADS": heads, "GROUP": step.heads // heads, "CHUNK": step.q_len > 1, "COLUMNS": column_block(spec, step),
-        "HIDING": hiding(step), "SINKS": step.sinks,
-    }  # fmt: skip
-
-
-def merged_splits(columns: int, dim: int, num_warps: int) -> int:
-    """Return the splits that a program merges at once: as many as its registers hold."""
-    return max(1, min(MERGED, num_warps * MERGED_NUMBERS // (columns * power_of_two(dim))))
+        "HEADS": heads,
+        "GROUP": step.heads // heads,
+        "CHUNK": step.q_len > 1,
+        "COLUMNS": column_block(spec, step),
+        "HIDING": hiding(step),
+        "SINKS": step.sinks,
+    }
 
 
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
@@ -338,7 +346,7 @@ def _keys_of(spec: PageSpec, step: Step) -> Operand:
     return Operand(
         side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
         by_rows=False, lift=0, boost=1.0, dtype=dtype, window_dtype=window_dtype,
-        isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut, offsets=cut if layout.ordered else window, window=window,
+        isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut, offsets=cut if layout.wide else window, window=window,
     )  # fmt: skip
 
 
@@ -587,11 +595,18 @@ def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
     else:
         keys, values = _keys_of(spec, step), _values_of(spec, step)
     return given | {
-        "KEYS": keys, "VALUES": values, "W_TILE": window_tile(spec, step.query_dtype),
-        "W_COST": max(1, round(16 / spec.bits_per_element)), "M_COLUMNS": merged,
-        "M_SPLITS": merged_splits(merged, spec.out_dim, launch.num_warps),
-        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0, "STAGES": launch.num_stages,
-    }  # fmt: skip
+        "KEYS": keys,
+        "VALUES": values,
+        "W_TILE": window_tile(spec, step.query_dtype),
+        "W_COST": max(1, round(16 / spec.bits_per_element)),
+        "M_COLUMNS": merged,
+        "M_SPLITS": max(
+            1,
+            min(MERGED, launch.num_warps * MERGED_NUMBERS // (merged * power_of_two(spec.out_dim))),
+        ),
+        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0,
+        "STAGES": launch.num_stages,
+    }
 
 
 PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, and

@@ -6,74 +6,47 @@ One program per (job, kv head, side). Ranges over tokens (keys, most latents) ar
 every number of a tile finds its own; ranges over channels are found within a tile, behind the rotation. Launched without
 fusion of multiplications and additions, every step rounds as the definition's.
 
-SIDE is a SideLayout and HOW a Sealing everywhere; fields become constexpr where one is handed on, because Triton 3.6 reads
+SIDE is a SideLayout everywhere; fields become constexpr where one is handed on, because Triton 3.6 reads
 them as plain numbers. A tile is [tokens, lanes]: a lane is a channel's place in the order of its page. Each group of
 channels has a power of two of lanes.
 """
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ...formats.linear import Float8Format, SignedFormat
-from ...spec import PageSpec, SideSpec
-from .dequant import MAGIC, SCALE_MAX, Fields, float_to_float8, move_to_block, unrotate_channels
+from ...spec import PageSpec
+from .dequant import MAGIC, SCALE_MAX, Fields, float_to_float8, move_to_block, unrotate
 from .direct import Kernel, kept
-from .meta_params import power_of_two, side_layout
+from .meta_params import side_layout
 
 TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
 APPENDED = 16  # new tokens of one program, of a chunk
 NOTHING = (0, 0, 0)  # strides of a side without numbers
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 Pair = tuple[torch.Tensor, torch.Tensor]
-TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
-
-
-class Sealing(NamedTuple):
-    """How the pages of one side are encoded.
-
-    Attributes:
-        top: the largest code; clip: part of a range that codes span.
-        wide, wide_top: places in front whose codes reach further, over all of their range, and the largest of those codes.
-        tall, lanes: of a tile.
-    """
-
-    top: float
-    clip: float
-    wide: int
-    wide_top: float
-    tall: int
-    lanes: int
-
-
-@cache
-def sealing(spec: SideSpec) -> Sealing:
-    """Choose how pages of a side are encoded."""
-    scheme = spec.scheme
-    _, group = scheme.scale_group or (1, 1)
-    lanes = power_of_two(group) * power_of_two(spec.head_dim // group)
-    fewest = 8 if spec.token_words else 16  # all tokens of a word, or as many bytes side by side
-    return Sealing(
-        top=TOPS.get(scheme.code, float((1 << scheme.bits) - 1)),
-        clip=scheme.clip,
-        wide=scheme.wide_channels,
-        wide_top=float((1 << scheme.wide_bits) - 1),
-        tall=min(spec.page_size, max(fewest, TILE_NUMBERS // lanes)),
-        lanes=lanes,
-    )
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that seals both sides; None for a side without numbers."""
     keys, values = spec.sides
-    held = values.head_dim > 0
-    return {
-        "KEYS": side_layout(keys), "KEY_SEALING": sealing(keys),
-        "VALUES": side_layout(values) if held else None, "VALUE_SEALING": sealing(values) if held else None,
-    }  # fmt: skip
+    return {"KEYS": side_layout(keys), "VALUES": side_layout(values) if values.head_dim else None}
+
+
+@triton.constexpr_function
+def lanes_of(SIDE):
+    """Return the lanes of a tile: each group of channels has a power of two of them."""
+    group = SIDE.scale_channels
+    return triton.next_power_of_2(group) * triton.next_power_of_2(SIDE.dim // group)
+
+
+@triton.constexpr_function
+def tall_of(SIDE, LANES):
+    """Return the tokens of a tile of so many lanes: at least all of a word, or as many bytes side by side as a wide load takes."""
+    fewest = 8 if SIDE.places > 1 else 16
+    return min(SIDE.page, max(fewest, TILE_NUMBERS // LANES))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -129,46 +102,45 @@ def _extremes(source, slot_stride, channel, inside, TOKENS: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, TALL: tl.constexpr):
     """Write which channel lies at which place: the wide ones in front, either kind in the order of the model's channels."""
     DIM: tl.constexpr = SIDE.dim
     PAGE: tl.constexpr = SIDE.page
-    TALL: tl.constexpr = HOW.tall
     low, high = _extremes(source, slot_stride, lane, lane < DIM, PAGE, TALL)
     partner = (lane + DIM // 2) % DIM  # RoPE rotates both into each other
     size = tl.maximum(high - low, tl.gather(high - low, partner, 0))
     size = tl.where(lane < DIM, size, 0.0)
     # bits of numbers from 0 on are in their order; of channels with equal ranges the first ones are wide
     rank = (size.to(tl.int32, bitcast=True).to(tl.int64) << 32) - lane
-    least = tl.sum(tl.where(lane == HOW.wide - 1, tl.sort(rank, descending=True), 0), 0)
+    least = tl.sum(tl.where(lane == SIDE.wide - 1, tl.sort(rank, descending=True), 0), 0)
     is_wide = (rank >= least).to(tl.int32)
     before = tl.cumsum(is_wide, 0) - is_wide  # wide channels in front of each
-    place = tl.where(is_wide > 0, before, HOW.wide + lane - before)
+    place = tl.where(is_wide > 0, before, SIDE.wide + lane - before)
     order = fields.order + place
     tl.store(order, lane.to(order.dtype.element_ty), mask=lane < DIM)
 
 
 @triton.jit
 def _write_ranges(
-    source, slot_stride, channel, place, real, top, fields, SIDE: tl.constexpr, HOW: tl.constexpr
+    source, slot_stride, channel, place, real, top, fields, SIDE: tl.constexpr, TALL: tl.constexpr
 ):  # fmt: skip
     """Write the scales and offsets of groups of tokens; signed and float8 codes share one scale per page."""
     TOKENS: tl.constexpr = SIDE.offset_tokens
-    ROWS: tl.constexpr = min(HOW.tall, SIDE.offset_tokens)
+    ROWS: tl.constexpr = min(TALL, SIDE.offset_tokens)
     DTYPE: tl.constexpr = fields.scale.dtype.element_ty
     for group in tl.range(SIDE.page // TOKENS):
         first = source + group * TOKENS * slot_stride
         low, high = _extremes(first, slot_stride, channel, real, TOKENS, ROWS)
         at = group * SIDE.dim + place
         if SIDE.code == "unsigned":
-            cut = tl.where(place < HOW.wide, 0.0, 0.5 * (1.0 - HOW.clip))
+            cut = tl.where(place < SIDE.wide, 0.0, 0.5 * (1.0 - SIDE.clip))
             s, o = _spread(low, high, top, cut, DTYPE)
             tl.store(fields.scale + at, s, mask=real)
         else:
             o = (0.5 * low + 0.5 * high).to(DTYPE)
             # rounding keeps the order of numbers: none is further from the offset than one of these
             far = tl.maximum(high - o.to(tl.float32), o.to(tl.float32) - low)
-            tl.store(fields.scale, _scale(tl.max(far, 0), HOW.top, DTYPE))
+            tl.store(fields.scale, _scale(tl.max(far, 0), SIDE.top, DTYPE))
         tl.store(fields.offset + at, o, mask=real)
 
 
@@ -187,7 +159,7 @@ def _steps_by_channel(x, token, place, real, fields, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _steps_by_token(x, token, fields, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _steps_by_token(x, token, fields, SIDE: tl.constexpr):
     """Write the scales and offsets of groups of channels; return x [tokens, lanes] in steps of its codes."""
     DTYPE: tl.constexpr = fields.scale.dtype.element_ty
     GROUP: tl.constexpr = SIDE.scale_channels
@@ -201,19 +173,19 @@ def _steps_by_token(x, token, fields, SIDE: tl.constexpr, HOW: tl.constexpr):
     if SIDE.offset_tokens > 0:
         low = tl.min(tl.where(own, x, float("inf")), 2)
         high = tl.max(tl.where(own, x, float("-inf")), 2)
-        s, o = _spread(low, high, HOW.top, 0.5 * (1.0 - HOW.clip), DTYPE)
+        s, o = _spread(low, high, SIDE.top, 0.5 * (1.0 - SIDE.clip), DTYPE)
         tl.store(fields.offset + at, o, mask=held)
         x = x - o.to(tl.float32)[:, :, None]
     else:
         most = tl.max(tl.where(own, tl.abs(x), 0.0), 2)
         if SIDE.code == "unsigned":  # around 0
-            s = _scale(most * HOW.clip, 0.5 * HOW.top, DTYPE)
+            s = _scale(most * SIDE.clip, 0.5 * SIDE.top, DTYPE)
         else:
-            s = _scale(most, HOW.top, DTYPE)
+            s = _scale(most, SIDE.top, DTYPE)
     tl.store(fields.scale + at, s, mask=held)
     x = _steps(x, s[:, :, None])
     if SIDE.code == "unsigned" and SIDE.offset_tokens == 0:
-        x += 0.5 * HOW.top
+        x += 0.5 * SIDE.top
     return tl.reshape(x, shape)
 
 
@@ -221,13 +193,13 @@ def _steps_by_token(x, token, fields, SIDE: tl.constexpr, HOW: tl.constexpr):
 
 
 @triton.jit
-def _codes(steps, top, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _codes(steps, top, SIDE: tl.constexpr):
     """Return the codes (int32, of which the lowest bits count) nearest to steps [tokens, lanes]; top: [lanes]."""
     # clamped first: rounding by MAGIC needs small numbers, and the bounds are integers
     if SIDE.code == "unsigned":
         steps = tl.maximum(steps, 0.0)
     else:
-        steps = tl.maximum(steps, -HOW.top)
+        steps = tl.maximum(steps, -SIDE.top)
     steps = tl.minimum(steps, top[None, :])
     if SIDE.code == "float8":
         return float_to_float8(steps)
@@ -243,7 +215,7 @@ def _pack(runs, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr):
     """Pack a plane of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte.
 
     PART: number of a part of SIDE.
@@ -257,14 +229,14 @@ def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr, HOW
     WIDTH: tl.constexpr = PLACES // RUNS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
     code = code >> LOW
-    if HOW.lanes != PLACES:
+    if code.shape[1] != PLACES:
         GROUP: tl.constexpr = SIDE.scale_channels
         GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
         number = tl.arange(0, RUNS * WIDE)
         place = PLACE + number // WIDE * WIDTH + tl.minimum(number % WIDE, WIDTH - 1)
         lane = place // GROUP * GROUP_LANES + place % GROUP
-        code = tl.gather(code, tl.broadcast_to(lane[None, :], [HOW.tall, RUNS * WIDE]), 1)
-    packed = _pack(tl.reshape(code, [HOW.tall, RUNS, WIDE]), BITS)
+        code = tl.gather(code, tl.broadcast_to(lane[None, :], [code.shape[0], RUNS * WIDE]), 1)
+    packed = _pack(tl.reshape(code, [code.shape[0], RUNS, WIDE]), BITS)
     byte = tl.arange(0, WIDE)
     at = (BYTE + byte)[None, :]
     if SIDE.token_contiguous:
@@ -275,28 +247,29 @@ def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr, HOW
 
 
 @triton.jit
-def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl.constexpr):
+def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     """Encode one page of one kv head; `source` points to its first token."""
     GROUP: tl.constexpr = SIDE.scale_channels
     GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
-    TALL: tl.constexpr = HOW.tall
+    LANES: tl.constexpr = lanes_of(SIDE)
+    TALL: tl.constexpr = tall_of(SIDE, LANES)
     BITS: tl.constexpr = SIDE.bits
     BLOCK: tl.constexpr = SIDE.rotated
     BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
     # tokens of a word lie LINES apart
     RUNS: tl.constexpr = SIDE.places
     LINES: tl.constexpr = SIDE.page // RUNS
-    lane = tl.arange(0, HOW.lanes)
+    lane = tl.arange(0, LANES)
     place = lane // GROUP_LANES * GROUP + lane % GROUP_LANES
     real = (lane % GROUP_LANES < GROUP) & (place < SIDE.dim)
-    top = tl.where(place < HOW.wide, HOW.wide_top, HOW.top)
+    top = tl.where(place < SIDE.wide, SIDE.wide_top, SIDE.top)
     channel = place
-    if HOW.wide > 0:
-        _write_order(source, slot_stride, fields, lane, SIDE, HOW)
+    if SIDE.wide > 0:
+        _write_order(source, slot_stride, fields, lane, SIDE, TALL)
         tl.debug_barrier()  # other threads read it than wrote it
         channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
     if BY_CHANNEL:
-        _write_ranges(source, slot_stride, channel, place, real, top, fields, SIDE, HOW)
+        _write_ranges(source, slot_stride, channel, place, real, top, fields, SIDE, TALL)
         tl.debug_barrier()
     inside = real
     if BLOCK > 0:  # rotated in the model's order, and then brought into groups
@@ -315,23 +288,23 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr, HOW: tl
                 tl.store(damaged, 1)
             if BLOCK > 0:
                 # a division by a power of two, and no -0
-                x = unrotate_channels(x, BLOCK) * (1.0 / BLOCK) + 0.0
+                x = unrotate(x, BLOCK, 1) * (1.0 / BLOCK) + 0.0
                 if GROUP != GROUP_LANES:
                     x = tl.gather(x, tl.broadcast_to(place[None, :], x.shape), 1)
             if BY_CHANNEL:
                 x = _steps_by_channel(x, token, place, real, fields, SIDE)
             else:
-                x = _steps_by_token(x, token, fields, SIDE, HOW)
-            code = _codes(x, top, SIDE, HOW)
+                x = _steps_by_token(x, token, fields, SIDE)
+            code = _codes(x, top, SIDE)
             if SIDE.places > 1:
-                runs = tl.reshape(code, [1, RUNS, TALL // RUNS * HOW.lanes])
-                words = tl.reshape(_pack(runs, BITS), [TALL // RUNS, HOW.lanes])
+                runs = tl.reshape(code, [1, RUNS, TALL // RUNS * LANES])
+                words = tl.reshape(_pack(runs, BITS), [TALL // RUNS, LANES])
                 line = begin + tl.arange(0, TALL // RUNS)
                 at = (line * SIDE.dim)[:, None] + place[None, :]
                 tl.store(fields.codes + at, words.to(tl.int16), mask=real[None, :])
             else:
                 for part in tl.static_range(len(SIDE.parts)):
-                    _store_plane(fields.codes, code, token, part, SIDE, HOW)
+                    _store_plane(fields.codes, code, token, part, SIDE)
 
 
 @triton.jit
@@ -344,7 +317,6 @@ def _seal_side(
     fields,
     damaged,
     SIDE: tl.constexpr,
-    HOW: tl.constexpr,
 ):
     """Encode the page of one (job, head) of one side."""
     job = jobs + tl.program_id(0) * 3
@@ -353,7 +325,7 @@ def _seal_side(
     if page >= 0:
         source = tokens + row * row_stride + head * head_stride + first * slot_stride
         fields = move_to_block(fields, page.to(tl.int64) * SIDE.heads + head, SIDE)
-        _seal_page(source, slot_stride, fields, damaged, SIDE, HOW)
+        _seal_page(source, slot_stride, fields, damaged, SIDE)
 
 
 @triton.jit(do_not_specialize_on_alignment=["jobs", "damaged", "order"])
@@ -376,20 +348,16 @@ def seal_pair_kernel(
     value_head,
     value_slot,
     KEYS: tl.constexpr,
-    KEY_SEALING: tl.constexpr,
     VALUES: tl.constexpr,
-    VALUE_SEALING: tl.constexpr,
 ):
     """Encode the pages of the jobs. Grid: (jobs, heads, 2). VALUES: None of a side without numbers."""
     if tl.program_id(2) == 0:
         keys = Fields(codes, scale, offset, order)
-        _seal_side(
-            tokens, row_stride, head_stride, slot_stride, jobs, keys, damaged, KEYS, KEY_SEALING
-        )
+        _seal_side(tokens, row_stride, head_stride, slot_stride, jobs, keys, damaged, KEYS)
     elif VALUES is not None:
         values = Fields(value_codes, value_scale, value_offset, order)
         _seal_side(
-            value_tokens, value_row, value_head, value_slot, jobs, values, damaged, VALUES, VALUE_SEALING
+            value_tokens, value_row, value_head, value_slot, jobs, values, damaged, VALUES
         )  # fmt: skip
 
 

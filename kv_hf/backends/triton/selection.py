@@ -11,7 +11,6 @@ which there may be any number.
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +229,7 @@ def _gather(queries, real, shrink, channel, inside, order, KEYS: tl.constexpr):
     """
     DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
     channel = tl.broadcast_to(channel[None, :], [order.shape[0], channel.shape[0]])
-    if KEYS.side.ordered:
+    if KEYS.side.wide > 0:
         channel = tl.load(order[:, None] + channel, mask=inside[None, :], other=0).to(tl.int32)
     held = inside[None, :, None] & real[None, None, :]
     x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
@@ -378,14 +377,14 @@ def _score_pages(
     if begin < end:
         number = tl.arange(0, PAGES * GROUPS)
         words = _choose_words(keys, held_words, table, pages, head, HEADS, KEYS)
-        if not KEYS.side.ordered:
+        if KEYS.side.wide == 0:
             order = keys.order + tl.zeros([1], tl.int32)
             read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
         for tile in tl.range(begin, end, num_stages=STAGES):
             at = tile * PAGES + number // GROUPS
             # what is not there is read from page 0, and hidden afterwards
             block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head
-            if KEYS.side.ordered:
+            if KEYS.side.wide > 0:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
@@ -644,22 +643,11 @@ def selection_constants(
     size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
     return query_constants(spec, step) | {
-        "KEYS": words, "TOP": top_p, "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
+        "KEYS": words,
+        "TOP": top_p,
+        "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
         "STAGES": max(1, min(2 if step.isa == HIP else 3, staged)),
-    }  # fmt: skip
-
-
-@dataclass(slots=True, kw_only=True)
-class ChoicePlan(Plan):
-    """How to launch one kind of choice.
-
-    Attributes:
-        room: more pages than any row has.
-        refused: whether the device has too little for the kernel.
-    """
-
-    room: int
-    refused: bool = False
+    }
 
 
 def choose_pages(call: AttentionCall) -> Choice:
@@ -690,14 +678,29 @@ def _choose(call: AttentionCall) -> Choice:
     plan = kept(kv.launches, key, lambda: _prepare(call, room))
     if plan.refused:
         return selection.choose_pages(call)
+    keys, window = kv.key_pages, kv.residual_keys
+    # an index holds bytes, which are read as what they are of, and the middles of exact keys
+    codes = keys["codes"] if kv.words is None else keys["codes"].view(kv.spec.keys.code_dtype)
+    offset = keys.get("middle", keys.get("offset", codes))
+    # no launch takes a float64: its bits are an integer
+    (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
     chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(plan.rows)
     scratch = plan.scratch.parts()  # alive until the launch
-    try:
-        plan.kernel.launch(
-            plan.rows, plan.blocks, plan.splits(width) + 1, index,
-            lambda at: arguments(at, call, query, chosen, pages, scratch, room),
+
+    def arguments(at: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
+        absent = at(kv.num_pages)
+        return (
+            at(query), *query.stride()[:3], at(codes), at(keys.get("scale", codes)), at(offset),
+            at(keys.get("order", kv.num_pages)), absent if kv.words is None else at(kv.words),
+            at(kv.block_table), kv.block_table.stride(0), absent, at(window), *window.stride()[:3], at(kv.exact_lens),
+            absent if sinks is None else at(sinks), at(chosen), at(pages), *map(at, scratch), room, chosen.shape[1],
+            NO_LIMIT if budget.pages is None else budget.pages, share, min(budget.from_tokens, NO_LIMIT), query.shape[2],
+            float(call.softmax_scale), float(call.softcap or 1.0), 1.0 if budget.top_p is None else budget.top_p,
         )  # fmt: skip
+
+    try:
+        plan.kernel.launch(plan.rows, plan.blocks, plan.splits(width) + 1, index, arguments)
     except OutOfResources as error:
         plan.refused = True
         warn_once(
@@ -709,45 +712,7 @@ def _choose(call: AttentionCall) -> Choice:
     return chosen, pages
 
 
-def arguments(
-    at: Callable[[torch.Tensor], Any],
-    call: AttentionCall,
-    query: torch.Tensor,
-    chosen: torch.Tensor,
-    pages: torch.Tensor,
-    scratch: tuple[torch.Tensor, ...],
-    room: int,
-) -> tuple[Any, ...]:
-    """Return the run-time arguments of the kernel that chooses pages.
-
-    Args:
-        at: what to hand over for a tensor, its address or itself.
-        query: [rows, num_heads, q_len, dim], of the call, with contiguous channels.
-        chosen, pages: [rows, width] and [rows], int32, which are written.
-        scratch: scores, sums, masses, counters; room: of the kernel.
-    """
-    kv, budget, sinks = call.kv, call.kv.budget, call.sink_logits
-    assert budget is not None
-    keys, window, absent = kv.key_pages, kv.residual_keys, at(kv.num_pages)
-    # an index holds bytes, which are read as what they are of
-    codes = at(keys["codes"] if kv.words is None else keys["codes"].view(kv.spec.keys.code_dtype))
-    scale, offset, order = (keys.get(name) for name in ("scale", "offset", "order"))
-    if "middle" in keys:
-        offset = keys["middle"]
-    # no launch takes a float64: its bits are an integer
-    (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
-    return (
-        at(query), *query.stride()[:3], codes,
-        codes if scale is None else at(scale), codes if offset is None else at(offset),
-        absent if order is None else at(order), absent if kv.words is None else at(kv.words),
-        at(kv.block_table), kv.block_table.stride(0), absent, at(window), *window.stride()[:3], at(kv.exact_lens),
-        absent if sinks is None else at(sinks), at(chosen), at(pages), *map(at, scratch), room, chosen.shape[1],
-        NO_LIMIT if budget.pages is None else budget.pages, share, min(budget.from_tokens, NO_LIMIT), query.shape[2],
-        float(call.softmax_scale), float(call.softcap or 1.0), 1.0 if budget.top_p is None else budget.top_p,
-    )  # fmt: skip
-
-
-def _prepare(call: AttentionCall, room: int) -> ChoicePlan:
+def _prepare(call: AttentionCall, room: int) -> Plan:
     query, kv = call.query, call.kv
     where = query.device
     if where.type == "cpu":
@@ -759,10 +724,13 @@ def _prepare(call: AttentionCall, room: int) -> ChoicePlan:
     rows, blocks = kv.rows, query_blocks(kv.spec, step)
     stretch, most = splits(constants["KEYS"], rows * blocks)
     columns = rows * step.heads * step.q_len
-    return ChoicePlan(
+    return Plan(
         kernel=Kernel(
             kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True
         ),
-        rows=rows, blocks=blocks, stretch=stretch, most=most, room=room,
+        rows=rows,
+        blocks=blocks,
+        stretch=stretch,
+        most=most,
         scratch=Scratch((columns * room, columns * (most + 1), rows * room), rows, where),
-    )  # fmt: skip
+    )

@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 from ...spec import ROWS, PageSpec, SideSpec
-from ..compiled_formats import in_known_groups, transformed, unread_groups
+from ..base import in_known_groups, transformed, unread_groups
 from .meta_params import HIP, MAX_PADDED, MIN_SIZE, Chunks, in_float32, latent_bytes
 
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program

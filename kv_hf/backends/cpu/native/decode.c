@@ -1,6 +1,6 @@
 /* Attention over pages: splits a step into tasks, runs them, merges their softmaxes.
  * The arithmetic is in lanes.inc and attend.inc, compiled once for each instruction set. */
-#include "splits.h"
+#include "numbers.h"
 
 #include <math.h>
 #include <stdatomic.h>

@@ -2,7 +2,7 @@
  * (latent and RoPE key side by side) and as values (the latent). Many multiply-adds per number that is read, so a
  * tile of tokens is written out as floats once, and two products of matrices do the rest.
  * The arithmetic is in latent.inc and products.inc, compiled once for each instruction set. */
-#include "splits.h"
+#include "numbers.h"
 
 #include <math.h>
 #include <stdatomic.h>

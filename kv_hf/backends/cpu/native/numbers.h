@@ -1,11 +1,20 @@
-/* Number formats in plain C, and small helpers that the kernels share. */
+/* What the C files share: argument blocks and numbers that Python knows too (abi.h), threads, scratch memory, number formats in
+ * plain C, and small helpers. */
 #ifndef KV_HF_NUMBERS_H
 #define KV_HF_NUMBERS_H
 
-#include "kv_hf.h"
+#include "abi.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+/* Run task(context, index) for index in [0, tasks) on at most `threads` threads. */
+typedef void (*Task)(void *context, int64_t index);
+void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads);
+
+/* Memory of the calling thread, kept for its next call and freed when it ends; NULL when memory is short. */
+enum Purpose { FOR_CALLS, FOR_TASKS, NUM_PURPOSES };
+float *kv_hf_scratch(int purpose, int64_t floats);
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -114,5 +123,25 @@ INLINE int64_t words_in(int format, int64_t codes) { return codes * bits_of(form
 
 /* The code in the middle of a format's codes without a sign; page_summary.middle_code. */
 INLINE float middle_code(int format) { return (float)(1u << (bits_of(format) - 1)) - 0.5f; }
+
+/* A step of attention in splits over tokens: what one covers. `merge_splits` of vectors.inc joins them. */
+#define WINDOW_SPLIT 256 /* exact tokens of a split */
+
+typedef struct {
+    int64_t pages, per_split, window;
+} Splits;
+
+/* Splits depend on the row and on the shape of the step alone, so that neither threads nor other rows change a
+ * result. `factor`: how many times more tokens than usual a split covers. */
+static inline Splits splits_of(int64_t pages, int64_t exact, int64_t page_size, int64_t factor) {
+    int64_t tokens = (pages * page_size <= 8192 ? 256 : 1024) * factor;
+    int64_t per = tokens > page_size ? tokens / page_size : 1;
+    return (Splits){(pages + per - 1) / per, per, (exact + WINDOW_SPLIT * factor - 1) / (WINDOW_SPLIT * factor)};
+}
+
+/* A page id that lies outside of the fields would be read (or written) as what lies behind them. */
+static inline int is_page(int64_t id, int64_t capacity) { return id >= 0 && id < capacity; }
+
+static inline int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #endif

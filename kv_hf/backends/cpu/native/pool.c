@@ -4,7 +4,7 @@
  * have to compete with them for the cores. Where torch's OpenMP is at hand, kv_hf_use_openmp() hands over its
  * GOMP_parallel and the same threads serve both. Elsewhere (in a forked process, whose OpenMP threads are gone) each call
  * makes threads and joins them. */
-#include "kv_hf.h"
+#include "numbers.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -83,6 +83,16 @@ class Batch:
         """[rows], sealed pages that each row holds."""
         return np.fromiter(map(len, self.pages), np.int64, len(self.pages))
 
+    @cached_property
+    def longest(self) -> int:
+        """Most exact tokens of a row."""
+        return int(self.exact.max())
+
+    @cached_property
+    def settled(self) -> bool:
+        """Whether every row has exact tokens, and none of them beyond the columns seen: its padding is behind it."""
+        return bool(self.pages) and bool(self.exact.min() > 0) and not self.ahead.any()
+
 
 NO_ROWS = Batch.of(())
 
@@ -161,22 +171,22 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         seen: columns before the append.
         confirmed: columns that a crop has left standing (past recording).
     """
-    exact, nothing = batch.exact, np.zeros_like(batch.exact)
-    step = Step(
-        seen, seen + q_len, len(batch.pages), exact_before=exact, skip=nothing, new=nothing + q_len
-    )
+    exact, seen_after = batch.exact, seen + q_len
+    step = Step(seen, seen_after, len(batch.pages), exact_before=exact)
     if (
         sizes.window is None
         and not sizes.recording
-        and int(exact.max()) + q_len < sizes.kept + sizes.page_size
-        and int(batch.padding.max()) <= seen
-        and not batch.ahead.any()
+        and batch.settled
+        and batch.longest + q_len < sizes.kept + sizes.page_size
     ):
+        nothing = batch.ahead  # all zero
         step.plain = True  # it adds its tokens to the window of every row, and does nothing else
-        after = replace(batch, exact=exact + q_len)
-        vars(after)["counts"] = batch.counts
+        step.skip, step.new = nothing, nothing + q_len
+        after = Batch(batch.padding, exact + q_len, batch.dropped, nothing, batch.pages)
+        longest = batch.longest + q_len
+        vars(after).update(counts=batch.counts, longest=longest, settled=True)
         return Append(batch, after, step, nothing, nothing, nothing)
-    size, seen_after = sizes.page_size, seen + q_len
+    size, nothing = sizes.page_size, np.zeros_like(exact)
     padding = np.minimum(batch.padding, seen_after)
     skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
     new, first = q_len - skip, nothing
@@ -327,7 +337,7 @@ class Rows:
 
     def _padded(self, count: int) -> Batch:
         """Return the rows as the next append finds them, with the padding that was learnt since the last."""
-        if self.batch.pages and int(self.batch.exact.min()) > 0:
+        if self.batch.settled:
             return self.batch
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
         empty = self.lengths(rows) == 0

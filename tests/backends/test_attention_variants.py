@@ -110,28 +110,6 @@ def test_position_bias_in_half_precision_keeps_hidden_tokens_hidden(kernel):
     assert_within(found[0], *exact_attention(query, *exact, mask, True, bias=bias))
 
 
-@pytest.mark.parametrize("q_len", [1, 5, 40])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-def test_cross_layers_and_long_chunks_agree_with_dense_tensors(q_len, causal, biased):
-    """Handles of a layer that is read, not appended to; more than 16 queries go through sdpa on written-out pages."""
-    cache = CrossCache(make_config("llama", num_hidden_layers=1), page_size=16)
-    first = numbers(2, ROWS, KV_HEADS, LENGTH, DIM)
-    given = cache.update(*first, 0)
-    assert given[0].data_ptr() == first[0].data_ptr()
-    layer = cache.layers[0]
-    query = numbers(ROWS, HEADS, q_len, DIM, seed=2)
-    bias = numbers(1, HEADS, q_len, LENGTH, seed=5) if biased else None
-    mask = (
-        torch.ones(q_len, LENGTH, dtype=torch.bool).tril(LENGTH - q_len)[None, None]
-        if causal
-        else None
-    )
-    given = (query, layer.keys, layer.values, mask)
-    found = kv_hf_attention(module(causal), *given, scaling=SCALE, position_bias=bias)[0]
-    assert_within(found, *exact_attention(query, *first, mask, False, bias=bias))
-
-
 def test_handles_of_a_cross_layer_are_one_pair_until_the_layer_changes():
     cache = CrossCache(make_config("llama", num_hidden_layers=1), page_size=16)
     layer = cache.layers[0]

@@ -161,15 +161,6 @@ def test_share_and_bound_of_top_p():
 
 
 @pytest.mark.parametrize("keys", FORMATS)
-def test_words_hold_each_channel_once(keys):
-    for dim in (64, 80, 128):
-        spec = long_kv(keys, dim=dim).spec.keys
-        words = word_channels(spec)
-        assert sorted(channel for word in words for channel in word) == list(range(dim))
-        assert len(words) * 4 * 8 == spec.token_bits or spec.layout != LANES
-
-
-@pytest.mark.parametrize("keys", FORMATS)
 def test_words_that_rope_turns_into_each_other(keys):
     for dim in (48, 64, 80, 128):
         spec = long_kv(keys, dim=dim).spec.keys

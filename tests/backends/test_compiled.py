@@ -448,16 +448,10 @@ def test_inductor_gives_the_eager_logits(name):
 
 def with_triton(name, kernel):
     """Compiled greedy tokens and the first layer's key codes; the CPU passes for a GPU (runs in the worker)."""
-    from kv_hf.backends import registry
-    from kv_hf.cache import layer_formats, paged_cache
-    from kv_hf.spec import ROWS
+    from test_triton_generate import pages_of_a_gpu
 
     before = graphs()  # of other tests in this worker
-    kept = registry.why_not, layer_formats.layout_for, paged_cache.layout_for
-    if kernel == "triton":
-        registry.why_not = lambda *_: None
-    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
-    try:
+    with pages_of_a_gpu(kernel):
         model = make_model("llama", num_hidden_layers=1)
         cache = preallocated(model, name, kernel=kernel)
         out = model.generate(
@@ -469,10 +463,9 @@ def with_triton(name, kernel):
         )
         assert cache.group.batch.counts.tolist() == [1, 0]  # sealed by a compiled step
         store = cache.layers[0].store
-        return out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
-    finally:
-        registry.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
-        torch._dynamo.reset()
+        found = out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
+    torch._dynamo.reset()
+    return found
 
 
 @needs_interpreter

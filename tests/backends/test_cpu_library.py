@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import rounding
 import tiny_models
 import torch
+from at_once import at_once
 from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library, page_spec
 from tiny_models import left_padded, make_model
 
@@ -47,24 +47,13 @@ def test_decode_serves_several_threads_of_python_at_once(threads_of):
     kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
     queries = [make_query(kv, 1, 3, torch.float32, seed=i) for i in range(4)]
     expected = [decode.paged_attention(AttentionCall(q, kv, 0.1)) for q in queries]
-    wrong = []
 
-    def work(query, right):
+    def work(index):
         torch.set_num_threads(2)
-        for _ in range(50):
-            if not torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), right):
-                wrong.append(1)
+        call = AttentionCall(queries[index], kv, 0.1)
+        return all(torch.equal(decode.paged_attention(call), expected[index]) for _ in range(50))
 
-    threads = [
-        threading.Thread(target=work, args=pair, daemon=True)
-        for pair in zip(queries, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
+    assert at_once(work, 4) == [True] * 4
 
 
 @needs_library
@@ -253,27 +242,6 @@ def test_ops_say_why_they_take_the_reference(learns):
 # -- threads of Python ---------------------------------------------------------------------------------------
 
 NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
-
-
-def at_once(work: Callable[[int], object], count: int) -> list[object]:
-    """Run work(0) .. work(count - 1), each in a thread, from the same moment on; return what each gave or raised."""
-    results: list[object] = [None] * count
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        barrier.wait(60)
-        try:
-            results[index] = work(index)
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a thread hangs"
-    return results
 
 
 def generate(model, index: int) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 import copy
 import pickle
-import threading
 from itertools import product
 
 import pytest
 import torch
 from allocations import guarded
+from at_once import at_once
 from paged_inputs import (
     DTYPES,
     ISAS,
@@ -301,22 +301,14 @@ def test_packed_arguments_do_not_follow_a_copy():
 
 def test_threads_that_share_packed_arguments_do_not_mix_them():
     spec = make_spec()
-    launches, failed = {}, []
+    launches = {}
     wanted = [Inputs(spec, seed).by_reference() for seed in range(4)]
 
-    def run(seed):
-        try:
-            for _ in range(50):
-                one = Inputs(spec, seed)
-                one.launches = launches
-                assert_equal(one.by_pair(), wanted[seed])
-        except BaseException as error:
-            failed.append(error)
+    def work(seed):
+        for _ in range(50):
+            one = Inputs(spec, seed)
+            one.launches = launches
+            assert_equal(one.by_pair(), wanted[seed])
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    assert at_once(work, 4) == [None] * 4
     assert set(launches) == {write._NAME} != {decode._NAME}

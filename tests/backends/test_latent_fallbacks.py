@@ -1,8 +1,6 @@
 """Where latents cannot be absorbed: one warning with the reason, right results by expansion, errors where absorption was asked for."""
 
-import copy
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import rounding
 import torch
 from accelerate import cpu_offload, dispatch_model
+from at_once import at_once
 from test_latent_families import (
     LENGTHS,
     assert_all_close,
@@ -348,35 +347,11 @@ def test_several_threads_patch_the_class_once():
     kv_hf.install()
     models = [make_model("deepseek_v3") for _ in range(6)]
     stock = generate(models[0])
-    barrier, found = threading.Barrier(6), [None] * 6
-
-    def run(index: int) -> None:
-        barrier.wait(60)
-        found[index] = generate(models[index], mla="absorb")
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert all(one is not None and torch.equal(one, stock) for one in found)
+    found = at_once(lambda index: generate(models[index], mla="absorb"), 6)
+    assert all(torch.equal(one, stock) for one in found)
     assert DeepseekV3Attention.expand_kv.__wrapped__ is own
     kv_hf.uninstall()
     assert DeepseekV3Attention.expand_kv is own
-
-
-def test_a_copied_model_and_its_original_share_nothing():
-    model = make_model("deepseek_v3")
-    want = generate(model)
-    generate(model, mla="auto")
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        latent_modules(copied)[0].kv_b_proj.weight.mul_(2)
-    copied.set_attn_implementation("sdpa")
-    other = generate(copied)
-    assert torch.equal(generate(copied, mla="auto"), other)
-    assert torch.equal(generate(model, mla="auto"), want)
-    assert shared_model("deepseek_v3") is not model
 
 
 @torch.no_grad()

@@ -178,16 +178,25 @@ def options():
 # name, page size, tokens of a scale: places of a word lie in one token group or in several, and the words of small pages fill
 # no tile alone
 LATENT_PAGES = [
-    ("exact", 64, None), ("int8", 64, None), ("int4", 64, None), ("int4", 64, 16), ("int2", 64, None), ("int2", 128, None),
-]  # fmt: skip
+    ("exact", 64, None),
+    ("int8", 64, None),
+    ("int4", 64, None),
+    ("int4", 64, 16),
+    ("int2", 64, None),
+    ("int2", 128, None),
+]
 MORE_LATENT_PAGES = [
     ("int8", 32, None), ("fp8", 128, None), ("int4", 32, None), ("int4", 64, 32), ("int4", 128, None), ("int4", 128, 32),
     ("int4", 256, 16), ("int2", 32, None), ("int2", 64, 16), ("int2", 64, 64), ("int2", 128, 128), ("int2", 256, None),
     ("int2", 512, 16),
 ]  # fmt: skip
 LATENT_SIZES = [
-    {"rope_dim": 0}, {"rank": 240}, {"rank": 8, "rope_dim": 8}, {"rank": 128, "page": 64, "slots": 90}, {"group": 16},
-]  # fmt: skip
+    {"rope_dim": 0},
+    {"rank": 240},
+    {"rank": 8, "rope_dim": 8},
+    {"rank": 128, "page": 64, "slots": 90},
+    {"group": 16},
+]
 
 
 def latents_of_every_kind():
@@ -223,9 +232,16 @@ def latents_with_options():
 
 
 CASES = (
-    formats, page_sizes, groups_and_chunks, group_sizes, mixed_and_rotated, rows_and_splits, options, latents_of_every_kind,
+    formats,
+    page_sizes,
+    groups_and_chunks,
+    group_sizes,
+    mixed_and_rotated,
+    rows_and_splits,
+    options,
+    latents_of_every_kind,
     latents_with_options,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import warnings
 from contextlib import contextmanager
 
 import pytest
+import tiny_latent
 import torch
 from interpreter import call, needs_interpreter
 from tiny_models import left_padded, make_model, make_sliding, tokens
@@ -34,13 +35,16 @@ def pages_of_a_gpu(kernel):
 def generate(name, kernel):
     """Greedy tokens of a padded batch, the first layer's key codes, and the kernel used (runs in the worker).
 
-    `name`: "paged_" in front of it names the cache.
+    `name`: "paged_" in front of it names the cache; "latent NAME" is a model with latents in that format.
     """
     with pages_of_a_gpu(kernel):
-        torch.manual_seed(0)
-        model = make_model("llama")
+        _, _, latent = name.partition("latent ")
+        model = tiny_latent.make_model("deepseek_v3") if latent else make_model("llama")
         options = {"page_size": 16, "kernel": kernel}
-        cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{name}", options)
+        if latent:
+            cache = kv_hf.PagedCache(model.config, latent=latent, **options)
+        else:
+            cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{name}", options)
         tokens = model.generate(
             **left_padded([40, 3, 21]),
             past_key_values=cache,
@@ -127,14 +131,15 @@ class _Noted:
     [
         "int4",
         "int3",
+        "latent int8",
         *(
             pytest.param(n, marks=pytest.mark.slow)
-            for n in ("exact", "fp8", "int8", "int2", "k5v3")
+            for n in ("exact", "fp8", "int8", "int2", "k5v3", "latent int4")
         ),
     ],
 )
 def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
-    """The first layer's keys depend on the tokens alone, so that not a bit of them may differ."""
+    """The first layer's keys and latents depend on the tokens alone, so that not a bit of them may differ."""
     tokens, codes, used = call(generate, name, "triton")
     expected, expected_codes, _ = generate(name, "reference")
     assert used == "triton"

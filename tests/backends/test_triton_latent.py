@@ -1,4 +1,4 @@
-"""The Triton kernels for latents: what they take, in generate() in the interpreter, and compiled for GPUs."""
+"""The Triton kernels for latents: what they take, and compiled for GPUs."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from interpreter import call, needs_interpreter
 from paged_inputs import make_latents
 from paths import TESTS
 
@@ -57,65 +56,6 @@ def make_kv(name, *, rows=FEW, slots=40, poison=False, padding=0, **sizes):
     """Random pages and windows; `poison` fills pages and slots that nobody holds with nan."""
     held = {"rows": rows, "slots": slots, "poison": poison, "more_padding": padding}
     return make_latents(spec_of(name, **sizes), **held)
-
-
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-
-def generate(name, kernel):
-    """Greedy tokens of a padded batch, the first layer's codes, and the kernel used (runs in the worker).
-
-    The cache is made to believe that the CPU is a GPU: pages in layout "rows", kernels of Triton.
-    """
-    import transformers
-
-    import kv_hf
-    from kv_hf.backends import registry
-    from kv_hf.cache import layer_formats, paged_cache
-    from kv_hf.spec import ROWS
-
-    kept = registry.why_not, layer_formats.layout_for, paged_cache.layout_for
-    if kernel == "triton":
-        registry.why_not = lambda *_: None
-    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
-    try:
-        torch.manual_seed(0)
-        config = transformers.DeepseekV3Config(
-            vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-            topk_group=1, first_k_dense_replace=1, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=None,
-            qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=12, max_position_embeddings=512,
-            pad_token_id=0, bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
-        model = transformers.DeepseekV3ForCausalLM(config).eval()
-        ids = torch.randint(1, 64, (2, 40))
-        mask = torch.ones_like(ids)
-        mask[0, :21] = 0
-        cache = kv_hf.PagedCache(model.config, latent=name, page_size=16, kernel=kernel)
-        tokens = model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=12,
-            min_new_tokens=12,
-            do_sample=False,
-        )
-        first = cache.layers[0].store
-        return tokens, first.pages.keys.fields["codes"], first.kernel.name
-    finally:
-        registry.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
-def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
-    """The first layer's latents depend on the tokens alone, so that not a bit of them may differ."""
-    tokens, codes, used = call(generate, name, "triton")
-    expected, expected_codes, _ = generate(name, "reference")
-    assert used == "triton"
-    assert torch.equal(tokens, expected)
-    assert len(codes) > 2
-    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
 
 
 # -- support -----------------------------------------------------------------------------------------------------------

@@ -159,27 +159,26 @@ def test_cache_config_keeps_its_layers_when_the_given_dict_changes():
 
 # -- names and dicts ---------------------------------------------------------------------------------------
 
+INT4 = {"keys": "int4", "values": "int4"}
+
 
 @pytest.mark.parametrize(
-    ("name", "formats"),
+    ("name", "options", "expected"),
     [
-        *((name, {"keys": one, "values": one}) for name, one in tiny_models.ONE_FORMAT.items()),
-        ("paged_int2", {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
-        ("paged_k8v4", {"keys": "int8", "values": "int4"}),
-        ("paged_int3", {"keys": "int2_mixed", "values": "int3_rotated"}),
-        ("paged_k5v3", {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),
+        *((name, None, {"keys": one, "values": one}) for name, one in tiny_models.ONE_FORMAT.items()),
+        ("paged_int2", {}, {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
+        ("paged_k8v4", {}, {"keys": "int8", "values": "int4"}),
+        ("paged_int3", None, {"keys": "int2_mixed", "values": "int3_rotated"}),
+        ("paged_k5v3", None, {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),
+        ("paged_int4", {"keys": "int8", "page_size": 32}, {"keys": "int8", "values": "int4", "page_size": 32}),
+        ("paged_int2", INT4, INT4),
+        ("paged_int4", CacheConfig(page_size=32), {**INT4, "page_size": 32}),
+        ("paged_int4", CacheConfig(values="int8"), {"values": "int8"}),
     ],
-)
-@pytest.mark.parametrize("options", [None, {}], ids=["none", "empty"])
-def test_from_options_takes_the_formats_from_the_name(name, formats, options):
-    assert CacheConfig.from_options(name, options) == CacheConfig(**formats)
-
-
-def test_from_options_lets_options_override_the_name():
-    config = CacheConfig.from_options("paged_int4", {"keys": "int8", "page_size": 32})
-    assert config == CacheConfig(keys="int8", values="int4", page_size=32)
-    config = CacheConfig.from_options("paged_int2", {"keys": "int4", "values": "int4"})
-    assert config == CacheConfig(keys="int4", values="int4")
+    ids=str,
+)  # fmt: skip
+def test_from_options_takes_what_is_given_and_the_rest_from_the_name(name, options, expected):
+    assert CacheConfig.from_options(name, options) == CacheConfig(**expected)
 
 
 def test_a_name_may_bring_a_format_of_latents_that_other_models_have():
@@ -289,9 +288,6 @@ def _observe(**options):
     }
 
 
-INT4 = {"keys": "int4", "values": "int4"}
-
-
 # field -> (options without it, its value, what must differ)
 EFFECTS = {
     "keys": ({}, "int8", {"formats", "scales"}),
@@ -313,25 +309,9 @@ def test_cache_config_field_changes_the_cache(request, options, value, differ):
     assert {name for name in base if base[name] != changed[name]} == differ
 
 
-def test_cache_config_documents_and_tests_every_field():
-    names = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert names == {
-        *EFFECTS,
-        "max_pages",
-        "max_bytes",  # serving/test_batch.py
-        "reserve_tokens",
-        *("max_length", "cuda_graph"),  # test_max_length.py, test_step_graph.py
-        "kernel",
-        "prefix_store",
-        "cross_attention",
-        *("offload", "device_bytes", "offload_dir"),  # test_offload.py
-        "widen",  # test_widening.py
-        *("read_tokens", "read_share", "read_top_p", "read_from"),  # test_reading.py
-        *("latent", "latent_group_size", "k_rope", "mla"),  # test_latent.py
-    }
-    assert [
-        name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]
-    ] == []
+def test_cache_config_documents_every_field():
+    documented = CacheConfig.__doc__.partition("Attributes")[2]
+    assert [one.name for one in dataclasses.fields(CacheConfig) if one.name not in documented] == []
 
 
 # -- signatures, and a CacheConfig in place of options -----------------------------------------------------
@@ -376,13 +356,6 @@ TAKEN = [
 def test_paged_cache_takes_a_cache_config(given, named, options):
     made = kv_hf.PagedCache(tiny_models.make_config("llama"), *given, **named)
     assert made.options == options and made.max_length == options.max_length
-
-
-def test_from_options_takes_the_fields_of_a_cache_config_that_are_not_defaults():
-    named = CacheConfig.from_options("paged_int4", CacheConfig(page_size=32))
-    assert named == CacheConfig(keys="int4", values="int4", page_size=32)
-    named = CacheConfig.from_options("paged_int4", CacheConfig(values="int8"))
-    assert (named.keys, named.values) == ("exact", "int8")
 
 
 @pytest.mark.parametrize(

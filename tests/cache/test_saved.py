@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import threading
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 from allocations import NewTensors
+from at_once import at_once
 from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
 
 import kv_hf
@@ -265,24 +265,16 @@ def test_saves_to_one_path_at_once_leave_one_whole_file(model, tmp_path):
     caches = [
         filled(model, {"input_ids": tokens(1, 40 + 30 * i)}, keys="int8")[0] for i in range(3)
     ]
-    failed = []
 
-    def work(cache):
-        try:
-            for _ in range(5):
-                cache.save(path, model)
-        except Exception as error:
-            failed.append(error)
+    def work(index):
+        for _ in range(5):
+            if index < 3:
+                caches[index].save(path, model)
+            elif path.exists():
+                kv_hf.PagedCache.load(path, model)
 
-    threads = [threading.Thread(target=work, args=(cache,)) for cache in caches]
-    for thread in threads:
-        thread.start()
-    for _ in range(5):
-        if path.exists():
-            kv_hf.PagedCache.load(path, model)
-    for thread in threads:
-        thread.join()
-    assert not failed and list(tmp_path.iterdir()) == [path]
+    assert at_once(work, 4) == [None] * 4
+    assert list(tmp_path.iterdir()) == [path]
     lengths = [cache.get_seq_length() for cache in caches]
     assert kv_hf.PagedCache.load(path, model).get_seq_length() in lengths
 

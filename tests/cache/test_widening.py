@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import threading
 import warnings
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import rounding
 import torch
+from at_once import at_once
 from paged_inputs import page_spec as spec
 from tiny_models import (
     all_values,
@@ -242,14 +242,8 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
         fed(loud(), narrow, ids[row : row + 1])
         expected.append((alone, narrow.paged_layers[0].keys))
 
-    def work(row):
-        fed(loud(), caches[row], ids[row : row + 1])
-
-    threads = [threading.Thread(target=work, args=(row,)) for row in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = at_once(lambda row: fed(loud(), caches[row], ids[row : row + 1]), 4)
+    assert all(isinstance(logits, torch.Tensor) for logits in made)
     assert len({tuple(formats_of(one)) for one in caches}) == 1
     for one, (exact, keys) in zip(caches, expected, strict=True):
         one.check_integrity()

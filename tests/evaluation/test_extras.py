@@ -1,10 +1,10 @@
 """What the wheel brings without extras: tools that import nothing heavy and say which extra a feature needs, and the bundled texts."""
 
-import subprocess
 import sys
 from importlib.resources import files
 
 import pytest
+from paths import run_python
 
 from kv_hf import evaluation, texts
 from kv_hf.checks import extra
@@ -35,10 +35,6 @@ TOOLS = (
 )
 
 
-def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-
-
 def test_tools_import_nothing_of_the_extras():
     """Each would raise if it were imported; transformers comes first, which looks for some of them itself."""
     code = f"""
@@ -50,9 +46,7 @@ for name in {TOOLS}:
 import kv_hf.evaluation as evaluation
 print(*(getattr(evaluation, name).__name__ for name in evaluation.__all__))
 """
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == evaluation.__all__
+    assert run_python("-c", code).split() == evaluation.__all__
 
 
 def model_class():

@@ -177,19 +177,6 @@ TASKS = {
         "doc_to_target": "{{label}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     },
-    "tiny_word": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": ["w4", "w5", "w6"],
-        "doc_to_target": "{{label}}",
-        "metric_list": [{"metric": "acc"}],
-    },
-    "tiny_rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
     "tiny_generate": {
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",

@@ -1,6 +1,5 @@
 """Formats of other packages: nf4 (tests/nf4_format.py) goes through everything that a shipped format goes through."""
 
-import copy
 import json
 import pickle
 import re
@@ -103,17 +102,6 @@ def test_register_format_makes_its_names_known_and_unregister_takes_them_back():
         kv_hf.CacheConfig.from_options("paged_nf4", None)
 
 
-def test_uninstall_takes_registered_names_back_and_install_brings_them(nf4):
-    kv_hf.uninstall()
-    try:
-        assert not set(kv_hf.cache_names()) & set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
-        kv_hf.register_cache("paged_while_away", keys="nf4")
-        assert "paged_while_away" not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    finally:
-        kv_hf.install()
-    assert {"paged_nf4", "paged_while_away"} < set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
-
-
 @pytest.mark.parametrize("layout", ["rows", "lanes"])
 def test_pages_hold_what_a_registered_format_encodes(nf4, layout):
     """Every stored number is its group's largest times a level; packing and both layouts lose nothing."""
@@ -170,26 +158,6 @@ def rounded_by_hand(model, sequences):
         done = full
         fed = sequences[:, PROMPT + step : PROMPT + step + 1]
     return torch.stack(choices, 1)
-
-
-@pytest.mark.parametrize("options", [
-    {"keys": "nf4"},
-    {"keys": "nf4", "values": "int8"},
-    {"keys": "int4", "values": "nf4", "value_group_size": 8},
-    {"keys": "exact", "layers": {"1": {"keys": "nf4"}}},
-    {"keys": "nf4", "key_group_size": 8, "recent_tokens": 8},
-], ids=str)  # fmt: skip
-def test_memory_of_a_registered_format_is_what_is_predicted(nf4, model, options):
-    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
-    with torch.no_grad():
-        model(tiny_models.tokens(2, PROMPT), past_key_values=cache)
-    held = cache.memory()
-    specs = [layer.spec for layer in cache.paged_layers]
-    predicted = kv_hf.predict_memory(
-        specs, [PROMPT, PROMPT], sink_tokens=4, recent_tokens=options.get("recent_tokens", 0)
-    )
-    assert held == predicted
-    assert "nf4" in [name for row in cache.report() for name in (row.keys, row.values)]
 
 
 def test_static_cache_steps_through_operators_in_a_registered_format(nf4, model):
@@ -424,17 +392,6 @@ def test_pages_of_a_format_that_is_gone_are_not_given_to_another_of_its_name(nf4
     with pytest.raises(CacheMismatchError, match="hold pages of other formats"):
         kv_hf.PagedCache.from_state(model.config, alone.state())
     assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_goes_on_when_its_format_is_unregistered(nf4, model):
-    cache = kv_hf.PagedCache(model.config, keys="nf4", page_size=16)
-    prompt = tiny_models.tokens(1, PROMPT)
-    with torch.no_grad():
-        model(prompt[:, :-20], past_key_values=cache)
-        other = copy.deepcopy(cache)
-        right = model(prompt[:, -20:], past_key_values=cache).logits
-        kv_hf.unregister_format("nf4")
-        assert torch.equal(model(prompt[:, -20:], past_key_values=other).logits, right)
 
 
 # -- formats that pass the trial and then give something else: nothing of that reaches a page ---------------------------

@@ -152,22 +152,6 @@ def test_build_takes_any_head_dim_where_a_code_is_a_byte(name):
 
 
 @pytest.mark.parametrize(
-    ("groups", "says"),
-    [
-        ((48, None), ["keys", "key_group_size must divide page_size 64", "48"]),
-        ((None, 48), ["values", "value_group_size must divide head_dim 128", "48"]),
-        ((None, 256), ["values", "value_group_size must divide head_dim 128", "256"]),
-    ],
-    ids=["keys-48", "values-48", "values-256"],
-)
-@pytest.mark.parametrize("name", ["int4", "int2"])
-def test_build_refuses_groups_that_do_not_divide(name, groups, says):
-    with pytest.raises(CacheOptionError) as error:
-        make_spec(name, groups=groups)
-    assert [part for part in says if part not in str(error.value)] == []
-
-
-@pytest.mark.parametrize(
     ("page_size", "head_dim", "tokens", "channels"),
     [(64, 128, 32, 32), (32, 64, 32, 32), (16, 128, 16, 32), (64, 80, 32, 20), (64, 16, 32, 16)],
 )

@@ -3,16 +3,13 @@
 import functools
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from devices_worker import CASES
-from paths import TESTS
+from paths import TESTS, run_python
 from tiny_models import left_padded, make_model, shared_model, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.utils import GenerationMode
@@ -39,16 +36,10 @@ QUICK = ("greedy_int4", "crop_select_and_copy", "keys_on_another_device_are_refu
 def on_two_devices(quick: bool) -> dict[str, str]:
     """Case -> "ok" or its error; in a process of its own, since a device type cannot be unregistered."""
     cases = [case for case in CASES if (case in QUICK) == quick]
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "devices_worker.py"), *cases],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    found: dict[str, str] = json.loads(
+        run_python(TESTS / "devices_worker.py", *cases).splitlines()[-1]
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Attention finds pages by the handle: plain models run as without kv_hf, paged ones read pages by the attention they have."""
 
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from importlib import import_module
@@ -11,6 +9,7 @@ import rounding
 import tiny_latent
 import torch
 import transformers
+from paths import run_python
 from tiny_models import left_padded, make_model, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -364,6 +363,4 @@ assert support.why_not("cpu", torch.float32, spec)
 assert meta_params.constants(spec, meta_params.Step(torch.bfloat16, 8, 1, 90))["STAGES"] > 0
 print(kv_hf.__version__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == kv_hf.__version__
+    assert run_python("-c", code).strip() == kv_hf.__version__

@@ -1,14 +1,11 @@
 """Models over several processes and devices, split by transformers, accelerate and torch.distributed: same tokens."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_latent
 import torch
-from paths import TESTS
+from paths import TESTS, run_python
 from processes_worker import PROMPTS, alone, continued, load, stored
 from tiny_models import make_config, make_model, tokens
 from torch.nn.parallel.scatter_gather import gather
@@ -40,17 +37,8 @@ def of_ranks(folder: Path, parallelism: str) -> list[dict]:
     """Return what each of two processes found, which start at the first call for a kind of parallelism."""
     paths = [folder / f"{parallelism}_{rank}.pt" for rank in (0, 1)]
     if not paths[0].exists():
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        worker = str(TESTS / "processes_worker.py")
-        done = subprocess.run(
-            [*launch, "--nproc-per-node=2", worker, str(folder), parallelism],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        run_python(*launch, TESTS / "processes_worker.py", folder, parallelism)
     return [torch.load(path, weights_only=False) for path in paths]
 
 

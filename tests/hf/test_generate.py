@@ -197,24 +197,6 @@ def test_cache_filled_in_inference_mode_goes_on_outside_of_it(model, implementat
 # -- names and options ------------------------------------------------------------------------------------------
 
 
-def test_names_and_options_outlive_calls_and_files(tmp_path):
-    model, ids, kept = make_model("llama"), tokens(1, 40), {"return_dict_in_generate": True}
-    options = {"page_size": 32, "sink_tokens": 2}
-    given = {"cache_implementation": "paged_int4", "cache_config": options}
-    for _ in range(2):
-        found = [model.generate(ids, max_new_tokens=3, **given, **kept)]
-    assert options == {"page_size": 32, "sink_tokens": 2}  # not consumed
-    GenerationConfig(**given, pad_token_id=0).save_pretrained(tmp_path / "config")
-    loaded = GenerationConfig.from_pretrained(tmp_path / "config")
-    found.append(model.generate(ids, loaded, max_new_tokens=3, eos_token_id=None, **kept))
-    model.generation_config.update(**given)
-    model.save_pretrained(tmp_path / "model")
-    loaded = type(model).from_pretrained(tmp_path / "model")
-    found.append(loaded.generate(ids, max_new_tokens=3, **kept))
-    for one in found:
-        assert one.past_key_values.options == kv_hf.CacheConfig("int4", "int4", **options)
-
-
 def test_a_model_that_prepares_its_cache_by_names_gets_pages():
     """As MusicGen and RAG do, where generate() ended in a TypeError."""
     model, given = make_model("llama"), {"attention_mask": torch.ones(1, 5)}

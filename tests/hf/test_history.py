@@ -80,8 +80,10 @@ def test_the_crop_of_the_message_lets_the_edited_text_go_on():
 
 def test_a_text_that_is_asked_again_names_its_crop():
     cache, text = first_turn(keys="exact")
-    with pytest.raises(kv_hf.CacheMismatchError, match=r"do not continue .* cache.crop\(-12\)"):
-        go_on(cache, tokens(1, 40))
+    for length, crop in ((40, 12), (51, 1)):
+        says = rf"do not continue .* cache.crop\(-{crop}\)"
+        with pytest.raises(kv_hf.CacheMismatchError, match=says):
+            go_on(cache, text[:, :length])
     refused(cache, edited(tokens(1, 40)))
     cache.crop(-12)
     assert torch.equal(go_on(cache, tokens(1, 40)), text)

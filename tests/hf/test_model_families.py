@@ -151,17 +151,14 @@ def told(monkeypatch: pytest.MonkeyPatch, **by_kind) -> str:
 @pytest.mark.parametrize(
     ("dynamic", "paged", "plain", "expected"),
     [
-        (1.0, 1.0, 5.0, "equal"),
         (1.0, 1.0 + 1e-5, 5.0, "equal"),
         (1.0, 2.0, 1.0, "DIFFERS"),
         (1.0, 2.0, 2.0, "broken"),
-        (1.0, 2.0, 1.1, "DIFFERS"),
         (1.0, float("nan"), 1.0, "DIFFERS"),
         (1.0, kv_hf.UnsupportedModelError("no"), 1.0, "refused"),
         (1.0, RuntimeError("sizes"), 1.0, "ERROR"),
         (ValueError("no beams"), ValueError("no beams"), 1.0, "impossible"),
         (ValueError("no beams"), 1.0, 1.0, "equal"),
-        (ValueError("no beams"), 1.0, 2.0, "DIFFERS"),
         (ValueError("no beams"), 1.0, ValueError("no"), "ERROR"),
         (NotOffered("no such argument"), 1.0, 1.0, "absent"),
     ],
@@ -169,15 +166,6 @@ def told(monkeypatch: pytest.MonkeyPatch, **by_kind) -> str:
 )
 def test_compare_verdict(monkeypatch, dynamic, paged, plain, expected):
     assert told(monkeypatch, dynamic=dynamic, paged=paged, plain=plain) == expected
-
-
-# where a version of transformers is wrong itself
-
-
-# tiny models
-
-
-# the workload
 
 
 # -- transformers' own suites --------------------------------------------------------------------------------

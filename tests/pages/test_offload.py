@@ -7,12 +7,12 @@ import gc
 import os
 import re
 import sys
-import threading
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from at_once import at_once
 from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, place_outside, same, text
 
@@ -146,18 +146,10 @@ def test_copies_generate_at_once_in_threads(place):
         return model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
 
     expected = [answer(filled(), seed) for seed in range(3)]
-    cache, found = filled(**place), {}
+    cache = filled(**place)
     copies = [copy.deepcopy(cache) for _ in range(3)]
-
-    def work(seed):
-        found[seed] = answer(copies[seed], seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[seed], expected[seed]) for seed in range(3))
+    found = at_once(lambda seed: answer(copies[seed], seed), 3)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_inference_mode_and_gradients_may_take_turns(place):

@@ -1,4 +1,4 @@
-"""transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
+"""transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets, batches."""
 
 import contextlib
 import gc
@@ -12,9 +12,12 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tiny_server import WAIT_S, running, save_model, wait_until
+from tiny_server import WAIT_S, check_batch, running, save_model, wait_until
+from transformers import GenerationConfig
 
 from kv_hf.cache.paged_cache import PagedCache
+from kv_hf.serving.batch_cache import BatchCache
+from kv_hf.serving.batch_manager import fits_transformers
 from kv_hf.texts import load_text
 
 openai = pytest.importorskip("openai", reason="the extra `serving` is not installed")
@@ -389,6 +392,7 @@ def load(server, requests, clients):
 
 def test_random_load_ends_with_balanced_counts(folder):
     """The store is small, so that pages are given up all the time."""
+    before = threading.enumerate()
     with running(folder, store="48KiB") as server:
         load(server, 36, 6)
         check_balance(server)
@@ -396,4 +400,97 @@ def test_random_load_ends_with_balanced_counts(folder):
         page_bytes = sum(spec.page_bytes for spec in store.arena.specs())
         assert server.store()["evictions"] > 0
         assert store.stats().pages * page_bytes <= store.max_bytes
-    assert not [one for one in threading.enumerate() if one.name == "uvicorn-thread"]
+    more = set(threading.enumerate()) - set(before)
+    assert not [one for one in more if one.name == "uvicorn-thread"]
+
+
+# -- continuous batches ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def batching(folder):
+    """A server of batches, in place of one request at a time."""
+    if not fits_transformers():
+        pytest.skip("transformers before 5.18")
+    config = '{"max_bytes": "1MiB"}'
+    with running(folder, "paged_exact", config, store=None, continuous_batching=True) as found:
+        found.chat("start", max_tokens=1)
+        yield found
+
+
+def scheduler_of(batching):
+    return batching.serve._generation_state._cb_manager.scheduler
+
+
+def check_idle(batching):
+    """No request holds anything, and the pages that are left belong to known prefixes."""
+    scheduler = scheduler_of(batching)
+    assert wait_until(lambda: not scheduler.active_requests and not scheduler.waiting_requests)
+    assert isinstance(scheduler.cache, BatchCache)
+    check_batch(scheduler.cache)
+
+
+def ask(server, index, stream, **more):
+    chat = [
+        {"role": "system", "content": TEXT[:600]},
+        {"role": "user", "content": f"Question {index}: " + TEXT[index : 100 + 9 * index]},
+    ]
+    answer = server.chat(chat, max_tokens=6, stream=stream, **more)
+    text = (
+        "".join(one.choices[0].delta.content or "" for one in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
+    return text.rstrip("\ufffd")  # a stream leaves out a last sign that is not whole
+
+
+def test_batched_answers_are_those_of_requests_that_run_alone(batching, folder):
+    """All of one id: a second one took the first's answer, left it waiting for ever and had its salt."""
+    with running(folder, "paged_exact", store="0") as alone:
+        expected = [ask(alone, index, stream=False) for index in range(16)]
+    same = {"extra_headers": {"X-Request-Id": "mine"}}
+    with ThreadPoolExecutor(16) as pool:
+        found = list(
+            pool.map(lambda index: ask(batching, index, index % 2 == 1, **same), range(16))
+        )
+    assert found == expected
+    check_idle(batching)
+    (model,) = batching.get("/kv_hf/stats")["models"].values()
+    assert model["batches"]["requests"] == 0
+    assert model["batches"]["prefixes"]["rows"] >= 16
+    assert 0 < model["batches"]["pages_kept"] == model["batches"]["pages"]
+
+
+@pytest.mark.parametrize("asked", [{"cache_config": {"recent_tokens": 4}}, {"cache_implementation": "dynamic"}], ids=str)  # fmt: skip
+def test_a_cache_of_a_requests_own_is_status_400(batching, asked):
+    config = json.dumps({"max_new_tokens": 4, **asked})
+    with pytest.raises(
+        openai.BadRequestError, match="continuous batches share the cache of the server"
+    ):
+        batching.chat("?", extra_body={"generation_config": config})
+    assert batching.chat("?").choices
+
+
+def test_prompt_without_room_is_status_400_and_others_go_on(batching):
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(ask, batching, index, False) for index in range(4)]
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="has room for"):
+                batching.chat(TEXT * 40, stream=stream)
+        assert all(other.result() for other in others)
+    check_idle(batching)
+
+
+def test_an_answer_ends_with_the_context_of_the_model(batching):
+    """10**30 tokens kept the batch busy when their client had left."""
+    _, manager = batching.serve._generation_state.get_manager.__self__._batches
+    config = GenerationConfig(max_new_tokens=10**30)
+    manager.prepare(batching.model(), {"input_ids": [5] * 10}, config, "one")
+    assert config.max_new_tokens == 8192 - 10
+
+
+def test_options_that_batches_cannot_follow_end_the_start(batching):
+    refused = pytest.raises(ValueError, match="continuous batching allocates all pages")
+    given = {"config": '{"offload": "cpu"}', "store": None, "continuous_batching": True}
+    with refused, running(batching.model_name, **given):
+        pass

@@ -10,8 +10,10 @@ import pytest
 import rounding
 import torch
 from at_once import at_once
+from measure.models.packaged import resolve_model
 from tiny_models import make_model, make_sliding, shared_model, tokens
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import kv_hf
 from kv_hf.cache.identity import (
@@ -21,6 +23,7 @@ from kv_hf.cache.identity import (
     described,
     drops_numbers,
     sample,
+    weights_of,
 )
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.pages.pool import PagePool
@@ -454,6 +457,35 @@ def test_described_reads_numbers_of_every_dtype(dtype):
     assert not before["any"].endswith("-")
     tensor.view(torch.uint8)[3].bitwise_xor_(1)
     assert described([Weight("any", tensor)]) != before
+
+
+@pytest.mark.slow
+def test_described_finds_rows_columns_and_heads_but_not_every_single_number():
+    """What docs/serving.md promises, and what it does not."""
+    folder = resolve_model("smollm2-135m")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = model.model.layers[7]
+    parts = [
+        weights.self_attn.k_proj.weight.data[64:128],
+        weights.mlp.down_proj.weight.data[100],
+        weights.mlp.down_proj.weight.data[:, 1000],
+        weights.mlp.up_proj.weight.data[:, 3],
+        weights.input_layernorm.weight.data[17:18],
+        model.get_input_embeddings().weight.data[12345],
+    ]
+    before = described(weights_of(model))
+    for part in parts:
+        kept = part.clone()
+        part.mul_(1.5).add_(0.01)
+        assert described(weights_of(model)) != before
+        part.copy_(kept)
+        assert described(weights_of(model)) == before
+    weights.mlp.up_proj.weight.data[5, 5] += 1  # between the samples, and torch does not count it
+    assert described(weights_of(model)) == before
+    before = described(weights_of(model), places=True)
+    with torch.no_grad():
+        weights.mlp.up_proj.weight[5, 5] += 1  # torch counts it
+    assert described(weights_of(model), places=True) != before
 
 
 # -- the store ---------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from measure.models.packaged import resolve_model
 from tiny_models import ONE_FORMAT, make_model, tokens
 from tiny_tokenizer import sentence
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kv_hf
 from kv_hf.evaluation import accuracy as scorer
@@ -24,7 +25,7 @@ from kv_hf.evaluation.accuracy import (
 )
 from kv_hf.evaluation.caches import cache_kind, held_bytes, layer_shapes, why_not
 from kv_hf.evaluation.models import LoadedModel, Measured, TextSettings, revision_of
-from kv_hf.texts import load_text
+from kv_hf.texts import load_text, token_windows
 
 QUANTO = "quanto_int4:residual_length=20,q_group_size=16"
 CHUNKED = (
@@ -279,3 +280,32 @@ def test_text_of_a_dataset(tmp_path):
         load_text(f"dataset:{folder},,test,words")
     with pytest.raises(ValueError, match="cannot be read"):
         load_text(f"dataset:{tmp_path / 'nothing'}")
+
+
+# what the README promises of SmolLM2-135M
+LIMITS = {"paged_int8": 0.0005, "paged_fp8": 0.006, "paged_int4": 0.005, "paged_int2": 0.18}
+
+
+@pytest.mark.slow
+def test_mean_kl_on_real_text_stays_below_the_limits():
+    folder = resolve_model("smollm2-135m")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(load_text("lincoln_1862")).input_ids
+    texts = [torch.tensor(window) for window in token_windows(ids, 1536, 4)]
+    found = measure_accuracy(
+        model,
+        texts,
+        {
+            name: lambda name=name: kv_hf.PagedCache.from_implementation(model.config, name)
+            for name in LIMITS
+        },
+        512,
+    )
+    assert all(result["tokens"] == 4096 for result in found.values())
+    assert found["paged_int4"]["bits_per_element"] <= 4.75
+    over = {
+        name: found[name]["kl_mean"]
+        for name, limit in LIMITS.items()
+        if found[name]["kl_mean"] > limit
+    }
+    assert not over

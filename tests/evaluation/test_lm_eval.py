@@ -244,8 +244,8 @@ def test_results_say_how_they_were_cached(tasks):
     assert how["cache"] == "paged_int4:page_size=16,keys=int8"
     assert how["versions"]["kv_hf"] == kv_hf.__version__
     assert how["bytes_per_token"] > 0 and 0.5 < how["encoded_share"] < 1
-    # the longest text: 70 + 20 * 5 words, its first predicted from <s>
-    assert how["longest"] == 170
+    # the longest question has 30 + 13 * 5 words and its longest choice 25, of which the last is not read
+    assert how["longest"] == 119
     json.dumps(how)
     kv_hf.notices.forget()
     lm = lm_of(shared_model("llama"), "paged_int2:page_size=256")

@@ -12,7 +12,6 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
 
-from ..backends.cpu.library import release_threads
 from ..cache.model_shape import is_encoder_decoder
 from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
@@ -127,12 +126,6 @@ class BatchManager(Manager):
         if options is not None:
             batching = self.continuous_batching_config = copy.copy(self.continuous_batching_config)
             vars(batching)["kv_hf_make"] = functools.partial(new_cache, model, options, batching)
-
-    def start(self) -> None:
-        """Start the thread of the forwards, which shall have OpenMP's threads for itself: this thread lets go of its own."""
-        if self.kv_hf_options is not None:
-            release_threads()
-        super().start()
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a model its attention, which reads these pages; transformers' own method knows a closed list of them."""

@@ -39,7 +39,7 @@ def threads_of(request):
     elif library._torch_openmp() is None:
         pytest.skip("torch has no OpenMP here")
     yield request.param
-    library.library().kv_hf_use_openmp(library._torch_openmp().GOMP_parallel)
+    library.library().kv_hf_use_openmp(library._torch_openmp())
 
 
 @needs_library

@@ -2,11 +2,9 @@
 
 import contextlib
 import gc
-import os
 import re
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kv_hf
 from kv_hf.backends import dispatch
-from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError, UnsupportedModelError
 from kv_hf.serving import batch_manager
 
@@ -159,27 +156,6 @@ def pages_in_use(manager):
 def allocated(manager):
     counts = kv_hf.BatchCounts.of(manager)
     return counts.bytes_pages + counts.bytes_exact
-
-
-def test_start_lets_go_of_the_openmp_threads_of_its_caller(monkeypatch):
-    """Steps took half as long again: GNU's OpenMP let all threads sleep between two pieces of work, as they were more than processors."""
-    if "libgomp" not in getattr(library._torch_openmp(), "_name", ""):
-        pytest.skip("counts the threads of GNU's OpenMP")
-    made = make_model("llama").init_continuous_batching(config("paged_int4"), batching())
-    monkeypatch.setattr(batch_manager.Manager, "_run_generation_loop", lambda self: None)
-    used = torch.get_num_threads()
-
-    def threads_gone():
-        torch.set_num_threads(2)
-        torch.ones(1 << 20).sum()
-        before = len(os.listdir("/proc/self/task"))
-        made.start()
-        made._generation_thread.join()
-        return before - len(os.listdir("/proc/self/task"))
-
-    with ThreadPoolExecutor(1) as caller:
-        assert caller.submit(threads_gone).result() == 1
-    torch.set_num_threads(used)
 
 
 def test_cancelled_requests_free_their_rows_and_pages(manager):

@@ -20,7 +20,6 @@ ISA_VARIABLE = "KV_HF_ISA"
 ISA_WORDS = ("portable", "avx2", "avx512", "vnni")
 LIBRARY_VARIABLE = "KV_HF_LIBRARY"  # a file to load in place of the installed library: one built with sanitizers, say
 FOLDER = Path(__file__).parent
-PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: settings are kept
 _PROCESS = os.getpid()  # that imported this module
 
 
@@ -66,7 +65,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             f"{ISA_VARIABLE} must be one of {words} on this processor, or none, got {asked!r}"
         )
     library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
-    library.kv_hf_use_openmp(getattr(_torch_openmp(), "GOMP_parallel", None))
+    library.kv_hf_use_openmp(_torch_openmp())
     return library, ""
 
 
@@ -80,8 +79,8 @@ def _is_checkout() -> bool:
     return (FOLDER.parents[2] / "pyproject.toml").is_file()
 
 
-def _torch_openmp() -> ctypes.CDLL | None:
-    """Return the OpenMP that torch has loaded, with its entry GOMP_parallel, or None.
+def _torch_openmp() -> int | None:
+    """Return the address of GOMP_parallel in the OpenMP that torch has loaded, or None.
 
     LLVM's and Intel's OpenMP offer that entry too. Only a library that is already there is taken. In a forked process
     its threads are gone, and a call would wait for them for ever. (A library that was loaded before the fork forgets the
@@ -94,22 +93,10 @@ def _torch_openmp() -> ctypes.CDLL | None:
     for name in (*bundled, "libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):
         try:
             openmp = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        except OSError:
+            return ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
             continue
-        if hasattr(openmp, "GOMP_parallel"):
-            return openmp
     return None
-
-
-def release_threads() -> None:
-    """Let go of the OpenMP threads of the calling thread, whose next parallel work makes them anew.
-
-    Each Python thread has a team of its own. Where the teams together have more threads than there are processors, GNU's
-    OpenMP lets all of them sleep between two pieces of work, and each piece begins later.
-    """
-    pause = getattr(_torch_openmp(), "omp_pause_resource_all", None)
-    if pause is not None:
-        pause(PAUSE_SOFT)
 
 
 def library() -> ctypes.CDLL:

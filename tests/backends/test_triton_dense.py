@@ -1,5 +1,6 @@
 """The kernel that writes a layer out densely, against its definition bit for bit; in the interpreter, and compiled."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kv_hf
 from kv_hf.backends.reference.pages import dense_side
 from kv_hf.bridge.masks import LazyMask
-from kv_hf.formats import format_names
+from kv_hf.formats import format_names, key_scheme
 from kv_hf.hf import attention
 from kv_hf.hf import dense as dense_attention
 
@@ -295,3 +296,21 @@ def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
     assert launches[-2:] == 2 * ["dense_kernel"]
     assert not written
     assert attended == {"empty_like": 1, "clone": 1}  # attention, and its result made contiguous
+
+
+@needs_triton
+def test_codes_outside_of_a_part_are_shifted_by_no_undefined_amount(monkeypatch):
+    """Tiles in front of the narrow part shifted by less than 0. Triton 3.9 stored registers that nothing had written."""
+    import aot
+
+    from kv_hf.spec import SideSpec
+
+    scheme = key_scheme("int2_mixed", 8).resolve(32, 256, "keys")
+    side = SideSpec("keys", scheme, 1, 256, 32, torch.float32)
+    narrow = aot.dense_constants(side) | {"WIDE": 16}
+    monkeypatch.setattr(aot, "dense_constants", lambda side: narrow)
+    ptx = aot.compile_dense(side, "sm_90").asm["ptx"]
+    stored = re.findall(r"st\.global\.b32 .*\{ (%r\d+) \}", ptx)
+    named = Counter(re.findall(r"%r\d+", ptx))
+    assert stored
+    assert not [register for register in stored if named[register] == 1]

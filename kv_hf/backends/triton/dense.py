@@ -36,6 +36,7 @@ def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
     BITS: tl.constexpr = SIDE.parts[PART][0]
     PLACES: tl.constexpr = SIDE.parts[PART][3]
     at = place - SIDE.parts[PART][2]
+    inside = (at >= 0) & (at < PLACES)
     if SIDE.places > 1:
         LINES: tl.constexpr = SIDE.page // SIDE.places
         where = (token % LINES * SIDE.dim)[:, None] + at[None, :]
@@ -43,13 +44,13 @@ def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
     else:
         WIDTH: tl.constexpr = PLACES * BITS // 8
         byte = SIDE.parts[PART][4] + at % WIDTH
-        shift = (at // WIDTH * BITS)[None, :]
+        # outside of the part this might be no bit of a number, and then the whole sum of parts would be undefined
+        shift = tl.where(inside, at // WIDTH * BITS, 0)[None, :]
         if SIDE.token_contiguous:
             where = (byte * SIDE.page)[None, :] + token[:, None]
         else:
             where = (token * SIDE.size)[:, None] + byte[None, :]
-    inside = ((at >= 0) & (at < PLACES))[None, :]
-    x = tl.load(codes + where, mask=inside, other=0).to(tl.int32) >> shift
+    x = tl.load(codes + where, mask=inside[None, :], other=0).to(tl.int32) >> shift
     return (x & ((1 << BITS) - 1)) << SIDE.parts[PART][1]
 
 

@@ -54,7 +54,8 @@ class PagePool:
 
     def register(self, holder: PageHolder) -> None:
         """Keep what `holder` holds as long as it lives."""
-        self.holders.add(holder)
+        with self.lock:
+            self.holders.add(holder)
 
     def held(self, besides: Any = None) -> set[int]:
         """Return the pages that holders hold, but for one of them."""

@@ -511,7 +511,9 @@ class Rows:
         cropped = [self._cropped(row, seen) for row in self.rows]
         reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
         with self.pool.lock:
-            self.batch, self._leaving = Batch.of([row for row, _ in cropped]), ()
+            # nobody else may seal into what is still to be decoded
+            cut = tuple((page,) for _, page, _ in reopened) if len(self.pool.holders) > 1 else ()
+            self.batch, self._leaving = Batch.of([row for row, _ in cropped]), cut
         everyone = range(len(cropped))
         self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
         self.seen = self.confirmed = seen

@@ -610,3 +610,15 @@ def check_jobs(seal, sizes, rows, before):
         token = window_token(slot, before[row], **where)
         number = rows[row].dropped + rows[row].pages.index(page)
         assert place_of(token, number + 1, **where) == Place(number, 0)
+
+
+def test_a_page_that_a_crop_decodes_is_held_until_the_next_forward():
+    """Somebody beside it would seal over the page before the layers have decoded its first tokens."""
+    group, layer = one()
+    beside = Holder(group.pool)
+    layer.append(columns_of([0], 60))
+    page = group.rows[0].pages[1]
+    group.crop(25)
+    assert page not in group.rows[0].pages and page in group.pool.held()
+    group.plan(1, 1)
+    assert page not in group.pool.held() and not beside.pages

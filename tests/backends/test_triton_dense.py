@@ -300,17 +300,15 @@ def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
 
 @needs_triton
 def test_codes_outside_of_a_part_are_shifted_by_no_undefined_amount(monkeypatch):
-    """Tiles in front of the narrow part shifted by less than 0. Triton 3.9 stored registers that nothing had written."""
+    """Tiles in front of the narrow part shifted by less than 0. Triton stored numbers that nothing had computed."""
     import aot
 
     from kv_hf.spec import SideSpec
 
     scheme = key_scheme("int2_mixed", 8).resolve(32, 256, "keys")
     side = SideSpec("keys", scheme, 1, 256, 32, torch.float32)
-    narrow = aot.dense_constants(side) | {"WIDE": 16}
+    narrow = aot.dense_constants(side) | {"WIDE": 16, "TILE": 8}
     monkeypatch.setattr(aot, "dense_constants", lambda side: narrow)
-    ptx = aot.compile_dense(side, "sm_90").asm["ptx"]
-    stored = re.findall(r"st\.global\.b32 .*\{ (%r\d+) \}", ptx)
-    named = Counter(re.findall(r"%r\d+", ptx))
-    assert stored
-    assert not [register for register in stored if named[register] == 1]
+    code = aot.compile_dense(side, "sm_90").asm["llir"]
+    assert "st.global" in code
+    assert not re.search(r"st\.global.*poison", code)

@@ -7,7 +7,7 @@ then held by several of them, and free when no one is left. Knows ids, not rows.
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -316,7 +316,7 @@ class PageArena:
     Args:
         max_pages: bound of each pool, as in CacheConfig.
     Attributes:
-        pages_lock: of all storages. A pool's lock may be held around it, and around this one's `lock` none.
+        pages_lock: of all storages. A pool's lock may be held around it, and around this one's `lock`.
     """
 
     def __init__(self, max_pages: int | None = None) -> None:
@@ -339,6 +339,15 @@ class PageArena:
         for storage in self.storages.values():
             storage.lock = self.pages_lock
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the locks of all pools, then this one's: a store that gives up pages holds its pool's already."""
+        with ExitStack() as stack:
+            for pool in list(self.pools.values()):
+                stack.enter_context(pool.lock)
+            with self.lock:
+                yield
+
     def pool(self, window: int | None) -> PagePool:
         """Return the pool of the group with this sliding window (None: full attention)."""
         return self.pools.setdefault(window, PagePool(self.max_pages))
@@ -350,7 +359,7 @@ class PageArena:
 
         Raises: CacheMismatchError where another cache has or will have pages of another spec or device there.
         """
-        with self.lock:
+        with self._alone():
             found = self.storages.get(layer_idx)
             if found is None or (found.asked, found.device) != (spec, device):
                 others = any(one is not group for one in self._touched(group.pool))
@@ -389,7 +398,7 @@ class PageArena:
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, nor has tokens that will be sealed into one."""
-        with self.lock:
+        with self._alone():
             if not self.num_held and not any(map(self._touched, self.pools.values())):
                 self.storages.clear()
                 for pool in self.pools.values():

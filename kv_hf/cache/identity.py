@@ -341,9 +341,8 @@ def described(weights: Iterable[Weight], places: bool = False) -> dict[str, str]
             for part in parts:
                 digest.update(sample(part).cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
             samples = digest.hexdigest()[:DIGITS]
-        except (
-            Exception
-        ):  # a kind of tensor that cannot be viewed must not stop a save; meta tensors
+        except Exception:
+            # a kind of tensor that cannot be viewed must not stop a save; meta tensors
             samples = UNREADABLE
         words = [str(weight.tensor.dtype).removeprefix("torch."), str(list(weight.tensor.shape))]
         if places:

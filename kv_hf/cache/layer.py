@@ -337,9 +337,7 @@ class HandleLayer(PagedLayer):
     """A paged layer that answers `keys` and `values` with a pair of handles, which attention over pages takes."""
 
     attention_of: Any = None  # the config that names the model's attention
-    _view: Callable[[], LayerView | None] = staticmethod(
-        lambda: None
-    )  # weak: pages are free when the cache is gone
+    _view: Any = None  # a weak reference to a LayerView: a cache that is gone holds no pages
 
     def read_by(self, config: Any) -> None:
         """Note the `config` that names the attention by which `keys` and `values` are read."""
@@ -353,7 +351,9 @@ class HandleLayer(PagedLayer):
         """Return one side as a handle."""
         if self.store is None or not self.seen:
             return None
-        view = self._view()  # one for both sides: attention takes a pair of one view only
+        view = (
+            self._view and self._view()
+        )  # one for both sides: attention takes a pair of one view only
         if view is None or view.revision != self.revision:
             view = LayerView(self)
             self._view = weakref.ref(view)

@@ -601,7 +601,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         return {**vars(self), "number": None, "views": {}, "compared": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a pickle; it is found anew in this process."""
+        """Take over a pickle; compiled steps find the cache by another number here."""
         vars(self).update(state)
         self._number()
 

@@ -64,6 +64,12 @@ class PagePool:
             return {page for holder in some for pages in holder.held_pages() for page in pages}
 
     @property
+    def is_held(self) -> bool:
+        """Whether anybody holds a page."""
+        with self.lock:
+            return any(pages for one in self.holders for pages in one.held_pages())
+
+    @property
     def num_held(self) -> int:
         """Pages with at least one holder."""
         return len(self.held())

@@ -32,7 +32,7 @@ class Prefix:
 class PrefixTree:
     """Pages by the tokens that they and all before them hold, the least recently used given up first.
 
-    All nodes lie in one dictionary, by parent and tokens: what is found there is held, whatever stops a change in the middle.
+    Pages lie in one dictionary, by their parent and tokens: what is found there is held, whatever stops a change in the middle.
 
     Args:
         pool: the pool of the pages, which are held as long as they are in the tree.
@@ -44,34 +44,37 @@ class PrefixTree:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.evictions = 0
+        self._roots: dict[Hashable, Prefix] = {}
         # the least recently used first; what follows a node was used before it, or at the same time
-        self._nodes: OrderedDict[tuple[Prefix | None, Hashable], Prefix] = OrderedDict()
+        self._nodes: OrderedDict[tuple[Prefix, bytes], Prefix] = OrderedDict()
         pool.register(self)
 
-    def held_pages(self) -> list[tuple[int, ...]]:
-        """Return the page ids that the tree holds."""
-        return [tuple(node.page for node in self._nodes.values() if node.page is not None)]
+    def held_pages(self) -> Iterator[tuple[int, ...]]:
+        """Yield the page ids that the tree holds."""
+        yield from ((node.page,) for node in self._nodes.values() if node.page is not None)
 
     @property
     def num_pages(self) -> int:
         """Pages that the tree holds."""
-        return len(self.held_pages()[0])
+        return len(self._nodes)
 
     @property
     def num_roots(self) -> int:
         """Beginnings whose exact tokens the tree holds."""
-        return len(self._nodes) - self.num_pages
+        return len(self._roots)
 
     @property
     def num_spare(self) -> int:
         """Pages that nobody but the tree holds; under the pool's lock."""
-        return len(set(*self.held_pages()) - self.pool.held(besides=self))
+        others = self.pool.held(besides=self)
+        return sum(node.page not in others for node in self._nodes.values())
 
-    def _keys(self, space: Hashable, tokens: Sequence[int]) -> Iterator[Hashable]:
-        sinks, size = self.sink_tokens, self.page_size
-        if len(tokens) >= sinks:
-            yield space, array("q", tokens[:sinks]).tobytes()
-        for start in range(sinks, len(tokens) - size + 1, size):
+    def _root_key(self, space: Hashable, tokens: Sequence[int]) -> Hashable:
+        return space, array("q", tokens[: self.sink_tokens]).tobytes()
+
+    def _page_keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        size = self.page_size
+        for start in range(self.sink_tokens, len(tokens) - size + 1, size):
             yield array("q", tokens[start : start + size]).tobytes()
 
     def find(self, space: Hashable, tokens: Sequence[int]) -> list[Prefix]:
@@ -80,53 +83,64 @@ class PrefixTree:
         Args:
             space: what besides tokens the keys and values depend on.
         """
-        places: list[tuple[Prefix | None, Hashable]] = []
-        parent = None
-        for key in self._keys(space, tokens):
-            if (parent, key) not in self._nodes:
+        root = self._roots.get(self._root_key(space, tokens))
+        if root is None:
+            return []
+        found, places = [root], []
+        for key in self._page_keys(tokens):
+            node = self._nodes.get((found[-1], key))
+            if node is None:
                 break
-            places.append((parent, key))
-            parent = self._nodes[parent, key]
+            places.append((found[-1], key))
+            found.append(node)
         for place in reversed(places):  # its end first: it is given up before what leads to it
             self._nodes.move_to_end(place)
-        return [self._nodes[place] for place in places]
+        return found
 
     def add(
         self, space: Hashable, tokens: Sequence[int], pages: Sequence[int], sinks: Any
     ) -> list[Prefix]:
-        """Keep `pages`, the sealed pages of a row whose tokens begin with `tokens`; return their nodes.
+        """Keep `pages`, the sealed pages of a row whose tokens begin with `tokens`; return their nodes, the root first.
 
         A node that is there already keeps its page.
 
         Args:
             sinks: called without arguments for the exact first tokens where the root is new.
         """
-        parent = None
-        for key, page in zip(
-            self._keys(space, tokens), (None, *pages) if pages else (), strict=False
-        ):
-            if (parent, key) not in self._nodes:
-                exact = sinks() if parent is None else None
-                self._nodes[parent, key] = Prefix(parent, page, exact)
-            parent = self._nodes[parent, key]
-        return self.find(space, tokens)[: len(pages) + 1] if pages else []
+        if not pages or len(tokens) < self.sink_tokens:
+            return []
+        place = self._root_key(space, tokens)
+        if place not in self._roots:
+            self._roots[place] = Prefix(None, sinks=sinks())
+        parent = self._roots[place]
+        for key, page in zip(self._page_keys(tokens), pages, strict=False):
+            parent = self._nodes.setdefault((parent, key), Prefix(parent, page))
+        return self.find(space, tokens)[: len(pages) + 1]
 
     def give_up(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many.
 
         A root goes with the last page behind it.
         """
-        before, others = self.evictions, self.pool.held(besides=self)
-        needed = set()
-        for place, node in list(self._nodes.items()):
-            given = self.evictions - before
-            if node in needed or node.page in others or (node.page is not None and given >= count):
+        others = self.pool.held(besides=self)
+        needed: set[Prefix | None] = set()
+        gone: list[tuple[Prefix, bytes]] = []
+        for place, node in self._nodes.items():
+            if len(gone) == count:
+                break
+            if node in needed or node.page in others:
                 needed.add(node.parent)
-                continue
+            else:
+                gone.append(place)
+        for place in gone:
             del self._nodes[place]
-            self.evictions += node.page is not None
-        return self.evictions - before
+        self.evictions += len(gone)
+        if any(parent.page is None for parent, _ in gone):
+            used = {parent for parent, _ in self._nodes}
+            self._roots = {key: root for key, root in self._roots.items() if root in used}
+        return len(gone)
 
     def clear(self) -> None:
         """Let go of all pages."""
         self._nodes.clear()
+        self._roots.clear()

@@ -449,7 +449,7 @@ class Rows:
             step.first = SealJobs.build(first, size, sinks)
             step.first_leaving = plan.first * size
         step.seal = SealJobs.build(last, size, sinks, plan.passed)
-        step.begins = bool(ids) and not self.pool.num_held
+        step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
         step.plain, self._shown = stays and not (step.seal or step.first), ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)

@@ -351,9 +351,8 @@ class HandleLayer(PagedLayer):
         """Return one side as a handle."""
         if self.store is None or not self.seen:
             return None
-        view = (
-            self._view and self._view()
-        )  # one for both sides: attention takes a pair of one view only
+        # one view for both sides: attention takes a pair of one view only
+        view = self._view and self._view()
         if view is None or view.revision != self.revision:
             view = LayerView(self)
             self._view = weakref.ref(view)

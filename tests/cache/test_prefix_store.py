@@ -609,3 +609,17 @@ def test_offloaded_weights_are_not_told_and_change_nothing(place, tmp_path):
     check(out, expected)
     out.past_key_values.save(tmp_path / "cache", model)
     kv_hf.PagedCache.load(tmp_path / "cache", make_model("llama")).check_integrity()
+
+
+def test_a_reset_waits_for_a_store_that_clears_without_holding_what_that_needs():
+    """clear() holds its pool's lock when it takes the owner's: reset() in the other order would wait for ever."""
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    cache = run(model, [SYSTEM], store).past_key_values
+    resetting = threading.Thread(target=cache.reset, daemon=True)
+    with store.tree.pool.lock:
+        resetting.start()
+        resetting.join(0.2)
+        assert resetting.is_alive() and store.arena.lock.acquire(timeout=10)
+        store.arena.lock.release()
+    resetting.join(60)
+    assert not resetting.is_alive()

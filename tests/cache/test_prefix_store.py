@@ -614,8 +614,8 @@ def test_offloaded_weights_are_not_told_and_change_nothing(place, tmp_path):
 def test_a_reset_waits_for_a_store_that_clears_without_holding_what_that_needs():
     """clear() holds its pool's lock when it takes the owner's: reset() in the other order would wait for ever."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
-    cache = run(model, [SYSTEM], store).past_key_values
-    resetting = threading.Thread(target=cache.reset, daemon=True)
+    run(model, [SYSTEM], store)
+    resetting = threading.Thread(target=store.arena.clear, daemon=True)  # as a reset does last
     with store.tree.pool.lock:
         resetting.start()
         resetting.join(0.2)

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageFields, PageSpec, SideSpec
-from .cpu_memory import AHEAD, HostMemory, mapped_zeros
+from .cpu_memory import AHEAD, HostMemory, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
@@ -150,25 +150,19 @@ class SideStorage:
         Args:
             names: the fields that are wanted; None takes all.
         """
-        with self._used():
-            ids = list(pages)
-            return {name: self.fields[name][ids].to(self.device) for name in names or self.fields}
+        if self.host is None:
+            return {name: self.fields[name][list(pages)] for name in names or self.fields}
+        room = empty_fields(self.spec, len(pages), self.device)
+        found = {name: room[name] for name in names or room}
+        self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
+        return found
 
     def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
         """Write one field of encoded pages [n, ..] to these n ids, which must have room."""
-        with self._used():
-            self.fields[field][list(ids)] = pages.to(self.fields[field].device)
-
-    @contextmanager
-    def _used(self) -> Iterator[None]:
-        """Read or write within; fields in a file are out of resident memory behind it."""
         if self.host is None:
-            yield
-            return
-        self.host.check_process()
-        yield
-        for tensor in self.fields.values():
-            self.host.drop(tensor)
+            self.fields[field][list(ids)] = pages.to(self.device)
+        else:
+            self.host.store({field: pages}, runs_of(enumerate(ids)), self.fields)
 
 
 @dataclass(frozen=True)

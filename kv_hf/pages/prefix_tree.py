@@ -126,7 +126,7 @@ class PrefixTree:
         needed: set[Prefix | None] = set()
         gone: list[tuple[Prefix, bytes]] = []
         for place, node in self._nodes.items():
-            if len(gone) == count:
+            if len(gone) >= count:
                 break
             if node in needed or node.page in others:
                 needed.add(node.parent)

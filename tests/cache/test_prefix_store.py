@@ -262,6 +262,7 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     pages = pool.allocate(4)
     tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
     tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
+    assert tree.give_up(-2) == tree.give_up(0) == 0  # nothing is lacking
     assert tree.give_up(1) == 1
     assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
     rows.adopt([Row(0, (pages[2],), 0)], 2)

@@ -16,7 +16,6 @@ from ..pages.step import Step
 from ..pages.storage import PageArena, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
-from .state import CacheState
 from .store import LayerStore, Residual
 
 
@@ -257,20 +256,6 @@ class PagedLayer(DynamicLayer):
 
     def outdate(self) -> None:
         """Make the handles of before stale."""
-        self.revision += 1
-
-    def resume(self, state: CacheState, num_pages: int) -> None:
-        """Take over what `state` holds of this layer, and stand where the group stands, which was restored before.
-
-        Args:
-            num_pages: pages that the group holds.
-        """
-        keys, values = state.windows(self.layer_idx)
-        device = state.devices[self.layer_idx]
-        self.lazy_initialization(keys[:1, :, :0].to(device), values[:1, :, :0].to(device))
-        assert self.store is not None
-        self.store.fill(state.tensors, num_pages)
-        self.seen = self.group.seen
         self.revision += 1
 
     def current_kv(self) -> PagedKV:

@@ -14,21 +14,18 @@ from transformers.cache_utils import DynamicCache
 from ..backends.registry import choose, layout_for
 from ..bridge.handles import view_of, warn_dense
 from ..bridge.masks import MaskLength, check_padding_mask, takes_length
-from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import (
     CacheMismatchError,
     CacheOptionError,
     InterruptedForwardError,
-    UnsupportedModelError,
 )
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadArena
-from ..pages.rows import Rows, RowsState, held_pages
+from ..pages.rows import Rows
 from ..pages.step import FixedStep, Row
-from ..printable import short
-from ..spec import MemoryReport, PageSpec
+from ..spec import MemoryReport
 from . import compiled
 from .build import MadeOfOptions, make_room, page_layers
 from .identity import ModelId
@@ -49,14 +46,7 @@ from .model_shape import (
 )
 from .origin import Origin, check_token_ids
 from .prefix_store import HeldRow, PrefixStore
-from .report import LayerReport, measure_memory, one_line, report_layers, tensor_bytes
-from .state import (
-    CacheState,
-    in_rows,
-    portable,
-    tensors_of,
-    with_wider,
-)
+from .report import LayerReport, measure_memory, one_line, report_layers
 
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
@@ -523,78 +513,14 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         # two caches with one set of rows would pull the rug from under each other
         return copy.deepcopy(self)
 
-    def state(self) -> CacheState:
-        """Return what this cache holds, for a file or another cache; its tensors are copies on the CPU.
-
-        Raises: CacheMismatchError for an empty cache; InterruptedForwardError after a forward that stopped half-way;
-            UnsupportedModelError where layers hold more than pages and exact tokens.
-        """
-        self._check_complete()
-        held: dict[int, Any] = {layer.layer_idx: layer for layer in self.paged_layers}
-        groups = tuple(group.state() for group in self.groups)
-        tensors: dict[str, torch.Tensor] = {}
-        with moved.persistent_tensors():
-            for layer in held.values():
-                pages = held_pages(layer.group.rows)
-                tensors.update(tensors_of(layer, pages, groups[self._group_number(layer)]))
-        return CacheState(
-            with_wider(portable(self.options), self.paged_layers),
-            self.model_signature,
-            groups,
-            {index: one.device for index, one in held.items()},
-            tensors,
-            self.computed_by,
-            {index: in_rows(one.spec) for index, one in held.items()},
-        )
-
-    def _check_complete(self) -> None:
-        """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
-        if not self.group.rows:
-            raise CacheMismatchError("this cache is empty: there is nothing to save")
-        kept = [
-            f"{index} ({type(layer).__name__})"
-            for index, layer in enumerate(self.layers)
-            if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
-        ]
-        if kept:
-            raise UnsupportedModelError(
-                f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold "
-                "pages only"
-            )
-        layers = self.paged_layers
-        without = [one.layer_idx for one in layers if not one.store]
-        if without:
-            raise InterruptedForwardError(
-                f"layers {without} have not taken part in the forwards of this cache: an earlier one stopped half-way; it "
-                "cannot be saved"
-            )
+    def resume(self) -> None:
+        """Go on from rows and layers that were filled from a file."""
+        for layer in self.paged_layers:
+            layer.seen = layer.group.seen
+            layer.revision += 1
+        self.forward.resume(len(self.paged_layers))
+        self.started, self.tokens_on = bool(self.group.seen), self.paged_layers[0].device
         self.check_integrity()
-        if any(layer.window != layer.group.window for layer in layers):
-            raise UnsupportedModelError(
-                "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
-            )
-
-    def _take_over(self, state: CacheState) -> None:
-        most = self.options.max_length
-        for group, theirs in zip(self.groups, state.groups, strict=True):
-            if most is not None and theirs.seen > most:
-                raise CacheMismatchError(
-                    f"max_length={most} is less than the {theirs.seen} columns of this state; make the cache with a larger "
-                    "max_length"
-                )
-            for index, row in enumerate(theirs.rows):
-                if (row.pages or row.dropped) and row.exact < group.sizes.sink_tokens:
-                    raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
-            group.restore(theirs)
-        for index in state.devices:
-            layer: Any = self.layers[index]
-            layer.resume(state, state.groups[self._group_number(layer)].num_pages)
-        self.forward.resume(len(state.devices))
-        self.started, self.tokens_on = bool(self.group.seen), next(iter(state.devices.values()))
-        self.check_integrity()
-
-    def _group_number(self, layer: Any) -> int:
-        return next(number for number, group in enumerate(self.groups) if group is layer.group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
@@ -693,12 +619,9 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
             keeps states of layers; OSError where the disk refuses. The old file then is what it was.
         """
-        from .saved import check_model_argument, save_state  # pydantic, only where it is needed
+        from . import saved  # pydantic, only where it is needed
 
-        check_model_argument(model)
-        self.check_model(model.config)
-        self.check_filled_by(ModelId.of(model))
-        save_state(self.state(), path, model, token_ids)
+        saved.save(self, path, model, token_ids)
 
     @classmethod
     def load(
@@ -719,75 +642,9 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         Raises: CacheFileError for a damaged, foreign or forged file and for another model; OSError where it cannot
             be opened.
         """
-        from .saved import opened_state
+        from . import saved
 
-        if max_length is not None:
-            check_int("max_length", max_length, 1)
-        with opened_state(path, model, device, kernel) as (state, token_ids):
-            cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
-            held: Any = cache
-            if token_ids is not None:
-                cache.note_text(token_ids, 0, int(held.get_seq_length()))
-            cache.from_file, cache.weights = True, ModelId.of(model).weights
-        return cache
-
-    @classmethod
-    def from_state(
-        cls,
-        config: Any,
-        state: CacheState,
-        *,
-        kernel: str | None = None,
-        max_length: int | None = None,
-    ) -> Self:
-        """Build a cache of the same model that goes on, bit by bit, as the one would have that gave `state`.
-
-        Args:
-            config: the model's config.
-            kernel: as in CacheConfig, in place of the state's.
-            max_length: as in CacheConfig: None makes a cache that grows, whatever the one was like that gave the state.
-                The reference alone sums over all columns that there is room for: its results then differ by rounding.
-        Raises: CacheMismatchError, or another ValueError, where the state does not fit the model or itself: before pages or
-            windows are allocated.
-        """
-        asked = replace(state.options, max_length=max_length, kernel=kernel or state.options.kernel)
-        cache = cls.from_options(config, asked)
-        cache.take_over(state)
-        return cache
-
-    def take_over(self, state: CacheState) -> None:
-        """Hold what another cache held: done once, by `from_state`."""
-        self.check_signature(state.signature)
-        state.check(self._pages_of(state))
-        self._take_over(state)
-        self.computed_by = state.computed_by
-
-    def _pages_of(self, state: CacheState) -> dict[int, tuple[PageSpec, RowsState]]:
-        """Return what the pages of the state's layers are like here, and their rows. Raises CacheMismatchError for other layers or groups."""
-        windows = [group.window for group in self.groups]
-        claimed = [group.window for group in state.groups]
-        if windows != claimed:
-            raise CacheMismatchError(
-                f"its groups have the windows {short(claimed)}, this model's {windows}"
-            )
-        paged = {layer.layer_idx: layer for layer in self.paged_layers}
-        found, empty = {}, dict(enumerate(windows))
-        for index in state.devices:
-            layer, (keys, values) = paged.get(index), state.windows(index)
-            if layer is None:
-                raise CacheMismatchError(
-                    f"it holds layer {index}, which is no paged layer of this model"
-                )
-            if not values.shape[3] and layer.formats.latent is None:
-                raise CacheMismatchError(f"it holds layer {index} with values of no channels")
-            number = self._group_number(layer)
-            empty.pop(number, None)
-            found[index] = in_rows(layer.formats.spec_of(keys, values)), state.groups[number]
-        if empty:
-            raise CacheMismatchError(
-                f"it holds no layer of the groups with windows {[*empty.values()]}"
-            )
-        return found
+        return saved.load(cls, path, model, device, kernel, max_length)
 
 
 class CrossCache(PagedCache):

@@ -15,9 +15,9 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Annotated, Any
 
 import torch
@@ -26,25 +26,36 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..checks import check_choice
+from ..checks import check_choice, check_int
 from ..config import KERNELS, OTHER_KERNEL_WORDS, CacheConfig, names_of
-from ..errors import CacheFileError, CacheMismatchError, CacheOptionError
+from ..errors import (
+    CacheFileError,
+    CacheMismatchError,
+    CacheOptionError,
+    InterruptedForwardError,
+    UnsupportedModelError,
+)
 from ..files import replacing
 from ..formats import is_shipped
 from ..formats.base import FORMATS
 from ..pages.moved import persistent_tensors
-from ..pages.rows import RowsState
+from ..pages.rows import RowsState, held_pages
+from ..pages.storage import Pair
 from ..printable import short
+from ..quant.codec import is_order, lay_out, pick_up
+from ..row_pages import page_capacity
+from ..spec import ROWS, SideSpec
 from ..version import __version__
-from .identity import ModelId, adapters_of
-from .model_shape import decoder_config, signature
+from .identity import Adapters, ModelId, adapters_of
+from .layer import PagedLayer
 from .origin import check_token_ids
-from .state import CacheState, layers_of
+from .report import tensor_bytes
 
 FORMAT, VERSION = "kv_hf.PagedCache", "5"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_PAGE_SIZE = 1 << 20
+MOST_SIZE = 1 << 16  # kv heads, channels of a head
 
 
 class Description(BaseModel):
@@ -70,33 +81,36 @@ class Description(BaseModel):
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def save_state(
-    state: CacheState,
+def save(
+    cache: Any,
     path: str | os.PathLike[str],
     model: Any,
     token_ids: torch.Tensor | None = None,
 ) -> None:
-    """Write `state`, of a cache of `model`, to `path`; see PagedCache.save. All tensors are copied to the CPU before.
+    """Write `cache`, of `model`, to `path`; see PagedCache.save. All tensors are copied to the CPU before.
 
     Args:
         token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
-    Raises: the errors of PagedCache.save.
     """
-    _check_adapters(state, model)
+    _check_model_argument(model)
+    cache.check_model(model.config)
+    cache.check_filled_by(ModelId.of(model))
+    _check_complete(cache)
+    _check_adapters(cache.computed_by, model)
     tensors = {}
     if token_ids is not None:
-        group = next((group for group in state.groups if group.seen), state.groups[0])
-        check_token_ids(token_ids, len(group.rows), group.seen)
+        check_token_ids(token_ids, cache.num_rows, cache.group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
-    formats = _registered(state)
-    tensors.update(state.tensors)
+    formats = _registered(cache)
+    groups = tuple(group.state() for group in cache.groups)
+    with persistent_tensors():
+        for layer in cache.paged_layers:
+            tensors.update(_tensors_of(layer, groups[cache.groups.index(layer.group)]))
     description = Description(
-        options={
-            name: value for name, value in state.options.to_dict().items() if name != "cuda_graph"
-        },
+        options=_told_options(cache),
         formats=formats,
         model=ModelId.for_file(model),
-        groups=state.groups,
+        groups=groups,
         tensors={name: _digest(tensor) for name, tensor in tensors.items()},
     )
     metadata = {
@@ -114,12 +128,79 @@ def save_state(
             raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def check_model_argument(model: Any) -> None:
+def _check_model_argument(model: Any) -> None:
     """Raise CacheMismatchError unless `model` has weights and a config."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise CacheMismatchError(
             f"model must be the transformers model that the cache belongs to, got {type(model).__name__}"
         )
+
+
+def _check_complete(cache: Any) -> None:
+    """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
+    if not cache.num_rows:
+        raise CacheMismatchError("this cache is empty: there is nothing to save")
+    kept = [
+        f"{index} ({type(layer).__name__})"
+        for index, layer in enumerate(cache.layers)
+        if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
+    ]
+    if kept:
+        raise UnsupportedModelError(
+            f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold "
+            "pages only"
+        )
+    without = [one.layer_idx for one in cache.paged_layers if not one.store]
+    if without:
+        raise InterruptedForwardError(
+            f"layers {without} have not taken part in the forwards of this cache: an earlier one stopped half-way; it "
+            "cannot be saved"
+        )
+    cache.check_integrity()
+    if any(layer.window != layer.group.window for layer in cache.paged_layers):
+        raise UnsupportedModelError(
+            "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
+        )
+
+
+def _told_options(cache: Any) -> dict[str, Any]:
+    """Return the options that mean the same in another process, by which layers have at once the formats that they were given."""
+    options = cache.options
+    overrides = dict(options.layers or {})
+    for layer in cache.paged_layers:
+        if layer.storage is not None and layer.storage.wider is not None:
+            keys, values = (side.scheme.name for side in layer.storage.spec.sides)
+            overrides.pop(str(layer.layer_idx), None)  # the last override of a layer holds
+            overrides[str(layer.layer_idx)] = {"keys": keys, "values": values}
+    nothing: dict[str, Any] = dict.fromkeys(names_of("local"))
+    told = replace(options, **nothing, layers=overrides or options.layers)
+    return {name: value for name, value in told.to_dict().items() if name != "cuda_graph"}
+
+
+def _named(layer: int, side: str, field: str) -> str:
+    """Name a tensor of the file: a field of pages ("codes", "scale", ..), or "window"."""
+    return f"layers.{layer}.{side}.{field}"
+
+
+def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
+    """Return pages [pages, ..] and exact tokens [rows, num_kv_heads, longest, head_dim] of a layer, copies on the CPU."""
+    found = {}
+    for side, residual in zip(layer.storage.sides, layer.residuals, strict=True):
+        spec = side.spec
+        for field, held in side.take(held_pages(layer.group.rows)).items():
+            held = _relaid(held, spec, ROWS) if field == "codes" else held
+            found[_named(layer.layer_idx, spec.side, field)] = held.cpu().contiguous()
+        window = residual.tokens[:, :, : rows.longest].to("cpu", copy=True).contiguous()
+        for row, tokens in zip(rows.rows, window, strict=True):
+            tokens[:, row.exact :] = 0  # what earlier tokens left there
+        found[_named(layer.layer_idx, spec.side, "window")] = window
+    return found
+
+
+def _relaid(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
+    """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in another layout."""
+    other = replace(side, layout=layout)
+    return codes if side.layout == layout else lay_out(pick_up(codes, side), other)
 
 
 def _checksum(metadata: Mapping[str, str]) -> str:
@@ -134,10 +215,10 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(numbers).hexdigest()
 
 
-def _check_adapters(state: CacheState, model: Any) -> None:
-    """Raise CacheMismatchError unless the adapters are those that every generate() of this cache had."""
+def _check_adapters(computed_by: Sequence[Adapters], model: Any) -> None:
+    """Raise CacheMismatchError unless the adapters are those that every generate() of a cache had."""
     own = adapters_of(model).effective()
-    others = [str(one) for one in state.computed_by if one.effective() != own]
+    others = [str(one) for one in computed_by if one.effective() != own]
     if others:
         raise CacheMismatchError(
             f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
@@ -145,12 +226,13 @@ def _check_adapters(state: CacheState, model: Any) -> None:
         )
 
 
-def _registered(state: CacheState) -> list[str]:
+def _registered(cache: Any) -> list[str]:
     """Return the names of the formats of other packages that pages are in.
 
     Raises: CacheOptionError where another format is registered under the name of one of them.
     """
-    found = {side.scheme.format for spec in state.specs.values() for side in spec.sides}
+    specs = [layer.spec for layer in cache.paged_layers if layer.spec is not None]
+    found = {side.scheme.format for spec in specs for side in spec.sides}
     for one in found:
         if FORMATS.get(one.name) != one:
             raise CacheOptionError(
@@ -163,33 +245,59 @@ def _registered(state: CacheState) -> list[str]:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def opened_state(
+def load(
+    kind: Any,
     path: str | os.PathLike[str],
     model: Any,
     device: torch.device | str | None = None,
     kernel: str | None = None,
-) -> Iterator[tuple[CacheState, torch.Tensor | None]]:
-    """Yield the state that a file holds, and its token ids; the file is read while the state is taken over.
-
-    Takes the arguments of PagedCache.load.
-
-    Yields: the state, and token ids [rows, columns], int64 on the CPU, or None where the file has none.
-    Raises: the errors of PagedCache.load. A ValueError from the block is a fault of the file, and becomes a
-        CacheFileError.
-    """
-    check_model_argument(model)
+    max_length: int | None = None,
+) -> Any:
+    """Return the cache that a file holds, as one of class `kind`; see PagedCache.load."""
+    _check_model_argument(model)
     if kernel is not None:
         check_choice("kernel", kernel, KERNELS, OTHER_KERNEL_WORDS)
+    if max_length is not None:
+        check_int("max_length", max_length, 1)
     chosen = _device(device)
+    with _opened(path) as file, persistent_tensors():
+        found = _described(file)
+        differs = found.model.difference(ModelId.for_file(model))
+        if differs is not None:
+            raise CacheFileError(
+                f"it was saved with {differs}; load it with the model, dtype and adapters that it was saved with"
+            )
+        tensors = _tensors(file, found.tensors)
+        token_ids = tensors.pop(TOKEN_IDS, None)
+        if token_ids is not None:
+            _check_ids(token_ids, found.groups[0])
+        options = replace(_claimed_options(found.options, kernel), max_length=max_length)
+        cache = kind.from_options(model.config, options)
+        _check_fits(cache, found.groups, tensors)
+        for group, rows in zip(cache.groups, found.groups, strict=True):
+            group.restore(rows)
+        for layer in cache.paged_layers:
+            rows = found.groups[cache.groups.index(layer.group)]
+            _fill(layer, tensors, rows, chosen or _device_of(model, layer.layer_idx))
+        cache.resume()
+        if token_ids is not None:
+            cache.note_text(token_ids, 0, cache.group.seen)
+    cache.computed_by, cache.from_file = (adapters_of(model),), True
+    cache.weights = ModelId.of(model).weights
+    return cache
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Yield a file, opened by safetensors. A ValueError from the block is a fault of the file, and becomes a CacheFileError."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CacheFileError("it is not a regular file")
-        with open(path, "rb") as held, persistent_tensors():
+        with open(path, "rb") as held:
             # safetensors opens by name twice: a file that takes the place of this one in between has another name
             name = f"/dev/fd/{held.fileno()}" if os.path.isdir("/dev/fd") else path
             with safe_open(name, "pt") as file:
-                yield _read(file, model, chosen, kernel)
+                yield file
     except SafetensorError as error:
         raise CacheFileError(
             f"{path} cannot be loaded: it is cut off or no saved cache ({error})"
@@ -200,6 +308,25 @@ def opened_state(
         raise CacheFileError(f"{path} cannot be loaded: its {place[:80]}: {first['msg']}") from None
     except ValueError as error:  # ours, and those of options that a file claims
         raise CacheFileError(f"{path} cannot be loaded: {str(error)[:800]}") from error
+
+
+def _described(file: Any) -> Description:
+    """Return what a file says of itself. Raises CacheFileError for another file, a damaged one, and claims that no cache makes."""
+    metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT or "cache" not in metadata:
+        raise CacheFileError(
+            f"it is a safetensors file, but not a saved cache ({short(metadata.get('format'))})"
+        )
+    if metadata.get("version") != VERSION:
+        raise CacheFileError(
+            f"it is of file version {short(metadata.get('version'))}, written by kv_hf "
+            f"{short(metadata.get('kv_hf'))}; this kv_hf reads version {VERSION}"
+        )
+    if metadata.get("checksum") != _checksum(metadata):
+        raise CacheFileError("the file is damaged: its description does not fit its checksum")
+    found = Description.model_validate_json(metadata["cache"])
+    _check_claims(found)
+    return found
 
 
 def _tensors(file: Any, described: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -222,43 +349,84 @@ def _check_ids(found: torch.Tensor, group: RowsState) -> None:
         raise CacheFileError(f"it has {found.shape[1]} token_ids per row, but more were seen")
 
 
-def _read(
-    file: Any, model: Any, device: torch.device | None, kernel: str | None
-) -> tuple[CacheState, torch.Tensor | None]:
-    """Return the state, and the token ids."""
-    metadata = file.metadata() or {}
-    if metadata.get("format") != FORMAT or "cache" not in metadata:
-        raise CacheFileError(
-            f"it is a safetensors file, but not a saved cache ({short(metadata.get('format'))})"
+def _check_fits(
+    cache: Any, groups: Sequence[RowsState], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise CacheMismatchError unless rows and tensors are those of such a cache, and nothing else is there."""
+    windows, claimed = [group.window for group in cache.groups], [one.window for one in groups]
+    if windows != claimed:
+        raise CacheMismatchError(
+            f"its groups have the windows {short(claimed)}, this model's {windows}"
         )
-    if metadata.get("version") != VERSION:
-        raise CacheFileError(
-            f"it is of file version {short(metadata.get('version'))}, written by kv_hf "
-            f"{short(metadata.get('kv_hf'))}; this kv_hf reads version {VERSION}"
+    most = cache.max_length
+    for group, theirs in zip(cache.groups, groups, strict=True):
+        if most is not None and theirs.seen > most:
+            raise CacheMismatchError(
+                f"max_length={most} is less than the {theirs.seen} columns of this cache; load it with a larger max_length"
+            )
+        for index, row in enumerate(theirs.rows):
+            if (row.pages or row.dropped) and row.exact < group.sizes.sink_tokens:
+                raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
+    left = set(tensors)
+    for layer in cache.paged_layers:
+        rows = groups[cache.groups.index(layer.group)]
+        for side in layer.formats.spec_of(*_windows(layer, tensors)).sides:
+            expected = {
+                field: (dtype, [rows.num_pages, *shape])
+                for field, (shape, dtype) in replace(side, layout=ROWS).fields.items()
+            }
+            window = [len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim]
+            expected["window"] = (side.dtype, window)
+            for field, wanted in expected.items():
+                name = _named(layer.layer_idx, side.side, field)
+                held = _held(tensors, name)
+                if (held.dtype, list(held.shape)) != wanted:
+                    raise CacheMismatchError(
+                        f"tensor {name!r} is {(held.dtype, list(held.shape))}, expected {wanted}"
+                    )
+                left.discard(name)
+    if left:
+        raise CacheMismatchError(f"it holds tensors that belong to no cache: {short(min(left))}")
+
+
+def _held(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise CacheMismatchError(f"tensor {name!r} is missing")
+    return tensors[name]
+
+
+def _windows(layer: Any, tensors: Mapping[str, torch.Tensor]) -> Pair:
+    """Return the exact tokens of a layer, as in the file. Raises CacheMismatchError for missing ones, and impossible sizes."""
+    latents = _named(layer.layer_idx, "latent", "window") in tensors
+    sides = ("latent", "k_rope") if latents else ("keys", "values")
+    keys, values = (_held(tensors, _named(layer.layer_idx, side, "window")) for side in sides)
+    sizes = (*keys.shape[1::2], *values.shape[3:])
+    if len(sizes) != 3 or min(sizes[: 2 if latents else 3]) < 1 or max(sizes) > MOST_SIZE:
+        raise CacheMismatchError(
+            f"layer {layer.layer_idx} has windows {[*keys.shape]}, {[*values.shape]}"
         )
-    if metadata.get("checksum") != _checksum(metadata):
-        raise CacheFileError("the file is damaged: its description does not fit its checksum")
-    found = Description.model_validate_json(metadata["cache"])
-    _check_claims(found)
-    differs = found.model.difference(ModelId.for_file(model))
-    if differs is not None:
-        raise CacheFileError(
-            f"it was saved with {differs}; load it with the model, dtype and adapters that it was saved with"
-        )
-    tensors = _tensors(file, found.tensors)
-    token_ids = tensors.pop(TOKEN_IDS, None)
-    if token_ids is not None:
-        _check_ids(token_ids, found.groups[0])
-        token_ids = token_ids.clone()
-    state = CacheState(
-        _claimed_options(found.options, kernel),
-        signature(decoder_config(model.config)),  # the same in the file
-        found.groups,
-        {layer: device or _device_of(model, layer) for layer in layers_of(tensors)},
-        tensors,
-        (adapters_of(model),),
-    )
-    return state, token_ids
+    return keys, values
+
+
+def _fill(
+    layer: Any, tensors: Mapping[str, torch.Tensor], rows: RowsState, device: torch.device
+) -> None:
+    """Give an empty layer its pages and exact tokens, on `device`."""
+    keys, values = (window[:1, :, :0].to(device) for window in _windows(layer, tensors))
+    layer.lazy_initialization(keys, values)
+    layer.storage.grow(page_capacity(rows.num_pages))
+    for side, window in zip(layer.storage.sides, layer.residuals, strict=True):
+        for field in side.fields:
+            piece = tensors[_named(layer.layer_idx, side.spec.side, field)]
+            if field == "order" and not is_order(piece):
+                raise CacheMismatchError(
+                    f"the order of channels in pages of {side.spec.side} must name each channel 0 to {side.spec.head_dim - 1} "
+                    "of a head once, and does not; the file was damaged or forged: make it anew"
+                )
+            if field == "codes":
+                piece = _relaid(piece, replace(side.spec, layout=ROWS), side.spec.layout)
+            side.put(range(rows.num_pages), field, piece)
+        window.hold(tensors[_named(layer.layer_idx, side.spec.side, "window")])
 
 
 def _check_claims(claimed: Description) -> None:

@@ -1,7 +1,6 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,10 +16,8 @@ from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..quant.codec import decode
 from ..read_budget import ReadBudget
-from ..row_pages import page_capacity
 from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats
-from .state import field_from_rows, tensor_name
 from .widening import may_wait, widen
 
 
@@ -392,17 +389,6 @@ class LayerStore:
             budget,
             found.outside,
         )
-
-    def fill(self, tensors: Mapping[str, torch.Tensor], num_pages: int) -> None:
-        """Take over `num_pages` pages [pages, ..] and exact tokens [rows, heads, slots, head_dim], which lie among the `tensors` of a state."""
-        self.pages.grow(page_capacity(num_pages))
-        for side, window in zip(self.pages.sides, self.residuals, strict=True):
-            name = functools.partial(tensor_name, self.layer_idx, side.spec.side)
-            for field in side.fields:
-                side.put(
-                    range(num_pages), field, field_from_rows(field, tensors[name(field)], side.spec)
-                )
-            window.hold(tensors[name("window")])
 
     def _look_for_damage(self) -> None:
         """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""

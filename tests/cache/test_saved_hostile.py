@@ -130,6 +130,7 @@ def test_another_file_version_is_refused(saved, model, path, version):
 # -- headers -------------------------------------------------------------------------------------------------
 
 NAME = "layers.1.keys.codes"
+SIDES = ("keys", "values")
 
 
 def put(**values):
@@ -148,6 +149,10 @@ def put(**values):
         (lambda entry, header: header.pop("__metadata__"), "not a saved cache"),
         (lambda entry, header: header.pop(NAME), "no saved cache"),
         (lambda entry, header: header.update(x=header.pop(NAME)), f"'{NAME}' is missing"),
+        (
+            lambda entry, header: header.update(x=header.pop("layers.0.keys.window")),
+            "'layers.0.keys.window' is missing",
+        ),
         (
             lambda entry, header: header.update(
                 x={"dtype": "U8", "shape": [0], "data_offsets": entry["data_offsets"][:1] * 2}
@@ -169,22 +174,23 @@ def test_forged_headers_are_refused(saved, model, path, change, match):
 
 
 @pytest.mark.parametrize(
-    ("shape", "match"),
+    ("layer", "shape", "match"),
     [
-        ([2, 1 << 50, 0, 16], "windows"),
-        ([2, 0, 0, 16], "windows"),
-        ([0], "windows"),
-        ([2, 2, 0, 16], "no paged layer"),
+        (1, [2, 1 << 50, 0, 16], "windows"),
+        (1, [2, 0, 0, 16], "windows"),
+        (1, [0], "windows"),
+        (400, [2, 2, 0, 16], "belong to no cache"),
     ],
     ids=str,
 )
-def test_forged_layers_without_numbers_are_refused(saved, model, path, shape, match):
+def test_forged_layers_without_numbers_are_refused(saved, model, path, layer, shape, match):
     """A shape with a 0 takes no bytes, so that the library has nothing to compare it with."""
-    header, description, tensors = split(saved)
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
-    header.update({f"layers.400.{side}.window": entry for side in ("keys", "values")})
-    claims(description, header)
-    refused(path, joined(header, description, tensors), model, match)
+    header, description, _ = split(saved)
+    tensors = safetensors.torch.load(saved)
+    tensors.update({f"layers.{layer}.{side}.window": torch.empty(shape) for side in SIDES})
+    forged, _, rest = split(safetensors.torch.save(tensors, header["__metadata__"]))
+    claims(description, forged)
+    refused(path, joined(forged, description, rest), model, match)
 
 
 @pytest.mark.parametrize("text", [b"[" * 10_000, b"1" * 10_000, b"\xff\xfe{}", b"null", b"{"])

@@ -83,8 +83,8 @@ class LayerFormats:
         exact = self.keys.is_exact and self.values.is_exact
         return None if exact or self.widen != "auto" or self.latent is not None else self
 
-    def widened_spec(self, names: Mapping[str, str], like: PageSpec, layout: str) -> PageSpec:
-        """Return `spec` with other formats for some sides ("keys", "values"), and the sizes and dtypes of `like`."""
+    def widened_spec(self, names: Mapping[str, str], like: PageSpec) -> PageSpec:
+        """Return `spec` with other formats for some sides ("keys", "values"), and the sizes, dtypes and layout of `like`."""
         made = self
         if "keys" in names:
             made = replace(made, keys=key_scheme(names["keys"], self.key_group_size))
@@ -97,7 +97,7 @@ class LayerFormats:
             value_dim=values.head_dim,
             dtype=keys.dtype,
             value_dtype=values.dtype,
-            layout=layout,
+            layout=keys.layout,
         )
 
     def are_latents(self, keys: torch.Tensor) -> bool:

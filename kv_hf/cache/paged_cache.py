@@ -45,7 +45,7 @@ from .model_shape import (
     signature,
 )
 from .origin import Origin, check_token_ids
-from .prefix_store import HeldRow, PrefixStore
+from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, one_line, report_layers
 
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
@@ -560,11 +560,11 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                     f"layer {layer.layer_idx} has no room for a page of the block table"
                 )
 
-    def held_rows(self) -> list[HeldRow]:
-        """Return tokens and pages of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
+    def held_rows(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return (tokens, ids of its sealed pages) of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
         self.check_done()
         group = self.group
-        return [HeldRow(group.tokens(row), row.pages) for row in group.rows]
+        return [(group.tokens(row), row.pages) for row in group.rows]
 
     def begin_with(self, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:
         """Let this cache, which is empty, begin with `rows`, whose pages are in its storage, and have seen `seen` columns.
@@ -598,11 +598,8 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     def check_model(self, config: Any) -> None:
         """Raise CacheMismatchError when this cache was built for a model of other sizes."""
-        self.check_signature(signature(decoder_config(config)))
-
-    def check_signature(self, theirs: Mapping[str, Any]) -> None:
-        """Raise CacheMismatchError when this cache was built for a model of other sizes than `theirs`."""
-        found = ModelId(self.model_signature).difference(ModelId(dict(theirs)))
+        theirs = ModelId(signature(decoder_config(config)))
+        found = ModelId(self.model_signature).difference(theirs)
         if found is not None:
             raise CacheMismatchError(f"this cache was built for {found}; use one cache per model")
 

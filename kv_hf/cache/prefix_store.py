@@ -19,15 +19,6 @@ from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId
 
-
-@dataclass(frozen=True)
-class HeldRow:
-    """One row of a cache: the tokens that it holds, and the ids of its sealed pages, in order."""
-
-    tokens: int
-    pages: tuple[int, ...]
-
-
 # options that decide the bytes of a page
 _FORMAT = (
     "keys", "values", "page_size", "key_group_size", "value_group_size", "sink_tokens", "layers", "latent",
@@ -299,7 +290,7 @@ class PrefixStore:
             )
         space = self._space_of(cache) if space is None else space
         tree, held_rows = self.tree, cache.held_rows()
-        held = [row.tokens for row in held_rows]
+        held = [count for count, _ in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
         if len(lengths) != len(held) or any(
             not 0 <= length <= most for length, most in zip(lengths, held, strict=True)
@@ -310,7 +301,7 @@ class PrefixStore:
             )
         with tree.pool.lock:
             for index, tokens in enumerate(rows):
-                pages = held_rows[index].pages
+                _, pages = held_rows[index]
                 shared = self.keep(space, tokens, pages, partial(cache.sinks_of, index))
                 if shared != pages[: len(shared)]:
                     cache.share_pages(index, shared + pages[len(shared) :])

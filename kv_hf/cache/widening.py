@@ -1,12 +1,11 @@
 """Wider pages for a layer whose formats are too narrow: when it is looked for, which ones, done, and said."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..backends.base import Backend
-from ..backends.registry import layout_for, why_not
+from ..backends.registry import why_not
 from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once
@@ -17,7 +16,6 @@ from ..quant.strain import Sample, Strain, usual_damage
 from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats
 
-SIDES = ("keys", "values")
 HEALTHY = 8.0  # times the usual damage of the format that is too narrow: what a wider one may do
 LOST = 0.5  # damage of a rotated format: errors lie evenly in all channels then, and lose 1 of those that are drowned
 SHRUNK = 2.0  # times the damage at an ordinary size: numbers too small for 16-bit scales
@@ -43,61 +41,44 @@ def complaint(found: Strain, side: SideSpec) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class WiderFormats:
-    """The choice of formats for one layer.
+def choose(asked: LayerFormats, pages: PageStorage, kernel: str, sample: Sample) -> Wider | None:
+    """Return the formats that `pages` need in place of those `asked` for, or None; waits for the device.
 
-    Attributes:
-        asked: formats of the layer by its options.
+    Args:
         kernel: name of the backend that reads the pages, and shall read wider ones.
-        device: where they lie.
     """
+    found = start = Wider()
+    for place, side in enumerate(pages.spec.sides):
+        why = complaint(sample.strain(pages.spec, place), side)
+        if why is None:
+            continue
+        healthy, chosen = HEALTHY * usual_damage(side), "exact"
+        candidates = _candidates(asked, pages, kernel, place, found)
+        for name, made in sorted(candidates, key=lambda pair: pair[1].bits_per_element):
+            strain = sample.strain(made, place)
+            if strain.damage <= healthy and complaint(strain, made.sides[place]) is None:
+                chosen = name
+                break
+        change = f"{side.side} {asked.names[place]} -> {chosen}"
+        found = found.and_also(side.side, chosen, f"{change}: {why}")
+    return None if found is start else found
 
-    asked: LayerFormats
-    kernel: str
-    device: torch.device
 
-    def choose(self, sample: Sample, spec: PageSpec) -> Wider | None:
-        """Return the formats that pages of `spec` need in place of theirs, or None; waits for the device."""
-        found = start = Wider()
-        for side, name in enumerate(SIDES):
-            why = complaint(sample.strain(spec, side), spec.sides[side])
-            if why is not None:
-                chosen = self._first_that_fits(sample, spec, side, found)
-                asked = self.asked.names[side]
-                found = found.and_also(name, chosen, f"{name} {asked} -> {chosen}: {why}")
-        return None if found is start else found
-
-    def spec(self, wider: Wider, like: PageSpec) -> PageSpec:
-        """Return what pages of these formats are like, for keys and values of the sizes of `like`."""
-        return self.asked.widened_spec(wider.formats, like, layout_for(self.device))
-
-    def _first_that_fits(self, sample: Sample, spec: PageSpec, side: int, before: Wider) -> str:
-        """Return the narrowest wider format whose damage is near the usual one of the format that is too narrow."""
-        most = HEALTHY * usual_damage(spec.sides[side])
-        pairs = self._candidates(spec, side, before)
-        for name, made in sorted(pairs, key=lambda pair: pair[1].sides[side].bits_per_element):
-            found = sample.strain(made, side)
-            if found.damage <= most and complaint(found, made.sides[side]) is None:
-                return name
-        return "exact"
-
-    def _candidates(
-        self, spec: PageSpec, side: int, before: Wider
-    ) -> Iterator[tuple[str, PageSpec]]:
-        """Yield (format, pages with it) for all wider formats that the kernel reads, but exact."""
-        bits = spec.sides[side].bits_per_element
-        for name in format_names(SIDES[side]):
-            if name == "exact":
-                continue
-            try:
-                made = self.spec(before.and_also(SIDES[side], name, ""), spec)
-            except CacheOptionError:  # its groups do not fit these sizes
-                continue
-            found = made.sides[side]
-            wide = found.scheme.native_number is not None and found.bits_per_element > bits
-            if wide and why_not(self.kernel, self.device, made) is None:
-                yield name, made
+def _candidates(
+    asked: LayerFormats, pages: PageStorage, kernel: str, place: int, before: Wider
+) -> Iterator[tuple[str, PageSpec]]:
+    """Yield (format, pages with it) for all formats wider than that of a side which the kernel reads, but exact."""
+    side = pages.spec.sides[place]
+    for name in format_names(side.side):
+        formats = {**before.formats, side.side: name}
+        try:
+            made = asked.widened_spec(formats, pages.spec)
+        except CacheOptionError:  # its groups do not fit these sizes
+            continue
+        scheme, wider = made.sides[place].scheme, made.sides[place].bits_per_element
+        native = scheme.native_number is not None and not scheme.is_exact
+        if native and wider > side.bits_per_element and not why_not(kernel, pages.device, made):
+            yield name, made
 
 
 NO_MEMORY = "there is no memory for wider pages"
@@ -130,14 +111,13 @@ def widen(
         return
     if not sample.says_something:
         return
-    formats = WiderFormats(asked, kernel.name, pages.device)
-    wider = formats.choose(sample, pages.spec)
+    wider = choose(asked, pages, kernel.name, sample)
     if wider is None:
         return
     if pages.keeps is not None:
         return say_kept(layer_idx, wider, pages.keeps)
     try:
-        pages.widen(formats.spec(wider, pages.spec), wider)
+        pages.widen(asked.widened_spec(wider.formats, pages.spec), wider)
     except (torch.OutOfMemoryError, MemoryError):
         return say_kept(layer_idx, wider, NO_MEMORY)
     say_widened(layer_idx, wider)

@@ -46,7 +46,6 @@ Fields = Mapping[str, torch.Tensor]
 Run = tuple[int, int, int]  # first place, first id, count: of pages and places that are consecutive
 
 MANY_RUNS = 5  # of pages, which are gathered field by field in place of copied one by one
-NEAR_BYTES = 128 << 10  # between two pages that are read in advance as one
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 ZEROS = bytes(1 << 20)
 AROUND = 2 << 20  # bytes, aligned: reading one memory page may map others of the same page table
@@ -81,19 +80,14 @@ def mapped_zeros(field: torch.Tensor, pages: int) -> torch.Tensor | None:
 # -- offloaded pages -------------------------------------------------------------------------------------------------
 
 
-def runs_of(places: Iterable[tuple[int, int]], gap: int = 0) -> list[Run]:
-    """Return (place, page) pairs as runs of consecutive places and pages.
-
-    Args:
-        gap: pages in between that make no new run; above 0 the places of runs say nothing.
-    """
+def runs_of(places: Iterable[tuple[int, int]]) -> list[Run]:
+    """Return (place, page) pairs as runs of consecutive places and pages."""
     found: list[Run] = []
     for place, page in places:
         if found:
             first, start, count = found[-1]
-            beyond = page - start - count
-            if 0 <= beyond <= gap and (gap or place == first + count):
-                found[-1] = (first, start, count + beyond + 1)
+            if (place, page) == (first + count, start + count):
+                found[-1] = (first, start, count + 1)
                 continue
         found.append((place, page, 1))
     return found
@@ -119,9 +113,6 @@ class HostMemory:
 
     def drop(self, piece: torch.Tensor) -> None:
         """Take a contiguous piece [any shape] out of resident memory where that is possible; its contents stay."""
-
-    def expect(self, piece: torch.Tensor) -> None:
-        """Begin to read a contiguous piece [any shape] into resident memory where that is possible: it will be read soon."""
 
     def fetch(self, fields: Fields, runs: Sequence[Run], targets: Fields) -> None:
         """Copy pages of `fields`, which lie here, to `targets`; both [pages, ..] by name.
@@ -167,13 +158,6 @@ class HostMemory:
                 piece = fields[name][page : page + count]
                 piece.copy_(source[place : place + count], non_blocking=self.pinned)
                 self.drop(piece)
-
-    def expect_pages(self, fields: Fields, pages: Iterable[int]) -> None:
-        """Say that pages will be fetched soon, and with them what lies between near ones."""
-        for field in fields.values():
-            near = NEAR_BYTES // max(1, field[:1].nbytes)
-            for _, page, count in runs_of(((0, page) for page in sorted(pages)), max(1, near)):
-                self.expect(field[page : page + count])
 
     def _pieces(self, field: torch.Tensor, runs: Iterable[Run]) -> Iterator[Run]:
         """Cut runs of pages of a field into pieces of at most `piece_bytes`."""
@@ -242,19 +226,12 @@ class DiskMemory(HostMemory):
 
     def drop(self, piece: torch.Tensor) -> None:
         """Unmap the memory pages of a piece [any shape] and those mapped with them; its contents stay in the file."""
-        self._advise(piece, "MADV_DONTNEED", AROUND)
-
-    def expect(self, piece: torch.Tensor) -> None:
-        """Have the system read a piece [any shape] from the disk, in the background."""
-        self._advise(piece, "MADV_WILLNEED", mmap.PAGESIZE)
-
-    def _advise(self, piece: torch.Tensor, advice: str, alignment: int) -> None:
         base = piece.untyped_storage().data_ptr()
         first = piece.data_ptr() - base
-        if piece.nbytes and hasattr(mmap, advice):
-            start = first - first % alignment
-            count = -(-(first + piece.nbytes - start) // alignment) * alignment
-            self._mappings[base].madvise(getattr(mmap, advice), start, count)
+        if piece.nbytes and hasattr(mmap, "MADV_DONTNEED"):
+            start = first - first % AROUND
+            count = -(-(first + piece.nbytes - start) // AROUND) * AROUND
+            self._mappings[base].madvise(mmap.MADV_DONTNEED, start, count)
 
     def _full(self, nbytes: int, reason: str) -> OffloadError:
         return OffloadError(

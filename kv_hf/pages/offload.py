@@ -7,10 +7,10 @@ one have the computation of several to hide behind. Pages are written to their p
 buffers (staging.py), which all caches of an arena share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,41 +68,11 @@ class Demand:
         return self.capacity * part_bytes(self.spec.keys) if self.index else 0
 
 
-@dataclass(frozen=True)
-class Split:
-    """The layers that stay and the layers that leave.
-
-    Attributes:
-        offloaded: layers whose pages leave.
-        staging: bytes of one staging buffer, by device.
-    """
+class Split(NamedTuple):
+    """The layers whose pages leave, and the bytes of one staging buffer, by device."""
 
     offloaded: frozenset[int] = frozenset()
-    staging: Mapping[torch.device, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, demands: Mapping[int, Demand], offloaded: Iterable[int]) -> "Split":
-        """Return the split in which these layers leave."""
-        staging: dict[torch.device, int] = {}
-        for one in (demands[layer] for layer in offloaded):
-            size = carved_bytes(one.spec, one.slots)
-            staging[one.device] = max(staging.get(one.device, 0), size)
-        return cls(frozenset(offloaded), staging)
-
-    def on_device(self, demands: Mapping[int, Demand], buffers: int) -> int:
-        """Return the bytes on devices at most.
-
-        Counted are the pages that stay, the largest layer among them once more (it exists twice while it grows),
-        `buffers` staging buffers for the largest layer that leaves, the indexes of the layers that leave (the largest
-        once more as well), and the pages that are being sealed.
-        """
-        staying = [one.nbytes for layer, one in demands.items() if layer not in self.offloaded]
-        leaving = [one for layer, one in demands.items() if layer in self.offloaded]
-        indexes = [one.index_bytes for one in leaving]
-        sides = (side for one in leaving for side in one.spec.sides)
-        sealing = max((one.payload_bytes + one.scale_bytes for one in sides), default=0)
-        transient = max([*staying, *indexes, SEAL_PAGES * sealing])
-        return sum(staying) + sum(indexes) + transient + buffers * sum(self.staging.values())
+    staging: Mapping[torch.device, int] = {}
 
 
 def split_layers(
@@ -111,21 +81,24 @@ def split_layers(
     buffers: int,
     already: Iterable[int] = (),
 ) -> Split:
-    """Choose who leaves; layers that are offloaded `already` stay so.
+    """Choose who leaves, the largest first and equal ones far apart; layers that are offloaded `already` stay so.
 
     Args:
         device_bytes: of sealed pages on the device at most; None: as few as possible.
         buffers: staging buffers of each device.
     Raises: DeviceBudgetError when not even one layer at a time fits.
     """
-    split = Split.of(demands, demands if device_bytes is None else set(already) & set(demands))
+    layers = sorted(demands)
     if device_bytes is None:
-        return split
-    waiting = _leaving_order(demands)
-    while (needed := split.on_device(demands, buffers)) > device_bytes and waiting:
-        split = Split.of(demands, split.offloaded | {waiting.pop(0)})
+        return Split(frozenset(layers), _staging(demands.values()))
+    width = max(1, (len(layers) - 1).bit_length())
+    scattered = {layer: int(f"{at:0{width}b}"[::-1], 2) for at, layer in enumerate(layers)}
+    waiting = sorted(layers, key=lambda layer: (-demands[layer].nbytes, scattered[layer]))
+    leaving = set(already) & set(layers)
+    while (needed := _on_device(demands, leaving, buffers)) > device_bytes and waiting:
+        leaving.add(waiting.pop(0))
     if needed <= device_bytes:
-        return split
+        return Split(frozenset(leaving), _staging(demands[layer] for layer in leaving))
     slots = max(demand.slots for demand in demands.values())
     indexes = sum(demand.index_bytes for demand in demands.values())
     index = (
@@ -138,12 +111,29 @@ def split_layers(
     )
 
 
-def _leaving_order(demands: Mapping[int, Demand]) -> list[int]:
-    """Return the layers in the order in which they leave: the largest first, equal ones far apart."""
-    layers = sorted(demands)
-    width = max(1, (len(layers) - 1).bit_length())
-    scattered = {layer: int(f"{at:0{width}b}"[::-1], 2) for at, layer in enumerate(layers)}
-    return sorted(layers, key=lambda layer: (-demands[layer].nbytes, scattered[layer]))
+def _staging(leaving: Iterable[Demand]) -> dict[torch.device, int]:
+    """Return the bytes of one staging buffer, by device."""
+    staging: dict[torch.device, int] = {}
+    for one in leaving:
+        size = carved_bytes(one.spec, one.slots)
+        staging[one.device] = max(staging.get(one.device, 0), size)
+    return staging
+
+
+def _on_device(demands: Mapping[int, Demand], offloaded: Container[int], buffers: int) -> int:
+    """Return the bytes on devices at most.
+
+    Counted are the pages that stay, the largest layer among them once more (it exists twice while it grows),
+    `buffers` staging buffers for the largest layer that leaves, the indexes of the layers that leave (the largest
+    once more as well), and the pages that are being sealed.
+    """
+    staying = [one.nbytes for layer, one in demands.items() if layer not in offloaded]
+    leaving = [one for layer, one in demands.items() if layer in offloaded]
+    indexes = [one.index_bytes for one in leaving]
+    sides = (side for one in leaving for side in one.spec.sides)
+    sealing = max((one.payload_bytes + one.scale_bytes for one in sides), default=0)
+    transient = max([*staying, *indexes, SEAL_PAGES * sealing])
+    return sum(staying) + sum(indexes) + transient + buffers * sum(_staging(leaving).values())
 
 
 # -- one layer -------------------------------------------------------------------------------------------------------
@@ -362,13 +352,6 @@ class OffloadedStorage(PageStorage):
             assert side.host is not None
             with persistent_tensors():
                 side.host.fetch(side.fields, runs, fields)
-
-    def expect(self, pages: Iterable[int]) -> None:
-        """Say that offloaded pages will be fetched soon."""
-        some = list(pages)
-        for side in (self.keys, self.values):
-            assert side.host is not None
-            side.host.expect_pages(side.fields, some)
 
 
 class ChosenPages:

@@ -25,7 +25,7 @@ from .storage import Sides, carve, carved_bytes
 NO_PAGE = -1  # in a slot that nobody reads
 
 
-Layer = Any  # an OffloadedStorage: its layer_idx and spec, `written`, `fetch` and `expect`
+Layer = Any  # an OffloadedStorage: its layer_idx and spec, `written` and `fetch`
 
 
 class Copies:
@@ -240,18 +240,12 @@ class Staging:
             self._next[self._before.layer_idx] = layer
         self._before = layer
         following = self._next.get(layer.layer_idx)
-        if following is not None and following is not layer:
+        if self.copies.buffers > 1 and following is not None and following is not layer:
             # layers of one group share their table: what this one has just got, the next one will
             usual = self._plans[following.layer_idx]
-            self._fetch_in_advance(following, plan if usual is before else usual)
-
-    def _fetch_in_advance(self, layer: Layer, plan: SlotPlan) -> None:
-        if not self.holds(layer.spec, len(plan.ids)):
-            return
-        if self.copies.buffers > 1:
-            self._loaded(layer, plan)
-        else:
-            layer.expect(page for page in plan.ids if page != NO_PAGE)
+            chosen = plan if usual is before else usual
+            if self.holds(following.spec, len(chosen.ids)):
+                self._loaded(following, chosen)
 
     def _loaded(self, layer: Layer, plan: SlotPlan) -> StagingBuffer:
         """Return the buffer of `layer`, or else the one that was not read last; the pages of `plan` are on their way to it."""

@@ -132,7 +132,6 @@ def test_a_forked_process_has_pages_of_its_own():
 
 def test_runs_of_joins_neighbours():
     assert runs_of(enumerate([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
-    assert runs_of(((0, page) for page in (3, 5, 9)), gap=1) == [(0, 3, 3), (0, 9, 1)]
 
 
 # -- huge pages

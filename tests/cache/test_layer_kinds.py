@@ -11,6 +11,7 @@ from tiny_models import WINDOWS, left_padded, make_sliding, tokens
 from transformers import DynamicCache
 
 import kv_hf
+from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
 from kv_hf.cache.paged_cache import PagedCache
 
 PAGE = 16
@@ -49,6 +50,7 @@ def test_features_of_generate_equal_dynamic_cache(name, options):
     compare(make_sliding(name, 24), inputs, **options)
 
 
+@pytest.mark.skipif(CROP_TAKES_LENGTHS, reason="this transformers' DynamicCache fails in the draft")
 def test_assisted_decoding_rolls_sliding_layers_back():
     model, draft = make_sliding("gemma3", 20), make_sliding("gemma3", 12)
     with torch.no_grad():  # a draft that is right now and then

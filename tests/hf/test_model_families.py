@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 import kv_hf
 from kv_hf.cache.layer import PagedLayer
+from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 
 # family -> role, part of a decode step's layers that kernels read, operations that are not equal with a reason of transformers'
 # own; each of these stresses another seam: KV-shared layers, block selection, latents, chunks, sinks, biases, states, ...
@@ -61,6 +62,8 @@ def test_examine_family_equals_dynamic_cache(family):
     row = examine(family, role)
     others = {name: one["verdict"] for name, one in row["others"].items()}
     options = {name for name, verdict in others.items() if verdict == "refused"}
+    if not CHUNKS_BEHIND_A_CACHE and family in ("git", "qwen2_vl"):
+        pytest.skip("this transformers' own caches fail in some operations of the family")
     assert {name: others[name] for name in others.keys() - options} == expected, row["others"]
     assert options <= {"saved", "prefix", "max_length", "reading"} | (
         {"padded"} if family == "git" else set()

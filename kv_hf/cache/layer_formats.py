@@ -83,8 +83,13 @@ class LayerFormats:
         exact = self.keys.is_exact and self.values.is_exact
         return None if exact or self.widen != "auto" or self.latent is not None else self
 
-    def widened_spec(self, names: Mapping[str, str], like: PageSpec) -> PageSpec:
-        """Return `spec` with other formats for some sides ("keys", "values"), and the sizes, dtypes and layout of `like`."""
+    def widened_spec(
+        self, names: Mapping[str, str], like: PageSpec, device: torch.device
+    ) -> PageSpec:
+        """Return `spec` with other formats for some sides ("keys", "values"), the sizes and dtypes of `like`, and the layout of `device`.
+
+        That may be another than the layout of `like`, whose codes may not fill whole words.
+        """
         made = self
         if "keys" in names:
             made = replace(made, keys=key_scheme(names["keys"], self.key_group_size))
@@ -97,7 +102,7 @@ class LayerFormats:
             value_dim=values.head_dim,
             dtype=keys.dtype,
             value_dtype=values.dtype,
-            layout=keys.layout,
+            layout=layout_for(device),
         )
 
     def are_latents(self, keys: torch.Tensor) -> bool:

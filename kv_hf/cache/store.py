@@ -330,6 +330,7 @@ class LayerStore:
         if first and self.formats is not None:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
             if self.pages.wider is not None:
+                self.kernel = choose(self.asked_kernel, self.device, self.spec)
                 self._seal(jobs, tokens)
 
     def select_rows(self, step: Step) -> None:

@@ -72,7 +72,7 @@ def _candidates(
     for name in format_names(side.side):
         formats = {**before.formats, side.side: name}
         try:
-            made = asked.widened_spec(formats, pages.spec)
+            made = asked.widened_spec(formats, pages.spec, pages.device)
         except CacheOptionError:  # its groups do not fit these sizes
             continue
         scheme, wider = made.sides[place].scheme, made.sides[place].bits_per_element
@@ -117,7 +117,7 @@ def widen(
     if pages.keeps is not None:
         return say_kept(layer_idx, wider, pages.keeps)
     try:
-        pages.widen(asked.widened_spec(wider.formats, pages.spec), wider)
+        pages.widen(asked.widened_spec(wider.formats, pages.spec, pages.device), wider)
     except (torch.OutOfMemoryError, MemoryError):
         return say_kept(layer_idx, wider, NO_MEMORY)
     say_widened(layer_idx, wider)

@@ -213,9 +213,11 @@ def test_a_copy_made_before_the_first_page_follows_the_cache_that_brings_it():
     torch.testing.assert_close(other.paged_layers[1].values, held.paged_layers[1].values)
 
 
-def test_widened_caches_pickle_and_save(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"page_size": 16, "values": "int3_rotated"}], ids=str)
+def test_widened_caches_pickle_and_save(options, tmp_path):
+    """3 bits of 16 tokens fill no whole words: their wider pages stayed in that layout, and with the reference kernel until a load."""
     ids = words(2, PROMPT + 3 * PAGE)
-    held = cache_of()
+    held = cache_of(**options)
     fed(loud(), held, ids, 16)
     held.save(tmp_path / "cache.safetensors", loud())
     loaded = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", loud())
@@ -224,9 +226,11 @@ def test_widened_caches_pickle_and_save(tmp_path):
     expected = fed(loud(), held, more)
     for one in (loaded, read):
         assert formats_of(one) == formats_of(held)
+        assert [layer.spec for layer in one.layers] == [layer.spec for layer in held.layers]
         rounding.assert_close(fed(loud(), one, more), expected)
         for mine, theirs in zip(one.paged_layers, held.paged_layers, strict=True):
             assert torch.equal(mine.values, theirs.values)
+            assert mine.store.kernel.name == theirs.store.kernel.name
 
 
 def test_caches_of_one_store_in_threads_read_what_they_wrote():

@@ -313,24 +313,6 @@ def test_loading_takes_the_memory_of_one_tensor(model, tmp_path):
 # -- states without a file ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_cache_made_of_a_state_goes_on_bit_by_bit(family):
-    model = make_sliding("gemma3", 24) if family == "gemma3" else shared_model(family)
-    inputs = left_padded([70, 40])
-    cache, text = filled(model, inputs, keys="int4", recent_tokens=5)
-    never_taken, _ = filled(model, inputs, keys="int4", recent_tokens=5)
-    taken = kv_hf.PagedCache.from_state(model.config, cache.state())
-    assert type(taken) is kv_hf.PagedCache and taken.options == cache.options
-    assert same_tokens(taken, cache)
-    mask = inputs["attention_mask"]
-    expected = go_on(model, never_taken, text, mask)
-    check_equal(go_on(model, taken, text, mask), expected)
-    taken.update(
-        *torch.randn(2, 2, *taken.layers[0].keys.shape[1:2], 30, 16), 0
-    )  # of nobody's text
-    check_equal(go_on(model, cache, text, mask), expected)
-
-
 def same_tokens(cache, other):
     pairs = zip(cache.layers, other.layers, strict=True)
     return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)

@@ -367,19 +367,22 @@ def test_pool_limit_in_mid_generation_leaves_cache_and_model_usable(model):
     assert cache.get_seq_length() == held - 25
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["the first forward", "a later one"])
-def test_forward_of_other_columns_in_the_next_layer_is_refused(first):
+@pytest.mark.parametrize("kind", ["the first forward", "a later one", "of a state"])
+def test_forward_of_other_columns_in_the_next_layer_is_refused(kind):
     """How many layers take part is known from the second forward on, so that its first layer has appended."""
     paged, dynamic = make()
-    parts = states(2, 20, 0)
+    parts, first = states(2, 20, 0), kind == "the first forward"
     if not first:
         append(paged, parts)
+    if kind == "of a state":
+        paged = kv_hf.PagedCache.from_state(make_config("llama", head_dim=DIM), paged.state())
     paged.update(*parts[0], 0)
     if first:  # layer 1 never follows
         paged.update(*parts[0], 0)
-    for rows, columns in ((2, 2), (2, 40), (1, 20)):
+    wrong = [(1, 2, 2), (1, 2, 40), (1, 1, 20), *([] if first else [(0, 2, 20)])]
+    for layer, rows, columns in wrong:
         with pytest.raises(kv_hf.InterruptedForwardError, match="layer 1 cannot|half-way"):
-            paged.update(*states(rows, columns, 1)[1], 1)
+            paged.update(*states(rows, columns, 1)[layer], layer)
     if first:
         for layer in (0, 1):
             with pytest.raises(kv_hf.InterruptedForwardError, match=r"reset\(\)"):

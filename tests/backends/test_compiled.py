@@ -6,6 +6,7 @@ Most tests use the backends "eager" and "aot_eager", which trace as any backend 
 import gc
 import itertools
 import logging
+import re
 import weakref
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, CompileConfig, DynamicCache
 import kv_hf
 
 PAGE, LENGTH = 16, 96
+sdpa = AttentionInterface._global_mapping["sdpa"]
 INPUTS = {
     "one": {"input_ids": tokens(1, 23), "attention_mask": torch.ones(1, 23, dtype=torch.long)},
     "batch": {"input_ids": tokens(3, 23), "attention_mask": torch.ones(3, 23, dtype=torch.long)},
@@ -167,15 +169,6 @@ def test_chunked_prefill_compiles_on_an_initialized_cache(chunk):
     assert torch.equal(got, wanted)
     assert graphs() > 1
     assert cache.group.batch.padding.tolist() == [13, 0]
-    cache.check_integrity()
-
-
-def test_chunks_of_a_prompt_that_cannot_be_traced_run_as_they_are():
-    model, cache = shared_model("llama"), preallocated(shared_model("llama"))
-    options = {"max_new_tokens": 4, "prefill_chunk_size": 20, "do_sample": False}
-    given = {"past_key_values": cache, "compile_config": compiling()}
-    found = model.generate(**INPUTS["padded"], **options, **given)
-    assert torch.equal(found, model.generate(**INPUTS["padded"], **options))
     cache.check_integrity()
 
 
@@ -346,14 +339,6 @@ def test_steps_run_while_another_thread_compiles(monkeypatch):
 # -- what cannot be traced says so ---------------------------------------------------------------------------------
 
 
-def failing(model, cache, *args):
-    """Trace a step and return what it says; torch shows an error of traced code in its own words around ours."""
-    step = torch.compile(model.forward, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="kv_hf|max_length|compiled forward") as error:
-        step(*args, past_key_values=cache)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("attention", "lengths"),
     [
@@ -378,54 +363,35 @@ def test_what_cannot_be_traced_runs_uncompiled_where_breaks_are_allowed(attentio
     cache.check_integrity()
 
 
-@torch.no_grad()
-def test_a_prompt_is_traced_too():
-    model, cache, eager = paged_model(), preallocated(paged_model()), preallocated(paged_model())
-    step = torch.compile(model.forward, backend="eager", fullgraph=True)
-    for length in (40, 1, 1):
-        part = tokens(2, length)
-        found = step(part, past_key_values=cache).logits
-        rounding.assert_close(found, model(part, past_key_values=eager).logits)
-    assert cache.get_seq_length() == 42
-    cache.check_integrity()
+def changed(module, query, key, value, *args, **options):
+    """Attend as sdpa does, to keys that the model has changed."""
+    return sdpa(module, query, key * 1, value, *args, **options)
 
 
-@torch.no_grad()
-def test_another_attention_cannot_be_traced():
+# (attention, tokens, whether gradients are wanted) -> what is said
+UNTRACED = {
+    ("eager", 1, False): "set_attn_implementation('sdpa')",
+    ("sdpa", 17, False): "takes at most 16 tokens, got 17",
+    ("sdpa", 1, True): "use torch.no_grad()",
+    ("changed", 1, False): "changes keys or values",
+}
+
+
+@pytest.mark.parametrize(("attention", "length", "learns"), UNTRACED)
+def test_what_cannot_be_traced_says_so(attention, length, learns, monkeypatch):
+    """torch shows an error of traced code in its own words around ours."""
+    if attention == "changed":
+        monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", changed)
     model = make_model("llama")
-    model.set_attn_implementation("eager")
+    if attention == "eager":
+        model.set_attn_implementation("eager")
     cache = preallocated(model)
-    model(tokens(1, 5), past_key_values=cache)
-    assert "set_attn_implementation('sdpa')" in failing(model, cache, tokens(1, 1))
-
-
-@torch.no_grad()
-def test_long_chunks_on_a_cache_that_holds_some_cannot_be_traced():
-    model = paged_model(num_hidden_layers=1)
-    cache = preallocated(model)
-    model(tokens(1, 5), past_key_values=cache)
-    assert "takes at most 16 tokens, got 17" in failing(model, cache, tokens(1, 17))
-
-
-def test_a_step_with_a_backward_pass_cannot_be_traced():
-    model = paged_model(num_hidden_layers=1)
-    cache = preallocated(model)
-    model(tokens(1, 5), past_key_values=cache)
-    assert "use torch.no_grad()" in failing(model, cache, tokens(1, 1))
-
-
-@torch.no_grad()
-def test_a_model_that_changes_its_keys_is_found(monkeypatch):
-    ours = AttentionInterface._global_mapping["sdpa"]
-
-    def changed(module, query, key, value, *args, **options):
-        return ours(module, query, key * 1, value, *args, **options)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", changed)
-    model = paged_model(num_hidden_layers=2)
-    cache = preallocated(model)
-    model(tokens(1, 5), past_key_values=cache)
-    assert "changes keys or values" in failing(model, cache, tokens(1, 1))
+    with torch.set_grad_enabled(learns):
+        model(tokens(1, 5), past_key_values=cache)
+        step = torch.compile(model.forward, backend="eager", fullgraph=True)
+        said = UNTRACED[attention, length, learns]
+        with pytest.raises(Exception, match=re.escape(said)):
+            step(tokens(1, length), past_key_values=cache)
 
 
 # -- slow: real backends -------------------------------------------------------------------------------------------

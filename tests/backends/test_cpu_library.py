@@ -1,13 +1,11 @@
 """The C library: its choice, its threads, and the processes and threads that call it or share a model."""
 
-import contextlib
 import ctypes
 import os
 import pickle
 import subprocess
 import sys
 import threading
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_librar
 from tiny_models import left_padded, make_model
 
 import kv_hf
-from kv_hf import notices
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library
@@ -272,33 +269,6 @@ def check(threads: int, rounds: int) -> None:
 
 def test_threads_that_share_a_model_get_the_tokens_they_get_alone():
     check(threads=5, rounds=1)
-
-
-def test_a_notice_is_said_once_whatever_the_threads(monkeypatch):
-    class Slow(set):
-        """Two threads that look a key up at the same time meet here."""
-
-        meeting = threading.Barrier(2)
-
-        def __contains__(self, key):
-            found = super().__contains__(key)
-            self._meet()
-            return found
-
-        def __len__(self):
-            found = super().__len__()
-            self._meet()
-            return found
-
-        def _meet(self):
-            with contextlib.suppress(threading.BrokenBarrierError):
-                self.meeting.wait(0.2)
-
-    monkeypatch.setattr(notices, "_said", Slow())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        at_once(lambda index: notices.warn_once("key", "message"), 2)
-    assert [str(warning.message) for warning in said] == ["message"]
 
 
 def test_a_second_forward_on_one_cache_is_refused_and_harms_nothing():

@@ -256,6 +256,8 @@ def test_uninstall_gives_all_classes_their_own_method_back():
     assert torch.equal(generate(model), stock)
     with torch.no_grad():  # handles are right tensors without kv_hf, too
         model(tokens(2, 1), past_key_values=cache)
+    forwards(model, paged(model))  # nor does a new cache change the class again
+    assert DeepseekV3Attention.expand_kv is own
     kv_hf.install()
     assert torch.equal(generate(model, mla="absorb"), stock)
     with expansions(model) as lengths:

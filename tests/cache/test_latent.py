@@ -5,16 +5,14 @@ from typing import Any
 import pytest
 import rounding
 import torch
-from beside_stock import compare, pages, run
 from test_latent_families import (
     EXPANDING,
-    LENGTHS,
     largest_difference,
     paged,
     stock_attention,
 )
 from tiny_latent import SPARSE, is_there, make_model, shared_model, text_config
-from tiny_models import left_padded, make_config, tokens
+from tiny_models import make_config, tokens
 from transformers import DynamicCache
 
 import kv_hf
@@ -38,32 +36,6 @@ FAST = ("deepseek_v3", "mistral_large4", "dots3_note")
 def some(families: list[str]) -> list[Any]:
     """Return parameters of which most are slow ones."""
     return [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in families]
-
-
-LOOKED_UP = {
-    "input_ids": tokens(1, 13, seed=2).repeat(1, 4)
-}  # of other seeds one has a step whose best two tokens are a rounding apart
-FEATURES = {
-    "beams": (left_padded(LENGTHS), {"num_beams": 3}, {}),
-    "lookup": (LOOKED_UP, {"prompt_lookup_num_tokens": 4}, {}),
-    "assistant": ({"input_ids": tokens(1, 40)}, {"assistant_model": None}, {}),
-    "offload": (left_padded(LENGTHS), {"num_beams": 2}, {"offload": "disk"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", some(FAMILIES))
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features_of_generate_equal_dynamic_cache(feature, family):
-    inputs, options, config = FEATURES[feature]
-    if feature == "assistant":
-        options = {"assistant_model": make_model(family)}
-        with torch.no_grad():  # some of its tokens are accepted, some not
-            for parameter in options["assistant_model"].parameters():
-                parameter.mul_(1 + 0.01 * torch.randn(parameter.shape))
-    cache = compare(
-        shared_model(family), inputs, pages(**config), **{"max_new_tokens": 24, **options}
-    )
-    assert bool(cache.memory().offloaded) == bool(config)
 
 
 def filled(family: str, cache: Any, rows: int = 2) -> Any:
@@ -142,24 +114,6 @@ def test_indexer_keys_are_neither_saved_nor_shared(family, tmp_path):
     assert not (tmp_path / "cache").exists()
     with pytest.raises(kv_hf.CacheOptionError, match="indexer"):
         paged(model, prefix_store=kv_hf.PrefixStore())
-
-
-@pytest.mark.parametrize("latent", ["exact", "int4"])
-@pytest.mark.parametrize("family", some([one for one in FAMILIES if one not in SPARSE]))
-def test_prompts_share_their_prefix(family, latent):
-    model = shared_model(family)
-    store = kv_hf.PrefixStore()
-    prefix = tokens(1, 50)
-    for seed in range(3):
-        ids = torch.cat([prefix, tokens(1, 9, seed=seed + 1)], 1)
-        alone, found = (
-            run(model, {"input_ids": ids}, pages(f"paged_{latent}", **shared))
-            for shared in ({}, {"prefix_store": store})
-        )
-        if latent == "exact":
-            assert torch.equal(found.sequences, alone.sequences)
-        assert found.past_key_values.report()[0].kind == "paged latents"
-    assert store.stats().rows_hit == 2 and store.stats().tokens_computed < 120
 
 
 # -- encoded latents -------------------------------------------------------------------------------------------

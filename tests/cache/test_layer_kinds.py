@@ -11,8 +11,6 @@ from tiny_models import WINDOWS, left_padded, make_sliding, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
-from kv_hf.cache.paged_cache import PagedCache
 
 PAGE = 16
 
@@ -33,49 +31,6 @@ def test_generation_equals_dynamic_cache_and_pages_are_given_back(name, window):
     assert all(row.dropped > 0 for row in group.rows)
     held = max(layer.storage.keys.capacity for layer in cache.paged_layers if layer.group is group)
     assert held <= 3 * (-(-window // PAGE) + 2)
-
-
-FEATURES = [
-    {"num_beams": 3},
-    {"prompt_lookup_num_tokens": 4},
-    {"prefill_chunk_size": 7},
-]
-
-
-@pytest.mark.parametrize("options", FEATURES, ids=lambda value: "-".join(value))
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
-def test_features_of_generate_equal_dynamic_cache(name, options):
-    single = "prompt_lookup_num_tokens" in options
-    inputs = {"input_ids": tokens(1, 90).repeat(1, 2)} if single else left_padded([100, 61])
-    compare(make_sliding(name, 24), inputs, **options)
-
-
-@pytest.mark.skipif(CROP_TAKES_LENGTHS, reason="this transformers' DynamicCache fails in the draft")
-def test_assisted_decoding_rolls_sliding_layers_back():
-    model, draft = make_sliding("gemma3", 20), make_sliding("gemma3", 12)
-    with torch.no_grad():  # a draft that is right now and then
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn_like(parameter) * 2e-3)
-    compare(model, {"input_ids": tokens(1, 75)}, assistant_model=draft, max_new_tokens=60)
-
-
-def test_forward_that_stops_between_the_groups_is_found():
-    """All sliding layers have taken part, no full one has: lengths differ, which the next forward must notice."""
-    model = make_sliding("qwen2", 24)  # layers 0 and 1 attend to everything, 2 and 3 slide
-    cache = PagedCache(model.config, page_size=PAGE)
-    with torch.no_grad():
-        model(tokens(1, 50), past_key_values=cache)
-        handle = model.model.layers[2].register_forward_pre_hook(
-            lambda *_: (_ for _ in ()).throw(RuntimeError("stop"))
-        )
-        with pytest.raises(RuntimeError, match="stop"):
-            model(tokens(1, 1), past_key_values=cache)
-        handle.remove()
-        with pytest.raises(kv_hf.InterruptedForwardError):
-            model(tokens(1, 1), past_key_values=cache)
-        cache.reset()
-        model(tokens(1, 50), past_key_values=cache)
-    cache.check_integrity()
 
 
 def test_attention_weights_of_a_padded_sliding_model_equal_eager():

@@ -12,7 +12,7 @@ import tiny_latent
 import torch
 from tiny_models import COMMON, make_model, tokens
 from token_states import place_outside
-from transformers import DynamicCache, MistralConfig
+from transformers import MistralConfig
 from wrapped_kernels import wrap_kernels
 
 import kv_hf
@@ -21,7 +21,7 @@ from kv_hf.backends import dispatch
 from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheOptionError
-from kv_hf.page_summary import part_bytes, summary_words
+from kv_hf.page_summary import summary_words
 from kv_hf.pages import offload
 from kv_hf.read_budget import pages_for
 
@@ -93,15 +93,6 @@ def test_a_step_reads_the_budget_and_the_newest_page(model, reads):
     assert (
         len({tuple(pages[0]) for _, _, pages, _ in reads}) > 3
     )  # layers and steps choose for themselves
-
-
-@pytest.mark.parametrize(
-    "options", [{"read_tokens": 400}, {"read_top_p": 0.999999, "read_tokens": None}]
-)
-def test_a_budget_for_all_reads_all(model, options):
-    ids = tokens(1, 330)
-    exact = DynamicCache(config=model.config)
-    assert_alike(steps(model, cache_of(model, **options), ids, 300), steps(model, exact, ids, 300))
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -449,22 +440,6 @@ def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fe
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_device_holds_the_index_and_room_for_what_is_chosen(model):
-    whole, part = (
-        offloaded(model, offload="disk", **options)
-        for options in ({"read_tokens": None, "read_from": 4096}, {})
-    )
-    for cache in (whole, part):
-        steps(model, cache, tokens(1, BEGUN + 2), BEGUN)
-    spec = part.paged_layers[0].spec
-    index = LAYERS * 12 * part_bytes(spec.keys)
-    assert whole.memory().staging == 12 * spec.page_bytes
-    assert part.memory().staging == MOST * spec.page_bytes + index
-    with torch.no_grad():  # more queries than a step has read everything
-        model(tokens(1, 30), past_key_values=part)
-    assert part.memory().staging == 14 * spec.page_bytes + index
 
 
 def test_the_budget_holds_at_every_step(model):

@@ -148,12 +148,6 @@ def test_make_row_says_which_weights_and_which_machine(monkeypatch):
     json.dumps(row)
 
 
-def test_rows_of_packaged_models_say_what_they_were_decoded_from():
-    pytest.importorskip("measure.models.packaged")
-    row = make_row(model="smollm2-135m")
-    assert row["weights_precision"] == "Q4_1" and row["model_file"].startswith("SmolLM2")
-
-
 # -- memory of one cache, in a child -------------------------------------------------------------------------
 
 TINY = {"steps": 2, "dtype": "float32"}

@@ -22,6 +22,7 @@ EXTRAS = (
     "nltk",
     "optimum",
     "rich",
+    "triton",
     "wonderwords",
 )
 TOOLS = (
@@ -35,12 +36,26 @@ TOOLS = (
 )
 
 
-def test_tools_import_nothing_of_the_extras():
-    """Each would raise if it were imported; transformers comes first, which looks for some of them itself."""
+def test_importing_brings_neither_extras_nor_the_tools():
+    """Each of the extras would raise; transformers comes first, which looks for some of them itself.
+
+    Why a GPU kernel cannot run is known without triton.
+    """
     code = f"""
 import sys
 import transformers.generation.utils, transformers.modeling_utils
 sys.modules.update(dict.fromkeys({EXTRAS}))
+import torch, kv_hf
+dir(kv_hf)  # lists what is imported later
+late = {{"evaluation", "gqa", "planner", "doctor"}}
+assert not late & {{name.split(".")[1] for name in sys.modules if name.startswith("kv_hf.")}}
+from kv_hf.backends.triton import meta_params, support
+spec = kv_hf.spec.PageSpec.build(
+    kv_hf.formats.key_scheme("int4"), kv_hf.formats.value_scheme("int4"),
+    num_kv_heads=8, key_dim=128, value_dim=128, page_size=64, dtype=torch.bfloat16,
+)
+assert support.why_not("cpu", torch.float32, spec)
+assert meta_params.constants(spec, meta_params.Step(torch.bfloat16, 8, 1, 90))["STAGES"] > 0
 for name in {TOOLS}:
     __import__(name)
 import kv_hf.evaluation as evaluation

@@ -9,7 +9,6 @@ import rounding
 import tiny_latent
 import torch
 import transformers
-from paths import run_python
 from tiny_models import left_padded, make_model, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -211,20 +210,6 @@ def test_table_of_eager_families_names_those_without_sdpa():
             assert base._can_set_attn_implementation()
 
 
-def test_attention_refuses_handles_of_an_earlier_forward():
-    model = make_model("llama")
-    cache, sides = kv_hf.PagedCache(model.config, page_size=16), torch.randn(2, 1, 2, 30, 16)
-    cache.update(*sides, 0)
-    cache.update(*sides, 1)
-    older = cache.update(*sides[..., :1, :], 0)
-    cache.update(*sides[..., :1, :], 1)
-    newer = cache.update(*sides[..., :1, :], 0)
-    module, query = model.model.layers[0].self_attn, torch.randn(1, 4, 1, 16)
-    kv_hf_attention(module, query, *newer, None)
-    with pytest.raises(kv_hf.StaleHandleError, match="an earlier forward"):
-        kv_hf_attention(module, query, *older, None)
-
-
 # -- flash attention ------------------------------------------------------------------------------------------------
 
 
@@ -345,25 +330,3 @@ def test_generate_without_our_names_is_untouched():
     out = model.generate(tokens(1, 8), max_new_tokens=2, return_dict_in_generate=True)
     assert type(out.past_key_values).__name__ == "DynamicCache"
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_importing_does_not_import_heavy_or_optional_packages():
-    """Nor what measures; and why a GPU kernel cannot run is known without triton."""
-    code = """
-import sys
-sys.modules.update({name: None for name in ("triton", "lm_eval", "datasets", "rich")})  # imports raise
-import torch, kv_hf
-dir(kv_hf)  # lists what is imported later
-late = {"evaluation", "gqa", "planner", "doctor"}
-assert not late & {name.split(".")[1] for name in sys.modules if name.startswith("kv_hf.")}
-kv_hf.plan
-from kv_hf.backends.triton import meta_params, support
-spec = kv_hf.spec.PageSpec.build(
-    kv_hf.formats.key_scheme("int4"), kv_hf.formats.value_scheme("int4"),
-    num_kv_heads=8, key_dim=128, value_dim=128, page_size=64, dtype=torch.bfloat16,
-)
-assert support.why_not("cpu", torch.float32, spec)
-assert meta_params.constants(spec, meta_params.Step(torch.bfloat16, 8, 1, 90))["STAGES"] > 0
-print(kv_hf.__version__)
-"""
-    assert run_python("-c", code).strip() == kv_hf.__version__

@@ -44,7 +44,7 @@ FAST = {
 
 
 # the others are slow, as is the walk over all families
-QUICK = ("deepseek_v3", "gpt_oss", "bloom", "zamba2", "git", "t5", "qwen2_vl")
+QUICK = ("deepseek_v3", "gpt_oss", "zamba2", "t5", "qwen2_vl")
 
 
 def supported(family: str, role: str) -> None:

@@ -1,6 +1,5 @@
 """Pages on a CPU lie in mappings of their own and grow there, in all layers or in none; memory goes back once behind a prefill."""
 
-import copy
 import mmap
 import os
 import pickle
@@ -20,7 +19,6 @@ from kv_hf.pages.cpu_memory import (
     LEAST_COLUMNS,
     LEAST_HUGE,
     TRIM_VARIABLE,
-    HostMemory,
     give_back_freed,
     runs_of,
     trim_heap,
@@ -77,14 +75,6 @@ def test_grown_stays_in_its_memory_as_long_as_there_are_addresses():
     check(storage, PAGES, AHEAD * PAGES + 1)
     assert storage.fields["codes"].data_ptr() != before["codes"].data_ptr()
     assert bool((before["codes"][3].view(torch.uint8) == 3).all())
-
-
-@needs_mappings
-def test_fields_share_no_memory():
-    """A compiled forward changes fields in place; tensors over one storage would hinder it."""
-    storage = filled(PAGES)
-    storages = {field.untyped_storage().data_ptr() for field in storage.fields.values()}
-    assert len(storages) == len(storage.fields)
 
 
 @pytest.mark.parametrize("refused", [1, 10**6], ids=["once", "always"])
@@ -311,59 +301,3 @@ def test_out_of_memory_while_storage_grows_changes_nothing(monkeypatch, keys, co
         assert same(dense(cache), before)
         feed(cache, ROWS, 60, 200)
         assert same(dense(cache), dense(plain))
-
-
-@pytest.mark.parametrize("kind", ["copy", "store"])
-def test_next_cache_on_a_storage_that_failed_to_grow_has_room(monkeypatch, kind):
-    """The first forward of another cache must not take the room of the keys for that of the values."""
-    store = kv_hf.PrefixStore() if kind == "store" else None
-    cache = kv_hf.PagedCache(FULL, page_size=PAGE, keys="int4", prefix_store=store)
-    feed(cache, ROWS, 0, 60)
-    if store is not None:
-        store.add(cache, [ROWS[0][:60]])
-        other = cache.fresh()
-        assert store.attach(other, (), [ROWS[0][:61]], [0]) == 4 + 3 * PAGE
-    else:
-        other = copy.deepcopy(cache)
-    with monkeypatch.context() as patched:
-        failing_at(patched, 4)
-        with pytest.raises(MemoryError):
-            feed(cache, ROWS, 60, 200)
-    seen = other.get_seq_length()
-    feed(other, ROWS, seen, 200)
-    other.check_integrity()
-    cache.check_integrity()  # room is made before a forward begins: it never did
-    plain = kv_hf.PagedCache(FULL, page_size=PAGE, keys="int4")
-    for first, last in ((0, seen), (seen, 200)):
-        feed(plain, ROWS, first, last)
-    assert same(dense(other), dense(plain))
-
-
-def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
-    """Its room was that of a place in host memory which the arena did not know of."""
-    caches = [
-        kv_hf.PagedCache(FULL, page_size=PAGE, **options)
-        for options in ({}, {"offload": "disk", "device_bytes": 491_520})
-    ]
-    for cache in caches:
-        feed(cache, ROWS, 0, 250)
-    plain, cache = caches
-    assert not cache.memory().offloaded
-    store = HostMemory.store
-    calls = []
-
-    def failing(home, *args):
-        calls.append(args)
-        if len(calls) == 4:  # the second side of the second layer
-            raise MemoryError("no memory for a copy")
-        store(home, *args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "store", failing)
-        with pytest.raises(MemoryError):
-            feed(cache, ROWS, 250, 390)
-    cache.check_integrity()
-    assert same(dense(cache), dense(plain))
-    for one in caches:
-        feed(one, ROWS, 250, 390)
-    assert same(dense(cache), dense(plain)) and cache.memory().offloaded

@@ -17,7 +17,7 @@ from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, place_outside, same, text
 
 import kv_hf
-from kv_hf.pages.staging import Copies, SlotPlan, Staging
+from kv_hf.pages.staging import SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
 PAGE = 16
@@ -115,21 +115,6 @@ def test_generate_is_equal(place, name):
     check_equal(found, expected)
     left = outside(found.past_key_values)
     assert 0 < len(left) < LAYERS if more else left == [*outside_at_last]
-
-
-def test_handles_read_after_other_layers_are_right(place):
-    """All layers share the buffers: a handle must fetch when it is read, not when it is made."""
-    states = torch.randn(2, 1, 2, 200, 16)
-    both = [make_cache(**options) for options in ({}, place)]
-    handles = []
-    for cache in both:
-        for first, last in ((0, 190), (190, 200)):
-            part = states[:, :, :, first:last]
-            made = [cache.update(part[0] + i, part[1] - i, i) for i in range(LAYERS)]
-        handles.append(made)
-    for plain, ours in zip(*handles, strict=True):
-        for a, b in zip(plain, ours, strict=True):
-            assert torch.equal(a.dense(), b.dense())
 
 
 def test_copies_generate_at_once_in_threads(place):
@@ -249,12 +234,6 @@ def plan_of(*rows):
     return SlotPlan.of(view.block_table, view.num_pages, torch.device("cpu"))
 
 
-def check_slots(fields, layer, plan):
-    for side in fields:
-        found = side["codes"].flatten(1)[:, 0].tolist()
-        assert found == [1000 * layer.layer_idx + page for page in plan.ids]
-
-
 def test_every_buffer_is_kept_until_copies_into_it_are_done():
     """The last step of a generation fetches a layer that nobody reads: the cache may go before the copy is done."""
     spec, copies = make_spec(), LateCopies()
@@ -268,23 +247,6 @@ def test_every_buffer_is_kept_until_copies_into_it_are_done():
         assert copies.waiting
         assert copies.kept == [buffer.raw.data_ptr() for buffer in staging._buffers]
         assert len(copies.kept) == 2
-
-
-def test_failed_fetch_is_tried_again():
-    spec = make_spec()
-    staging, layer = Staging(Copies(torch.device("cpu"))), FakeLayer(3, spec)
-    staging.resize(8 * spec.page_bytes)
-    plan, fetch = plan_of([4, 5]), layer.fetch
-
-    def fail(*args):
-        raise RuntimeError("bad copy")
-
-    layer.fetch = fail
-    with pytest.raises(RuntimeError, match="bad copy"), staging.reading(layer, plan):
-        pass
-    layer.fetch = fetch
-    with staging.reading(layer, plan) as fields:
-        check_slots(fields, layer, plan)
 
 
 # -- failures ------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import struct
 import subprocess
 import sys
 import tarfile
@@ -15,7 +14,6 @@ import torch
 import transformers
 from measure import quality
 from measure.models import packaged
-from measure.models.stories15m import half_split, read_model
 from measure.peers import known_peers, levels, rotation
 from measure.runner import FAILED, WORKLOADS, run
 from paths import ROOT
@@ -73,24 +71,6 @@ def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"Gemma terms of use .* KV_HF_ACCEPT_GEMMA_TERMS=1"):
         packaged.resolve_model("gemma-3-270m")
     assert not list(tmp_path.iterdir())
-
-
-def test_weights_of_llama2c_become_the_rows_of_transformers():
-    """llama2.c rotates (2i, 2i + 1), transformers (i, i + half): scores of rotated heads must not change."""
-    torch.manual_seed(0)
-    heads, dim, width = 2, 6, 8
-    stored = torch.randn(1, heads * dim, width, dtype=torch.float64)
-    x, angles = torch.randn(width, dtype=torch.float64), torch.rand(dim // 2, dtype=torch.float64)
-    turn = torch.polar(torch.ones_like(angles), angles)
-    pairs = torch.view_as_complex((stored[0] @ x).view(heads, dim // 2, 2)) * turn
-    first, second = (half_split(stored, heads)[0] @ x).view(heads, 2, dim // 2).unbind(1)
-    torch.testing.assert_close(torch.complex(first, second) * turn, pairs)
-    # hidden 8, inner 4, 1 layer, 2 heads, vocab 5, 6 positions; RoPE tables of 6 x 4 numbers end the model
-    count = 5 * 8 + 8 + 4 * 64 + 8 + 3 * 32 + 8
-    data = struct.pack("<7i", 8, 4, 1, 2, 2, 5, 6) + torch.arange(float(count)).numpy().tobytes()
-    model, end = read_model(data + bytes(4 * 6 * 4) + b"tokenizer")
-    assert end == len(data) + 4 * 6 * 4
-    assert model.model.embed_tokens.weight[1, 2] == 10 and model.model.norm.weight[-1] == count - 1
 
 
 @pytest.mark.slow

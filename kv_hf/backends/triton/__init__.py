@@ -9,11 +9,11 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import dense, launch, seal, selection
+    from . import decode, dense, seal, selection
 
     return Backend(
         "triton",
-        launch.paged_attention,
+        decode.paged_attention,
         seal.write_pair,
         seal.seal_pair,
         dense.dense_side,

@@ -203,6 +203,15 @@ class AttentionCall:
     sliding_window: int | None = None
 
 
+def mask_strides(mask: torch.Tensor) -> tuple[int, int, int]:
+    """Return the strides of a mask's rows, heads and queries, [rows or 1, heads or 1, q_len, columns]; 0 where all share one."""
+    row, head, query = (
+        stride if size > 1 else 0
+        for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
+    )
+    return row, head, query
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention over pages: its functions do what those of the same names in `reference` do.

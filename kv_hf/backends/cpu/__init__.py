@@ -8,7 +8,7 @@ import torch
 from ...spec import LANES, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
-from . import choose, decode, library, write
+from . import decode, library, write
 from .abi import DTYPES
 
 
@@ -20,7 +20,7 @@ def load() -> Backend:
         write.write_pair,
         write.seal_pair,
         dense_side,
-        choose.choose_pages,
+        decode.choose_pages,
         max_queries=sys.maxsize,
     )
 

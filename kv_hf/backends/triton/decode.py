@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..base import AttentionCall
+from ..base import AttentionCall, mask_strides
 from . import support
 from .dequant import row_of
 from .direct import (
@@ -291,11 +291,11 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         query = query.contiguous()
         strides = query.stride()
     mask_kind: Any = None
-    mask_strides = NO_MASK
+    strides_of_mask = NO_MASK
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        mask_strides = _mask_strides(mask)
-        mask_kind = mask.dtype, mask_strides[0] >> 31
+        strides_of_mask = mask_strides(mask)
+        mask_kind = mask.dtype, strides_of_mask[0] >> 31
     key = (
         id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
         call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, index,
@@ -313,7 +313,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         return (
             Strided(at(query), *strides[:3]), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
             Strided.of(at, kv.residual_keys), Strided.of(at, kv.residual_values), Results(at(out), partial, bests),
-            *rows_of(at, kv), at(shown), *mask_strides, at(sinks), counters, float(call.softmax_scale),
+            *rows_of(at, kv), at(shown), *strides_of_mask, at(sinks), counters, float(call.softmax_scale),
             float(call.softcap or 1.0), call.sliding_window or 0, query.shape[2],
         )  # fmt: skip
 
@@ -324,12 +324,6 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             lambda at: (Results(at(out), at(room[0]), at(room[1])), at(sinks), plan.shape[2], splits),
         )  # fmt: skip
     return out
-
-
-def _mask_strides(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of rows, heads and queries, 0 where all share one."""
-    sizes = zip(mask.shape[:3], mask.stride()[:3], strict=True)
-    return tuple(stride if size > 1 else 0 for size, stride in sizes)
 
 
 def _prepare(call: AttentionCall) -> AttentionPlan:

@@ -19,7 +19,7 @@ from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.triton import decode, dense, direct, seal, selection, support
 from kv_hf.backends.triton.meta_params import HIP
 from kv_hf.read_budget import ReadBudget
-from kv_hf.spec import PageSpec, SideSpec
+from kv_hf.spec import PageSpec, PageWrite, SideSpec
 
 PAGES = 64  # of the only row: enough for more than one split
 
@@ -92,7 +92,7 @@ def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     windows, fields = (kv.residual_keys, kv.residual_values), (kv.key_pages, kv.value_pages)
     return compiled(
         seal.seal_pair_kernel,
-        lambda: seal.seal_pair(windows, jobs, fields, spec, damaged, {}),
+        lambda: seal.write(PageWrite(windows, fields, spec, damaged, {}, jobs)),
         arch,
     )
 
@@ -108,7 +108,7 @@ def compile_append_pair(
     spec = SimpleNamespace(keys=sizes[0], values=sizes[1])
     return compiled(
         seal.append_pair_kernel,
-        lambda: seal.write_pair(windows, new, number, number, None, None, spec, None, {}),
+        lambda: seal.write(PageWrite(windows, None, spec, None, {}, None, new, number, number)),
         arch,
     )
 

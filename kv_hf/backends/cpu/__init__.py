@@ -17,8 +17,7 @@ def load() -> Backend:
     return Backend(
         "c",
         decode.paged_attention,
-        write.write_pair,
-        write.seal_pair,
+        write.write,
         dense_side,
         decode.choose_pages,
         max_queries=sys.maxsize,

@@ -14,8 +14,7 @@ def load() -> Backend:
     return Backend(
         "triton",
         decode.paged_attention,
-        seal.write_pair,
-        seal.seal_pair,
+        seal.write,
         dense.dense_side,
         selection.choose_pages,
         max_queries=64,

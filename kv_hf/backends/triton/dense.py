@@ -31,11 +31,11 @@ def _factors(
 
 
 @triton.jit
-def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
-    """Load the bits of codes [tokens, places], int32, that lie in a part of SIDE; 0 of places that do not."""
-    BITS: tl.constexpr = SIDE.parts[PART][0]
-    PLACES: tl.constexpr = SIDE.parts[PART][3]
-    at = place - SIDE.parts[PART][2]
+def _load_plane(codes, token, place, NUMBER: tl.constexpr, SIDE: tl.constexpr):
+    """Load the bits of codes [tokens, places], int32, that lie in plane NUMBER of SIDE; 0 of places that do not."""
+    BITS: tl.constexpr = SIDE.planes[NUMBER].bits
+    PLACES: tl.constexpr = SIDE.planes[NUMBER].places
+    at = place - SIDE.planes[NUMBER].place
     inside = (at >= 0) & (at < PLACES)
     if SIDE.places > 1:
         LINES: tl.constexpr = SIDE.page // SIDE.places
@@ -43,15 +43,15 @@ def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
         shift = (token // LINES * BITS)[:, None]
     else:
         WIDTH: tl.constexpr = PLACES * BITS // 8
-        byte = SIDE.parts[PART][4] + at % WIDTH
-        # outside of the part this might be no bit of a number, and then the whole sum of parts would be undefined
+        byte = SIDE.planes[NUMBER].byte + at % WIDTH
+        # outside of the plane this might be no bit of a number, and then the whole sum of planes would be undefined
         shift = tl.where(inside, at // WIDTH * BITS, 0)[None, :]
         if SIDE.token_contiguous:
             where = (byte * SIDE.page)[None, :] + token[:, None]
         else:
             where = (token * SIDE.size)[:, None] + byte[None, :]
     x = tl.load(codes + where, mask=inside[None, :], other=0).to(tl.int32) >> shift
-    return (x & ((1 << BITS) - 1)) << SIDE.parts[PART][1]
+    return (x & ((1 << BITS) - 1)) << SIDE.planes[NUMBER].low
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
         return tl.load(where, mask=(place < SIDE.dim)[None, :], other=0)
     else:
         code = _load_plane(fields.codes, token, place, 0, SIDE)
-        for part in tl.static_range(1, len(SIDE.parts)):
-            code |= _load_plane(fields.codes, token, place, part, SIDE)
+        for plane in tl.static_range(1, len(SIDE.planes)):
+            code |= _load_plane(fields.codes, token, place, plane, SIDE)
         x = number(code, 0, CODE, 8)
         if CODE == "unsigned" and O_TOKENS == 0:  # codes lie around 0
             x = x - 0.5 * ((1 << SIDE.bits) - 1)

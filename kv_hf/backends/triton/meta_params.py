@@ -5,7 +5,7 @@ come from counting instructions and shared memory of compiled kernels (docs/kern
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,24 @@ from ...formats.linear import Float8Format, SignedFormat
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec, planes
 from ..base import AttentionCall
+
+
+class Plane(NamedTuple):
+    """A plane of codes in a token's bytes.
+
+    Of keys of two widths the wide channels have one, and the others; codes of three bits have one of two bits, and one of the
+    third.
+
+    Attributes:
+        bits, low: how many of a code's bits, from which one on.
+        place, places: of the first channel, and how many; byte: the first.
+    """
+
+    bits: int
+    low: int
+    place: int
+    places: int
+    byte: int
 
 
 class SideLayout(NamedTuple):
@@ -31,8 +49,7 @@ class SideLayout(NamedTuple):
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         wide: places in front whose codes have more bits; the channels of such a page have an order of their own. 0: no order.
         top, wide_top: the largest code, and that at these places; clip: part of a range that codes span, but all of it there.
-        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes: of the wide
-            channels and of the others, of keys of two widths; a plane of two bits and one of the third, of codes of three bits.
+        planes: of codes, in a token's bytes.
     """
 
     heads: int
@@ -52,7 +69,7 @@ class SideLayout(NamedTuple):
     top: float
     wide_top: float
     clip: float
-    parts: tuple[tuple[int, int, int, int, int], ...]
+    planes: tuple[Plane, ...]
 
 
 @cache
@@ -75,20 +92,18 @@ def side_layout(spec: SideSpec) -> SideLayout:
         TOPS.get(scheme.code, float((1 << scheme.bits) - 1)),
         float((1 << scheme.wide_bits) - 1),
         scheme.clip,
-        _parts(spec),
+        tuple(_planes(spec)),
     )
 
 
-def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
+def _planes(spec: SideSpec) -> Iterator[Plane]:
     place = byte = 0
-    found = []
     for bits, places in spec.runs:
         low = 0
         for plane in planes(bits):
-            found.append((plane, low, place, places, byte))
+            yield Plane(plane, low, place, places, byte)
             low, byte = low + plane, byte + places * plane // 8
         place += places
-    return tuple(found)
 
 
 class Part(NamedTuple):

@@ -13,11 +13,11 @@ channels has a power of two of lanes.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from ...spec import PageSpec
+from ...spec import PageSpec, PageWrite
+from ..base import Pair, contiguous_pair
 from .dequant import MAGIC, SCALE_MAX, float_to_float8, move_to_block, row_of, unrotate
 from .direct import SPECIALIZED, Fields, Kernel, Strided, kept
 from .meta_params import side_layout
@@ -25,7 +25,6 @@ from .meta_params import side_layout
 TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
 APPENDED = 16  # new tokens of one program, of a chunk
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:
@@ -214,20 +213,15 @@ def _pack(runs, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr):
-    """Pack a plane of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte.
-
-    PART: number of a part of SIDE.
-    """
-    BITS: tl.constexpr = SIDE.parts[PART][0]
-    LOW: tl.constexpr = SIDE.parts[PART][1]
-    PLACE: tl.constexpr = SIDE.parts[PART][2]
-    PLACES: tl.constexpr = SIDE.parts[PART][3]
-    BYTE: tl.constexpr = SIDE.parts[PART][4]
+def _store_plane(codes, code, token, NUMBER: tl.constexpr, SIDE: tl.constexpr):
+    """Pack plane NUMBER of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte."""
+    BITS: tl.constexpr = SIDE.planes[NUMBER].bits
+    PLACE: tl.constexpr = SIDE.planes[NUMBER].place
+    PLACES: tl.constexpr = SIDE.planes[NUMBER].places
     RUNS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = PLACES // RUNS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
-    code = code >> LOW
+    code = code >> SIDE.planes[NUMBER].low
     if code.shape[1] != PLACES:
         GROUP: tl.constexpr = SIDE.scale_channels
         GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -237,7 +231,7 @@ def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr):
         code = tl.gather(code, tl.broadcast_to(lane[None, :], [code.shape[0], RUNS * WIDE]), 1)
     packed = _pack(tl.reshape(code, [code.shape[0], RUNS, WIDE]), BITS)
     byte = tl.arange(0, WIDE)
-    at = (BYTE + byte)[None, :]
+    at = (SIDE.planes[NUMBER].byte + byte)[None, :]
     if SIDE.token_contiguous:
         at = at * SIDE.page + token[:, None]
     else:
@@ -302,8 +296,8 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
                 at = (line * SIDE.dim)[:, None] + place[None, :]
                 tl.store(fields.codes + at, words.to(tl.int16), mask=real[None, :])
             else:
-                for part in tl.static_range(len(SIDE.parts)):
-                    _store_plane(fields.codes, code, token, part, SIDE)
+                for plane in tl.static_range(len(SIDE.planes)):
+                    _store_plane(fields.codes, code, token, plane, SIDE)
 
 
 @triton.jit
@@ -382,92 +376,47 @@ def append_pair_kernel(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def write_pair(
-    windows: Pair,
-    new: Pair,
-    starts: torch.Tensor,
-    skips: torch.Tensor,
-    jobs: torch.Tensor | None,
-    fields: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
-    spec: PageSpec,
-    damaged: torch.Tensor,
-    launches: dict[Any, Any],
-) -> None:
-    """Append new keys and values to their windows, then seal full pages from there, in place and without waiting.
+def write(call: PageWrite) -> None:
+    """Append and seal as `reference.pages.write` does, with equal bytes, in a launch each and without waiting."""
+    if call.new is not None:
+        _append(call, contiguous_pair(call.new))
+    if call.jobs is not None and call.jobs.shape[0]:
+        _seal(call, contiguous_pair(call.windows))
 
-    Args:
-        windows: keys and values (or latents and RoPE keys), [rows, heads, slots, dim]; slots from starts[b] on are
-            written with new[b, :, skips[b] :].
-        new: [rows, heads, q_len, dim] each, in the windows' dtypes.
-        starts, skips: [rows], int32: first free slots, and leading tokens of `new` that are padding.
-        jobs, fields, damaged: as `seal_pair` takes them; jobs None: nothing to seal.
-        launches: keeps compiled launches for the layer.
-    """
-    new = _contiguous(new)
-    window, token = windows[0], new[0]
-    rows, heads, q_len, _ = token.shape
+
+def _append(call: PageWrite, new: Pair) -> None:
+    windows, spec = call.windows, call.spec
+    rows, heads, q_len, _ = new[0].shape
     strides = [one.stride() for one in (*windows, *new)]
     tokens = 1 if q_len == 1 else APPENDED
-    index = window.get_device()
+    index = windows[0].get_device()
+    sizes = {"DIM": spec.keys.head_dim, "VALUE_DIM": spec.values.head_dim, "TOKENS": tokens}
     kernel = kept(
-        launches,
+        call.launches,
         ("append", id(spec), tokens, *strides, index),
-        lambda: Kernel(
-            spec,
-            append_pair_kernel,
-            {"DIM": spec.keys.head_dim, "VALUE_DIM": spec.values.head_dim, "TOKENS": tokens},
-            **OPTIONS,
-        ),
+        lambda: Kernel(spec, append_pair_kernel, sizes, **OPTIONS),
     )
     kernel.launch(
         rows, heads, -(-q_len // tokens) * 2, index,
         lambda at: (
-            Strided.of(at, window), Strided.of(at, token), Strided.of(at, windows[1]), Strided.of(at, new[1]), at(starts),
-            at(skips), window.shape[2], windows[1].shape[2], q_len,
+            Strided.of(at, windows[0]), Strided.of(at, new[0]), Strided.of(at, windows[1]), Strided.of(at, new[1]),
+            at(call.starts), at(call.skips), windows[0].shape[2], windows[1].shape[2], q_len,
         ),
     )  # fmt: skip
-    if jobs is not None:
-        seal_pair(windows, jobs, fields, spec, damaged, launches)
 
 
-def seal_pair(
-    tokens: Pair,
-    jobs: torch.Tensor,
-    fields: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
-    spec: PageSpec,
-    damaged: torch.Tensor,
-    launches: dict[Any, Any],
-) -> None:
-    """Encode full pages of both sides in place as `reference.pages.seal_pages` does, with equal bytes and without waiting.
-
-    Args:
-        tokens: keys and values (or latents and RoPE keys), [rows, heads, slots, dim].
-        jobs: [n, 3], int32: row, first slot and page of each job; a negative page: nothing to do.
-        fields: tensors of SideSpec.fields of each side with a leading [pages], contiguous.
-        damaged: [], uint8, set to 1 where numbers had to be made finite, else left as it is.
-        launches: keeps compiled launches for the layer.
-    """
-    if not jobs.shape[0]:
-        return
-    tokens = _contiguous(tokens)
-    index = tokens[0].get_device()
+def _seal(call: PageWrite, tokens: Pair) -> None:
+    keys, values = tokens
+    spec, index = call.spec, keys.get_device()
     kernel = kept(
-        launches,
-        ("seal", id(spec), *(side.stride() for side in tokens), index),
+        call.launches,
+        ("seal", id(spec), keys.stride(), values.stride(), index),
         lambda: Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS),
     )
     kernel.launch(
-        jobs.shape[0], tokens[0].shape[1], 2, index,
+        call.jobs.shape[0], keys.shape[1], 2, index,
         lambda at: (
-            Strided.of(at, tokens[0]), Fields.of(at, fields[0]), Strided.of(at, tokens[1]), Fields.of(at, fields[1]),
-            at(jobs), at(damaged),
+            Strided.of(at, keys), Fields.of(at, call.fields[0]), Strided.of(at, values), Fields.of(at, call.fields[1]),
+            at(call.jobs), at(call.damaged),
         ),
     )  # fmt: skip
-
-
-def _contiguous(pair: Pair) -> Pair:
-    """Return both with contiguous channels."""
-    keys, values = pair
-    if keys.stride(3) == 1 == values.stride(3):
-        return pair
-    return keys.contiguous(), values.contiguous()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -289,6 +290,37 @@ class PageSpec:
     def window_bytes(self, rows: int, slots: int) -> int:
         """Bytes of the exact tokens (sinks and tail) of `rows` rows with `slots` slots each."""
         return sum(_nbytes((rows, s.num_kv_heads, slots, s.head_dim), s.dtype) for s in self.sides)
+
+
+# not frozen, which would make it slower to make: there is one per layer and step
+@dataclass(slots=True, eq=False)
+class PageWrite:
+    """What a step writes of one layer: new tokens into its exact windows, and then pages, sealed from there; nobody changes one.
+
+        windows[side][b, :, starts[b] + i] = new[side][b, :, skips[b] + i]
+
+    Attributes:
+        windows: keys and values (or latents and RoPE keys), [rows, heads, slots, head_dim], written in place.
+        fields: the storage of both sides, in place: contiguous tensors of SideSpec.fields with a leading [pages].
+        spec: sizes and formats of both sides.
+        damaged: [], uint8, set to 1 where a number had to be made finite, else left as it is.
+        launches: what a backend keeps between calls for this layer, as PagedKV.launches.
+        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once; a job with a negative page id
+            is skipped. None: nothing is sealed.
+        new: [rows, heads, q_len, head_dim] each, in the windows' dtypes, with padding in front. None: nothing is appended, and
+            the windows are read alone.
+        starts, skips: [rows], int32: first free slots, and columns of padding that are not stored.
+    """
+
+    windows: tuple[torch.Tensor, torch.Tensor]
+    fields: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+    spec: PageSpec
+    damaged: torch.Tensor
+    launches: dict[Any, Any]
+    jobs: torch.Tensor | None = None
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+    starts: torch.Tensor | None = None
+    skips: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

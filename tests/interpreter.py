@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 
 from kv_hf.formats import key_scheme
-from kv_hf.spec import PageSpec, SideSpec
+from kv_hf.spec import PageSpec, PageWrite, SideSpec
 
 _pool = None
 
@@ -108,14 +108,14 @@ def scratch():
 
 def attend(asked, *, splits=2):
     """The decode kernel as compiled for no GPU in particular; splits: 0 for what a launch would take."""
-    from kv_hf.backends.triton import launch
+    from kv_hf.backends.triton import decode
     from kv_hf.backends.triton.direct import Plan
 
     rule = Plan.splits
     Plan.splits = (lambda self, width: splits) if splits else rule
     try:
         with scratch():
-            return launch.paged_attention(asked)
+            return decode.paged_attention(asked)
     finally:
         Plan.splits = rule
 
@@ -281,7 +281,7 @@ def seal(tokens, jobs, fields, spec):
     sides, windows, pages = [(one, two)[:: -1 if second else 1] for one, two in (
         (spec, other), (tokens, plain), (fields, others)
     )]  # fmt: skip
-    kernels.seal_pair(windows, jobs, pages, PageSpec(*sides), damaged, {})
+    kernels.write(PageWrite(windows, pages, PageSpec(*sides), damaged, {}, jobs))
     return fields, damaged.bool()
 
 
@@ -289,7 +289,7 @@ def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
     """Append and seal both sides in the worker; returns (windows, fields, damaged)."""
     from kv_hf.backends.triton import seal as kernels
 
-    kernels.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
+    kernels.write(PageWrite(windows, fields, spec, damaged, {}, jobs, new, starts, skips))
     return windows, fields, damaged
 
 

@@ -17,7 +17,7 @@ from kv_hf.backends.reference import pages as reference_pages
 from kv_hf.formats import format_names, k_rope_scheme, key_scheme, latent_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
-from kv_hf.spec import LANES, LATENT_SIDES, PageSpec
+from kv_hf.spec import LANES, LATENT_SIDES, PageSpec, PageWrite
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 # tests of the C kernel, and the instruction sets that this processor has
@@ -209,7 +209,7 @@ def check_seals_as_torch(tokens, jobs, spec, pages=6):
             for side in spec.sides
         )
         damaged = torch.zeros((), dtype=torch.uint8)
-        writer.seal_pair(tokens, jobs, fields, spec, damaged, {})
+        writer.write(PageWrite(tokens, fields, spec, damaged, {}, jobs))
         written.append((fields, int(damaged)))
     (ours, ours_damaged), (theirs, theirs_damaged) = written
     assert ours_damaged == theirs_damaged

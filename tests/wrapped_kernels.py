@@ -100,4 +100,4 @@ def taped(function):
 
 def use_taped_kernels(monkeypatch):
     """Let every cache made from now on have kernels that a tape records."""
-    wrap_kernels(monkeypatch, write_pair=taped, attend=taped)
+    wrap_kernels(monkeypatch, write=taped, attend=taped)

@@ -15,7 +15,9 @@ from ..checks import listed
 from ..formats import Scheme
 from ..geometry import page_start, window_token
 from ..read_budget import ReadBudget
-from ..spec import PageSpec, SideSpec
+from ..spec import PageSpec, PageWrite, SideSpec
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class OutsidePages(Protocol):
@@ -203,6 +205,23 @@ class AttentionCall:
     sliding_window: int | None = None
 
 
+def contiguous_pair(pair: Pair) -> Pair:
+    """Return keys and values [rows, heads, tokens, channels] with contiguous channels."""
+    keys, values = pair
+    if keys.stride(3) == 1 == values.stride(3):
+        return pair
+    return keys.contiguous(), values.contiguous()
+
+
+def mask_strides(mask: torch.Tensor) -> tuple[int, int, int]:
+    """Return the strides of a mask's rows, heads and queries, [rows or 1, heads or 1, q_len, columns]; 0 where all share one."""
+    row, head, query = (
+        stride if size > 1 else 0
+        for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
+    )
+    return row, head, query
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention over pages: its functions do what those of the same names in `reference` do.
@@ -210,7 +229,7 @@ class Backend:
     Attributes:
         name: one of config.KERNELS.
         attend: takes an AttentionCall, returns [rows, num_heads, q_len, out_dim] in the query's dtype.
-        write_pair, seal_pair: as reference.pages.write_pair and seal_pair.
+        write: appends and seals what a PageWrite says, as reference.pages.write does.
         dense: writes one side of a layer out, as reference.pages.dense_side does.
         choose_pages: takes an AttentionCall whose kv has a budget, and returns the block table [rows, width] and the
             pages of each row [rows] that the step reads, as reference.selection.choose_pages does.
@@ -219,8 +238,7 @@ class Backend:
 
     name: str
     attend: Callable[[AttentionCall], torch.Tensor]
-    write_pair: Callable[..., None]
-    seal_pair: Callable[..., None]
+    write: Callable[[PageWrite], None]
     dense: Callable[[PagedKV, str], torch.Tensor]
     choose_pages: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]
     max_queries: int = 16

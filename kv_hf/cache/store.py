@@ -16,7 +16,7 @@ from ..pages.step import Numbers, SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..quant.codec import decode
 from ..read_budget import ReadBudget
-from ..spec import PageSpec, SideSpec
+from ..spec import PageSpec, PageWrite, SideSpec
 from .layer_formats import LayerFormats
 from .widening import may_wait, widen
 
@@ -294,8 +294,10 @@ class LayerStore:
             view = view.on(self.device)
         if step.plain and pages.resident:
             fields = pages.keys.fields, pages.values.fields
-            self.kernel.write_pair(
-                windows, new, view.starts, view.skips, None, fields, pages.spec, self.damaged, self.launches
+            self.kernel.write(
+                PageWrite(
+                    windows, fields, pages.spec, self.damaged, self.launches, None, new, view.starts, view.skips
+                )
             )  # fmt: skip
         else:
             pages.write_pair(

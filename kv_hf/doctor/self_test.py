@@ -19,7 +19,7 @@ from ..backends.registry import load
 from ..errors import CacheOptionError, KVCacheError, first_line
 from ..notices import silenced
 from ..quant.codec import encode
-from ..spec import PageSpec
+from ..spec import PageSpec, PageWrite
 from .kernels import Subject, report_formats, spec_of
 
 OK, NOTE, BROKEN = "ok", "note", "broken"
@@ -114,7 +114,7 @@ def plan_trials(subject: Subject) -> Iterator[tuple[Trial, Callable[[], None]]]:
                 continue
             spec = spec_of(report.format, pages)
             name = f"latents in {report.format}" if spec.is_latent else f"paged_{report.format}"
-            if load(kernel).seal_pair is not load("reference").seal_pair:
+            if load(kernel).write is not load("reference").write:
                 yield Trial(name, "seal", kernel), partial(_seal, spec, kernel, device)
             yield Trial(name, "attend", kernel), partial(_attend, spec, kernel, device)
 
@@ -170,7 +170,8 @@ def _seal(spec: PageSpec, kernel: str, device: torch.device) -> None:
     rights = kv.key_pages, kv.value_pages
     made = pytree.tree_map(lambda one: torch.zeros_like(one, device=device), rights)
     damaged = torch.zeros((), dtype=torch.uint8, device=device)
-    load(kernel).seal_pair(_on(device, tokens), jobs.to(device), made, spec, damaged, {})
+    write = PageWrite(_on(device, tokens), made, spec, damaged, {}, jobs.to(device))
+    load(kernel).write(write)
     if bool(damaged):
         raise KVCacheError(
             f"it calls finite {' or '.join(side.side for side in spec.sides)} not finite"

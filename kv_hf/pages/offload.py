@@ -17,7 +17,7 @@ import torch
 from ..errors import CacheOptionError, DeviceBudgetError
 from ..page_summary import RANGED_PAGES, Summary, part_bytes, part_fields, spread, summary_of
 from ..quant.page_parts import part_of, words_to_read
-from ..spec import PageFields, PageSpec, SideSpec
+from ..spec import PageFields, PageSpec, PageWrite, SideSpec
 from .cpu_memory import DiskMemory, HostMemory, Run, runs_of
 from .moved import persistent_tensors
 from .staging import Copies, SlotPlan, Staging
@@ -299,14 +299,14 @@ class OffloadedStorage(PageStorage):
             return super().seal_pair(kernel, tokens, jobs, damaged, launches)
         pages = jobs.jobs[:, 2].tolist()
         count = min(SEAL_PAGES, len(pages))
-        fields = tuple(empty_fields(side, count, self.device) for side in self.spec.sides)
+        keys, values = (empty_fields(side, count, self.device) for side in self.spec.sides)
         slots = torch.arange(count, dtype=torch.int32, device=self.device)
         for first in range(0, len(pages), count):
             some = jobs.on(self.device)[first : first + count].clone()
             some[:, 2] = slots[: len(some)]
-            kernel.seal_pair(tokens, some, fields, self.spec, damaged, {})
+            kernel.write(PageWrite(tokens, (keys, values), self.spec, damaged, {}, some))
             runs = runs_of(enumerate(pages[first : first + count]))
-            for side, own in zip(self.sides, fields, strict=True):
+            for side, own in zip(self.sides, (keys, values), strict=True):
                 host.store(own, runs, side.fields)
         self._staging.outdate(self, pages)
         if self.index is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CacheMismatchError
-from ..spec import PageFields, PageSpec, SideSpec
+from ..spec import PageFields, PageSpec, PageWrite, SideSpec
 from .cpu_memory import AHEAD, HostMemory, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
@@ -277,8 +277,18 @@ class PageStorage:
             launches: what the backend keeps for this layer.
         """
         table = None if jobs is None or self.is_offloaded else jobs.on(self.device)
-        kernel.write_pair(
-            windows, new, view.starts, view.skips, table, self.fields, self.spec, damaged, launches
+        kernel.write(
+            PageWrite(
+                windows,
+                self.fields,
+                self.spec,
+                damaged,
+                launches,
+                table,
+                new,
+                view.starts,
+                view.skips,
+            )
         )
         if jobs is not None and self.is_offloaded:
             self.seal_pair(kernel, windows, jobs, damaged, launches)
@@ -293,7 +303,9 @@ class PageStorage:
             tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
             damaged: [], uint8; set to 1 where numbers had to be made finite.
         """
-        kernel.seal_pair(tokens, jobs.on(self.device), self.fields, self.spec, damaged, launches)
+        kernel.write(
+            PageWrite(tokens, self.fields, self.spec, damaged, launches, jobs.on(self.device))
+        )
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""

@@ -10,7 +10,7 @@ from paged_inputs import make_kv, make_query, needs_library, tokens_of
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
-from kv_hf.backends.cpu.choose import choose_pages as choose_in_c
+from kv_hf.backends.cpu.decode import choose_pages as choose_in_c
 from kv_hf.backends.dispatch import paged_attention
 from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheMismatchError

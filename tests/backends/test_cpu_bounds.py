@@ -27,7 +27,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, write
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import format_names
-from kv_hf.spec import LANES
+from kv_hf.spec import LANES, PageWrite
 
 pytestmark = needs_library
 # head_dim, page_size and value group, and rank, RoPE dim and page_size: lanes that fill vectors, and lanes that do not
@@ -83,7 +83,7 @@ def check_seal(spec, windows, pages):
         fields = empty_fields(spec, pages, place)
         damaged = place(torch.zeros(1, dtype=torch.uint8))
         tokens = tuple(place(window) for window in windows)
-        write.seal_pair(tokens, place(jobs), fields, spec, damaged, {})
+        write.write(PageWrite(tokens, fields, spec, damaged, {}, place(jobs)))
         written.append(fields)
     for stored, others in zip(*written, strict=True):
         for name in stored:
@@ -180,10 +180,10 @@ def test_seal_refuses_a_page_that_does_not_exist_before_it_writes(isa, name):
             less = [dict(one) for one in fields]
             less[side][field] = tensor[:3]
             with pytest.raises(CacheMismatchError, match="jobs must name pages .* 0 to 2"):
-                write.seal_pair(tokens, jobs, tuple(less), spec, damaged, {})
+                write.write(PageWrite(tokens, tuple(less), spec, damaged, {}, jobs))
             stored = [one for each in fields for one in each.values()]
             assert not any(bool(one.view(torch.uint8).any()) for one in stored)
-    write.seal_pair(tokens, jobs, fields, spec, damaged, {})
+    write.write(PageWrite(tokens, fields, spec, damaged, {}, jobs))
     for each in fields:
         assert bool(each["codes"][3].view(torch.uint8).any())
         assert not bool(each["codes"][1].view(torch.uint8).any())

@@ -22,7 +22,7 @@ from paged_inputs import (
 from kv_hf.backends.cpu import decode, unsupported, write
 from kv_hf.backends.reference.pages import append_tokens, seal_pages
 from kv_hf.errors import CacheMismatchError
-from kv_hf.spec import LANES, PageFields
+from kv_hf.spec import LANES, PageFields, PageWrite
 
 pytestmark = needs_library
 PAGE, SLOTS, PAGES = 16, 44, 6
@@ -82,17 +82,12 @@ class Inputs:
 
     def by_pair(self, jobs=True):
         """Do it by one call."""
-        write.write_pair(
-            self.windows,
-            self.new,
-            self.starts,
-            self.skips,
-            self.jobs if jobs else None,
-            self.fields,
-            self.spec,
-            self.damaged,
-            self.launches,
-        )
+        jobs = self.jobs if jobs else None
+        write.write(
+            PageWrite(
+                self.windows, self.fields, self.spec, self.damaged, self.launches, jobs, self.new, self.starts, self.skips
+            )
+        )  # fmt: skip
         return self
 
     @property
@@ -311,4 +306,4 @@ def test_threads_that_share_packed_arguments_do_not_mix_them():
             assert_equal(one.by_pair(), wanted[seed])
 
     assert at_once(work, 4) == [None] * 4
-    assert set(launches) == {write._NAME} != {decode._NAME}
+    assert set(launches) == {write._NAME} != {decode._ATTEND}

@@ -303,12 +303,13 @@ def test_codes_outside_of_a_part_are_shifted_by_no_undefined_amount(monkeypatch)
     """Tiles in front of the narrow part shifted by less than 0. Triton stored numbers that nothing had computed."""
     import aot
 
+    from kv_hf.backends.triton import dense
     from kv_hf.spec import SideSpec
 
     scheme = key_scheme("int2_mixed", 8).resolve(32, 256, "keys")
     side = SideSpec("keys", scheme, 1, 256, 32, torch.float32)
-    narrow = aot.dense_constants(side) | {"WIDE": 16, "TILE": 8}
-    monkeypatch.setattr(aot, "dense_constants", lambda side: narrow)
+    narrow = dense.dense_constants(side) | {"WIDE": 16, "TILE": 8}
+    monkeypatch.setattr(dense, "dense_constants", lambda side: narrow)
     code = aot.compile_dense(side, "sm_90").asm["llir"]
     assert "st.global" in code
     assert not re.search(r"st\.global.*poison", code)

@@ -18,7 +18,7 @@ from kv_hf.formats import (
     value_scheme,
 )
 from kv_hf.formats.base import SIDES
-from kv_hf.spec import ROWS, PageSpec, SideSpec
+from kv_hf.spec import ROWS, PageSpec, PageWrite, SideSpec
 
 pytestmark = needs_interpreter
 
@@ -256,9 +256,9 @@ def test_write_pair_launches_once_and_once_more_to_seal(gpu, spec):
     launches = {}
     for q_len in range(1, 17):
         one = Inputs(spec, q_len=q_len)
-        given = (one.windows, one.new, one.starts, one.skips)
         for jobs in (None, one.jobs, one.jobs[:0], one.jobs[1:]):
-            kernels.write_pair(*given, jobs, one.fields, spec, one.damaged, launches)
+            given = jobs, one.new, one.starts, one.skips
+            kernels.write(PageWrite(one.windows, one.fields, spec, one.damaged, launches, *given))
     append, seal = "append_pair_kernel", "seal_pair_kernel"
     assert gpu.names() == 16 * [append, append, seal, append, append, seal]
     assert gpu.variants == {append: 2, seal: 1}

@@ -367,15 +367,13 @@ def test_pool_limit_in_mid_generation_leaves_cache_and_model_usable(model):
     assert cache.get_seq_length() == held - 25
 
 
-@pytest.mark.parametrize("kind", ["the first forward", "a later one", "of a state"])
+@pytest.mark.parametrize("kind", ["the first forward", "a later one"])
 def test_forward_of_other_columns_in_the_next_layer_is_refused(kind):
     """How many layers take part is known from the second forward on, so that its first layer has appended."""
     paged, dynamic = make()
     parts, first = states(2, 20, 0), kind == "the first forward"
     if not first:
         append(paged, parts)
-    if kind == "of a state":
-        paged = kv_hf.PagedCache.from_state(make_config("llama", head_dim=DIM), paged.state())
     paged.update(*parts[0], 0)
     if first:  # layer 1 never follows
         paged.update(*parts[0], 0)

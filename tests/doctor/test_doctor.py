@@ -286,16 +286,17 @@ def test_a_wrong_kernel_is_found(monkeypatch, attend, says):
 @pytest.mark.skipif(not HAS_C, reason="no C kernel here")
 @pytest.mark.parametrize("wrong", ["byte", "page", "damaged"])
 def test_a_wrong_seal_is_found(monkeypatch, wrong):
-    def seal_pair(tokens, jobs, fields, spec, damaged, launches):
+    def seal(call):
+        jobs = call.jobs
         if wrong == "page":
             jobs = torch.cat([jobs[:1], jobs[:-1]])  # a page is written to twice, another never
-        pages.seal_pair(tokens, jobs, fields, spec, damaged, launches)
+        pages.write(replace(call, jobs=jobs))
         if wrong == "byte":
-            fields[1]["codes"][int(jobs[0, 2])].view(torch.uint8).flatten()[0] ^= 1
+            call.fields[1]["codes"][int(jobs[0, 2])].view(torch.uint8).flatten()[0] ^= 1
         elif wrong == "damaged":
-            damaged.fill_(1)
+            call.damaged.fill_(1)
 
-    monkeypatch.setattr(write, "seal_pair", seal_pair)
+    monkeypatch.setattr(write, "write", seal)
     failed = [trial for trial in self_tested().failed if trial.what == "seal"]
     assert len(failed) == len([trial for trial in self_tested().trials if trial.what == "seal"]) > 9
     says = {

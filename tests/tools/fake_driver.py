@@ -26,7 +26,7 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
 from kv_hf.backends import registry
-from kv_hf.backends.triton import launch, support
+from kv_hf.backends.triton import direct, support
 from kv_hf.cache import store
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.pages import moved
@@ -69,7 +69,7 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
     replaced: list[tuple[ModuleType, str, Any]] = [
         (support, "target_isa", lambda where: capability),
         (support, "shared_memory", lambda where: shared_memory),
-        (launch, "refuse_cpu", lambda: None),
+        (direct, "refuse_cpu", lambda: None),
         (support, "why_not", lambda *args, **options: None),
         (registry, "layout_for", lambda where: ROWS),
     ]

@@ -8,7 +8,7 @@ import torch
 from ...spec import LANES, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
-from . import choose, decode, library, write
+from . import decode, library, write
 from .abi import DTYPES
 
 
@@ -17,10 +17,9 @@ def load() -> Backend:
     return Backend(
         "c",
         decode.paged_attention,
-        write.write_pair,
-        write.seal_pair,
+        write.write,
         dense_side,
-        choose.choose_pages,
+        decode.choose_pages,
         max_queries=sys.maxsize,
     )
 

@@ -1,7 +1,7 @@
 """All that C and Python agree on, as Python needs it: `native/abi.h` says what the fields mean, and a test compares the two."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -48,9 +48,9 @@ class Part:
         pack_into: of struct.Struct: (memory, offset, *numbers), for packing without a look at names.
     """
 
-    def __init__(self, names: Sequence[str], at: int = 0) -> None:
-        self.names = tuple(names)
-        codes = ("d" if name.rpartition(".")[2] in DOUBLES else "q" for name in names)
+    def __init__(self, names: str, at: int = 0) -> None:
+        self.names = tuple(names.split())
+        codes = ("d" if name.rpartition(".")[2] in DOUBLES else "q" for name in self.names)
         self._packer = struct.Struct("=" + "".join(codes))
         self.at, self.size = at, self._packer.size
         self.pack_into = self._packer.pack_into
@@ -78,13 +78,13 @@ class Struct:
         whole: all fields as one part.
     """
 
-    def __init__(self, **parts: Sequence[str]) -> None:
+    def __init__(self, **parts: str) -> None:
         self.parts: dict[str, Part] = {}
         at = 0
         for name, fields in parts.items():
             self.parts[name] = Part(fields, at)
             at += self.parts[name].size
-        self.whole = Part([field for fields in parts.values() for field in fields])
+        self.whole = Part(" ".join(parts.values()))
 
     @property
     def count(self) -> int:
@@ -92,98 +92,34 @@ class Struct:
         return len(self.whole.names)
 
 
-def _within(fields: str, names: Sequence[str]) -> list[str]:
+def _within(fields: str, names: str) -> str:
     """Return the names of the fields of blocks within."""
-    return [f"{field}.{name}" for field in fields.split() for name in names]
+    return " ".join(f"{field}.{name}" for field in fields.split() for name in names.split())
 
 
-_SIDE = [
-    "format",
-    "dim",
-    "rotated",
-    "wide",
-    "wide_format",
-    "group_tokens",
-    "scale_channels",
-    "scale_dtype",
-    "codes_stride",
-    "scale_stride",
-    "offset_stride",
-    "window_dtype",
-    "window_row",
-    "window_head",
-    "window_slot",
-    "codes",
-    "scale",
-    "offset",
-    "order",
-    "order_stride",
-    "window",
-]
-_NEW = ["is_keys", "row", "head", "at", "clip"]
+_SIDE = (
+    "format dim rotated wide wide_format group_tokens scale_channels scale_dtype codes_stride scale_stride offset_stride "
+    "window_dtype window_row window_head window_slot codes scale offset order order_stride window"
+)
+_NEW = "is_keys row head at clip"
 _SIDES = _within("keys values", _SIDE)
 SIDE, NEW = Struct(all=_SIDE), Struct(all=_NEW)
 DECODE = Struct(
     sides=_SIDES,
-    shapes=[
-        "rows",
-        "heads",
-        "group",
-        "q_len",
-        "page_size",
-        "sink_tokens",
-        "query_dtype",
-        "query_row",
-        "query_head",
-        "query_at",
-        "out_row",
-        "out_head",
-        "out_at",
-        "sliding_window",
-        "mask_kind",
-        "mask_dtype",
-        "mask_row",
-        "mask_head",
-        "mask_at",
-        "isa",
-        "softmax_scale",
-        "softcap",
-    ],
-    pointers=[
-        "table",
-        "table_width",
-        "num_pages",
-        "exact_lens",
-        "padding",
-        "capacity",
-        "query",
-        "out",
-        "mask",
-        "sink_logits",
-        "threads",
-    ],
+    shapes=(
+        "rows heads group q_len page_size sink_tokens query_dtype query_row query_head query_at out_row out_head out_at "
+        "sliding_window mask_kind mask_dtype mask_row mask_head mask_at isa softmax_scale softcap"
+    ),
+    pointers="table table_width num_pages exact_lens padding capacity query out mask sink_logits threads",
 )
 WRITE = Struct(
     sides=_SIDES,
-    shapes=[
-        *_within("new_keys new_values", _NEW),
-        *("rows", "heads", "q_len", "slots", "page_size", "isa"),
-    ],
-    pointers=[
-        "keys_from",
-        "values_from",
-        "starts",
-        "skips",
-        "jobs",
-        "num_jobs",
-        "capacity",
-        "damaged",
-        "threads",
-    ],
+    shapes=_within("new_keys new_values", _NEW) + " rows heads q_len slots page_size isa",
+    pointers="keys_from values_from starts skips jobs num_jobs capacity damaged threads",
 )
 CHOOSE = Struct(
-    call=_within("call", DECODE.whole.names),
-    budget=["summary", "words", "turn", "most", "from_tokens", "share", "top_p"],
-    index=["held", "middles"],
-    choice=["table", "width", "counts"],
+    call=_within("call", " ".join(DECODE.whole.names)),
+    budget="summary words turn most from_tokens share top_p",
+    index="held middles",
+    choice="table width counts",
 )

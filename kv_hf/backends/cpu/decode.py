@@ -1,16 +1,23 @@
-"""Paged attention by the compiled CPU kernel; `reference.paged_attention` defines the result."""
+"""Paged attention and the choice of the pages that a step reads, by the compiled CPU kernel.
+
+`reference.paged_attention` and `reference.selection` define the results.
+"""
+
+from functools import cache
+from typing import Any
 
 import torch
 
-from ...spec import PageFields
-from ..base import AttentionCall, PagedKV
-from .abi import DECODE, DTYPES, MaskKind
+from ...page_summary import summary_of, summary_words, turned_by
+from ...spec import PageFields, PageSpec
+from ..base import AttentionCall, PagedKV, mask_strides
+from .abi import CHOOSE, DECODE, DTYPES, MaskKind
 from .library import Block, isa, library, pack_sides, raise_for, take_block
 
 _SIDES, _SHAPES, _POINTERS = DECODE.parts["sides"], DECODE.parts["shapes"], DECODE.parts["pointers"]
 _PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at
-_FIELDS = DECODE.count
-_NAME = "c attend"
+_BUDGET, _INDEX, _CHOICE = (CHOOSE.parts[name] for name in ("budget", "index", "choice"))
+_ATTEND, _CHOOSE, _CHOOSE_BY_INDEX = "c attend", "c choose", "c choose by index"
 
 
 def paged_attention(call: AttentionCall) -> torch.Tensor:
@@ -26,54 +33,79 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     Returns: [rows, num_heads, q_len, out_dim], a view of a [rows, q_len, num_heads, out_dim] tensor.
     Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
     """
-    query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
-    keys, values = kv.key_pages, kv.value_pages
-    if type(keys) is not PageFields or type(values) is not PageFields:
-        # asked for once: staged pages are fetched then; others have no mark, and are packed at every call
-        keys, values = PageFields(keys), PageFields(values)
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().contiguous()
+    kv, mask = call.kv, call.mask
     shown = None
     if mask is not None:
         mask = _readable_mask(mask)
         shown = mask.shape, mask.stride(), mask.dtype
-    if query.stride()[3] != 1:
-        query = query.contiguous()
-    options = call.softmax_scale, call.softcap, call.sliding_window, shown
-    table, num_pages = kv.block_table, kv.num_pages
-    room, other = keys.room, values.room
-    capacity = room if room < other else other
+    query = _readable_query(call.query)
     out = _empty_output(query, kv)
-    block = take_block(kv.launches, _NAME, _FIELDS)
-    kept = keys.mark, values.mark, kv.residual_keys, kv.residual_values, kv.spec
-    key = (*map(id, kept), query.shape, query.stride(), query.dtype, options)
-    if block.key != key:
-        block.key = ()
-        functions = library()
-        block.call = functions.kv_hf_decode_latent if kv.spec.is_latent else functions.kv_hf_decode
-        pack_sides(block, _SIDES, kv.spec, (keys, values), (kv.residual_keys, kv.residual_values))
-        pack_shapes(block, call, query, out, mask)
-        block.key, block.kept = key, kept
-    _PACK_POINTERS(
-        block.memory,
-        _AT_POINTERS,
-        table.data_ptr(),
-        table.stride()[0],
-        num_pages.data_ptr(),
-        kv.exact_lens.data_ptr(),
-        kv.padding.data_ptr(),
-        capacity,
-        query.data_ptr(),
-        out.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        0 if sink_logits is None else sink_logits.data_ptr(),
-        torch.get_num_threads(),
-    )
-    status = block.call(block.address)
-    if status:
-        raise_for(status, "block_table", capacity)
-    kv.launches[_NAME] = block
+    block = take_block(kv.launches, _ATTEND, DECODE.count)
+    pages = _marked(kv)
+    function = "kv_hf_decode_latent" if kv.spec.is_latent else "kv_hf_decode"
+    _pack(block, function, call, query, pages, out, mask, (call.sliding_window, shown))
+    _run(block, call, query, pages, out, mask)
+    kv.launches[_ATTEND] = block
     return out
+
+
+def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pages of each row that its newest tokens read; see `reference.selection.choose_pages`.
+
+    Of two pages whose masses differ by less than the rounding of fp32, either may be read.
+
+    Args:
+        call: with a query in fp32, bf16 or fp16, over pages in layout "lanes", without mask and sliding window. Its keys
+            may be an index (PagedKV.words).
+    Returns: block table [rows, kv.budget.width(..)] and pages of each row [rows], int32.
+    Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
+    """
+    kv, budget = call.kv, call.kv.budget
+    assert budget is not None
+    query = _readable_query(call.query)
+    name = _CHOOSE if kv.words is None else _CHOOSE_BY_INDEX
+    block = take_block(kv.launches, name, CHOOSE.count)
+    pages = _marked(kv)
+    if _pack(block, "kv_hf_choose_pages", call, query, pages, None, None, budget):
+        of_budget = budget.pages or 0, budget.from_tokens, budget.share or 0.0, budget.top_p or 0.0
+        _BUDGET.pack_into(block.memory, _BUDGET.at, *_summary(kv.spec), *of_budget)
+        index = kv.words, pages[0].get("middle")
+        pointers = [0 if one is None else one.data_ptr() for one in index]
+        _INDEX.pack_into(block.memory, _INDEX.at, *pointers)
+    rows, columns = kv.block_table.shape
+    width = budget.width(columns, kv.page_size)
+    chosen = torch.empty((rows, width), dtype=torch.int32)
+    counts = torch.empty(rows, dtype=torch.int32)
+    _CHOICE.pack_into(block.memory, _CHOICE.at, chosen.data_ptr(), width, counts.data_ptr())
+    _run(block, call, query, pages, None, None)
+    kv.launches[name] = block
+    return chosen, counts
+
+
+@cache
+def _summary(spec: PageSpec) -> tuple[int, int, int]:
+    """Return how C sums up the keys of these pages, how many words of a token's codes it reads, and `turned_by`."""
+    return summary_of(spec.keys), summary_words(spec.keys), turned_by(spec.keys)
+
+
+def _readable_query(query: torch.Tensor) -> torch.Tensor:
+    """Return queries [.., query_dim] as the kernel takes them, with contiguous channels."""
+    return query if query.stride()[3] == 1 else query.contiguous()
+
+
+def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as the kernel takes it: bool or of a known dtype, with contiguous columns."""
+    if mask.dtype not in (torch.bool, *DTYPES):
+        mask = mask.float()
+    return mask if mask.stride(3) == 1 else mask.contiguous()
+
+
+def _marked(kv: PagedKV) -> tuple[PageFields, PageFields]:
+    """Return both sides' fields with a mark. Staged pages are fetched then; others have none, and are packed at every call."""
+    keys, values = kv.key_pages, kv.value_pages
+    if type(keys) is PageFields and type(values) is PageFields:
+        return keys, values
+    return PageFields(keys), PageFields(values)
 
 
 def _empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
@@ -86,27 +118,37 @@ def _empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
     return query.new_empty_strided((rows, num_heads, q_len, dim), strides)
 
 
-def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask as the kernel takes it: bool or of a known dtype, with contiguous columns."""
-    if mask.dtype not in (torch.bool, *DTYPES):
-        mask = mask.float()
-    return mask if mask.stride(3) == 1 else mask.contiguous()
+# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def pack_shapes(
+def _pack(
     block: Block,
+    function: str,
     call: AttentionCall,
     query: torch.Tensor,
+    pages: tuple[PageFields, PageFields],
     out: torch.Tensor | None,
     mask: torch.Tensor | None,
-) -> None:
-    """Pack what shapes, strides and options decide.
+    options: Any,
+) -> bool:
+    """Pack what pages, shapes, strides and options decide, where it is not what the block holds; return whether it was not.
 
     Args:
+        function: the library's, that the block is for.
         query, out: [rows, num_heads, q_len, ..]; no `out` where nothing is written there.
         mask: [rows or 1, num_heads or 1, q_len, columns], or None.
+        options: what else the block depends on.
     """
     kv = call.kv
+    windows = kv.residual_keys, kv.residual_values
+    kept = pages[0].mark, pages[1].mark, *windows, kv.spec, kv.words
+    asked = query.shape, query.stride(), query.dtype, call.softmax_scale, call.softcap, options
+    key = (*map(id, kept), *asked)
+    if block.key == key:
+        return False
+    block.key = ()
+    block.call = getattr(library(), function)
+    pack_sides(block, _SIDES, kv.spec, pages, windows)
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     query_row, query_head, query_at, _ = query.stride()
@@ -121,16 +163,15 @@ def pack_shapes(
         "softmax_scale": call.softmax_scale, "softcap": call.softcap or 0.0,
     }  # fmt: skip
     _SHAPES.pack_names(block.memory, {**numbers, **_mask_fields(mask)})
+    block.key, block.kept = key, kept
+    return True
 
 
 def _mask_fields(mask: torch.Tensor | None) -> dict[str, int]:
     """Return kind, dtype and strides of a mask; strides of dimensions that it repeats are 0."""
-    kind, dtype, strides = MaskKind.MASK_NONE, 0, [0, 0, 0]
+    kind, dtype, strides = MaskKind.MASK_NONE, 0, (0, 0, 0)
     if mask is not None:
-        strides = [
-            0 if size == 1 else stride
-            for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
-        ]
+        strides = mask_strides(mask)
         if mask.dtype == torch.bool:
             kind = MaskKind.MASK_BOOL
         else:
@@ -139,3 +180,28 @@ def _mask_fields(mask: torch.Tensor | None) -> dict[str, int]:
     return {
         "mask_kind": kind, "mask_dtype": dtype, "mask_row": row, "mask_head": head, "mask_at": at,
     }  # fmt: skip
+
+
+def _run(
+    block: Block,
+    call: AttentionCall,
+    query: torch.Tensor,
+    pages: tuple[PageFields, PageFields],
+    out: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    """Pack what changes from call to call, and call the library; arguments as of `_pack`."""
+    kv, sink_logits = call.kv, call.sink_logits
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+    table, room, other = kv.block_table, pages[0].room, pages[1].room
+    capacity = room if room < other or out is None else other
+    _PACK_POINTERS(
+        block.memory, _AT_POINTERS, table.data_ptr(), table.stride()[0], kv.num_pages.data_ptr(),
+        kv.exact_lens.data_ptr(), kv.padding.data_ptr(), capacity, query.data_ptr(),
+        0 if out is None else out.data_ptr(), 0 if mask is None else mask.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    status = block.call(block.address)
+    if status:
+        raise_for(status, "block_table", capacity)

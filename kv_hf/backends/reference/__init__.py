@@ -5,13 +5,13 @@ import torch
 from ...spec import PageSpec
 from ..base import Backend
 from .attention import paged_attention
-from .pages import dense_side, seal_pair, write_pair
+from .pages import dense_side, write
 from .selection import choose_pages
 
 
 def load() -> Backend:
     """Return the backend."""
-    return Backend("reference", paged_attention, write_pair, seal_pair, dense_side, choose_pages)
+    return Backend("reference", paged_attention, write, dense_side, choose_pages)
 
 
 def why_not(device: torch.device, spec: PageSpec) -> str | None:

@@ -1,16 +1,13 @@
 """Write tokens into windows and pages, and pages out as dense tensors: the definition of what every backend writes."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from ...quant.codec import decode, encode
-from ...spec import PageSpec, SideSpec
+from ...spec import PageWrite, SideSpec
 from ..base import PagedKV
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Fields = Mapping[str, torch.Tensor]
 # tokens decoded at a time (a page, where pages are larger): the largest temporary
 TILE_TOKENS = 512
 SEAL_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
@@ -70,50 +67,19 @@ def decode_tile(
     return tokens.flatten(2, 3)
 
 
-def write_pair(
-    windows: Pair,
-    new: Pair,
-    starts: torch.Tensor,
-    skips: torch.Tensor,
-    jobs: torch.Tensor | None,
-    fields: tuple[Fields, Fields] | None,
-    spec: PageSpec,
-    damaged: torch.Tensor,
-    launches: dict[Any, Any],
-) -> None:
-    """Append new tokens to both windows in place; where there are jobs, seal these pages from the windows.
-
-    Args:
-        windows: keys and values, [rows, heads, slots, head_dim].
-        new: their new tokens, [rows, heads, q_len, head_dim].
-        starts, skips: [rows], int32: first free slot, and leading new tokens that are left out.
-        jobs: [n, 3], int32 (row, first slot, page id), or None.
-        fields: tensors of both sides' pages; None where there are no jobs.
-        damaged: uint8 scalar, set to 1 where numbers had to be made finite; never cleared, never read.
-        launches: what the backend keeps for this layer.
-    """
+def write(call: PageWrite) -> None:
+    """Append new tokens to both windows in place, and seal pages from them: [rows, heads, slots, head_dim]."""
+    windows, jobs = call.windows, call.jobs
     if windows[0].is_meta:  # which hold nothing, and whose lengths cannot be read
         return
-    for window, tokens in zip(windows, new, strict=True):
-        append_tokens(window, tokens, starts, skips)
+    if call.new is not None:
+        assert call.starts is not None
+        assert call.skips is not None
+        for window, tokens in zip(windows, call.new, strict=True):
+            append_tokens(window, tokens, call.starts, call.skips)
     if jobs is not None:
-        assert fields is not None
-        seal_pair(windows, jobs, fields, spec, damaged, launches)
-
-
-def seal_pair(
-    tokens: Pair,
-    jobs: torch.Tensor,
-    fields: tuple[Fields, Fields],
-    spec: PageSpec,
-    damaged: torch.Tensor,
-    launches: dict[Any, Any],
-) -> None:
-    """Seal pages of both sides from `tokens` [rows, heads, slots, head_dim]; the arguments are those of `write_pair`."""
-    if damaged.is_meta:
-        return
-    for side, own, pages in zip(spec.sides, tokens, fields, strict=True):
-        damaged.logical_or_(seal_pages(own, jobs, pages, side))
+        for side, own, pages in zip(call.spec.sides, windows, call.fields, strict=True):
+            call.damaged.logical_or_(seal_pages(own, jobs, pages, side))
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:

@@ -9,13 +9,12 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import dense, launch, seal, selection
+    from . import decode, dense, seal, selection
 
     return Backend(
         "triton",
-        launch.paged_attention,
-        seal.write_pair,
-        seal.seal_pair,
+        decode.paged_attention,
+        seal.write,
         dense.dense_side,
         selection.choose_pages,
         max_queries=64,

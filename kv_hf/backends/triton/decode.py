@@ -1,18 +1,58 @@
 """Decode attention over pages: one program walks a split of one row's pages for some queries of one kv head.
 
 The definition of the result is backends/reference/attention.py. What a tile is, and how it is multiplied, say heads.py and
-latent.py; here is what both share: which tokens a program sees, and where its result goes. Query columns are
-query heads of the kv head times q_len. Knows nothing of launch sizes and devices.
+latent.py; here is what both share: which tokens a program sees, where its result goes, and how a call is launched. Query
+columns are query heads of the kv head times q_len. Launches refuse to look into device tensors.
+
+A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The program that
+arrives last merges the splits. Over latents a kernel of its own does: at batch 1 a few blocks of query rows are split into
+hundreds of programs, and one program that merged a block would read megabytes alone.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from .dequant import Fields
-from .direct import SPECIALIZED
+from ..base import AttentionCall, mask_strides
+from . import support
+from .dequant import row_of
+from .direct import (
+    SPECIALIZED,
+    At,
+    Fields,
+    Kernel,
+    Plan,
+    Scratch,
+    Strided,
+    kept,
+    refuse_cpu,
+    rows_of,
+)
 from .heads import Window, attend_heads, store_parts
 from .latent import attend_latents, store_runs
-from .softmax import Visibility, add_sink, arrive_last, merge_splits
+from .meta_params import MIN_TILES, Step, constants, most_splits, query_blocks
+from .softmax import Visibility, add_sink, arrive_last, finite
+
+NO_MASK = (0, 0, 0)  # its strides
+COMBINED = tl.constexpr(64)  # channels that one program of the combining kernel takes,
+COMBINED_SPLITS = tl.constexpr(64)  # and splits that it reads at once
+
+
+class Results(NamedTuple):
+    """Where results go.
+
+    Attributes:
+        out: [rows, q_len, heads * group, dim].
+        partial: [programs of one split, splits, Splits.columns, dim], fp32; not read where there is one split.
+        bests: [programs of one split, splits, 2, Splits.columns], fp32: maxima in log2, and sums of weights.
+    """
+
+    out: Any
+    partial: Any
+    bests: Any
 
 
 @triton.jit
@@ -29,72 +69,50 @@ def _store(pointers, acc, norm, seen, held, KEYS: tl.constexpr, VALUES: tl.const
 
 @triton.jit(**SPECIALIZED)
 def decode_kernel(
-    query,  # [rows, heads * GROUP, q_len, K_DIM]
-    query_row,
-    query_head,
-    query_token,
-    key_codes,  # [pages, heads, PAGE, bytes]; of latents int16 words [pages, WORDS, RANK], or exact numbers
-    key_scale,
-    key_offset,
-    value_codes,  # [pages, heads, bytes, PAGE], or as the keys' where exact; over latents RoPE keys [pages, PAGE, ROPE]
-    value_scale,  # [pages, heads, PAGE, channel groups]
-    value_offset,
-    block_table,  # [rows, table_row]
-    table_row,
+    query,  # Strided: [rows, heads * group, q_len, key dim]
+    keys,  # Fields: codes [pages, heads, page, bytes]; of latents int16 words [pages, words, rank], or exact numbers
+    values,  # Fields: codes [pages, heads, bytes, page], or as the keys' where exact; over latents RoPE keys [pages, page, dim]
+    window_keys,  # Strided: [rows, heads, slots, key dim]
+    window_values,  # Strided: [rows, heads, slots, value dim]
+    results,  # Results
+    block_table,  # [rows, table_width]
+    table_width,
     num_pages,  # [rows]
-    window_keys,  # [rows, heads, slots, K_DIM]
-    wk_row,
-    wk_head,
-    wk_slot,
-    window_values,  # [rows, heads, slots, V_DIM]
-    wv_row,
-    wv_head,
-    wv_slot,
     exact_lens,  # [rows]
     padding,  # [rows]
-    mask,  # [rows or 1, heads * GROUP or 1, q_len, columns], strides 0 where 1
+    sink_tokens,
+    mask,  # [rows or 1, heads * group or 1, q_len, columns], strides 0 where 1
     mask_row,
     mask_head,
     mask_query,
-    sink_logits,  # [heads * GROUP]
-    out,  # [rows, q_len, heads * GROUP, V_DIM]
-    partial,  # [programs of one split, splits, M_COLUMNS, V_DIM] fp32; not read where there is one split
-    bests,  # [programs of one split, splits, 2, M_COLUMNS] fp32: maxima in log2, and sums of weights
+    sink_logits,  # [heads * group]
     counters,  # [programs of one split] int32, zeros before and after
-    key_order,  # [pages, heads, K_DIM], of keys of two widths
     softmax_scale,
     softcap,
     sliding_window,
-    sink_tokens,
     q_len,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    W_TILE: tl.constexpr,
-    W_COST: tl.constexpr,
-    HIDING: tl.constexpr,
-    SINKS: tl.constexpr,
-    M_COLUMNS: tl.constexpr,
-    M_SPLITS: tl.constexpr,
-    M_THREADS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Attend the query columns of one (row, kv head, block of columns) to one split of the row's tokens.
 
-    Grid: (rows, HEADS * blocks of columns, splits). The last split also attends to the window; the program that
-    arrives last merges the splits (over latents, combine_kernel does). KEYS, VALUES: meta_params.Operand, or
-    meta_params.Latents and None. CHUNK: whether q_len may be more than 1. M_COLUMNS: columns of a program that hold
-    query heads; M_SPLITS: splits that are merged at once; M_THREADS: see softmax.arrive_last.
+    Grid: (rows, heads * blocks of columns, splits). The last split also attends to the window; the program that
+    arrives last merges the splits (over latents, combine_kernel does). QUERIES, SPLITS, LAUNCH: meta_params.Queries, Splits
+    and Launch. KEYS, VALUES: meta_params.Operand, or meta_params.Latents and None.
     """
-    if not CHUNK:
+    if not QUERIES.chunk:
         q_len = 1
+    HEADS: tl.constexpr = QUERIES.heads
+    GROUP: tl.constexpr = QUERIES.group
+    COLUMNS: tl.constexpr = QUERIES.columns
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     PAGE: tl.constexpr = KEYS.side.page
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
+    STAGES: tl.constexpr = LAUNCH.num_stages
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
@@ -120,41 +138,41 @@ def decode_kernel(
     # the tiles of this split; those of pages that no query's sliding window reaches are left out
     first = 0
     tiles = pages * TILES_PER_PAGE
-    if HIDING.windowed:
+    if QUERIES.windowed:
         first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
         first = tl.minimum(first * TILES_PER_PAGE, tiles)
-    # the last split attends to the window, which counts as W_COST times as much work per token as a page
-    work = tiles - first + exact * W_COST // KEYS.tile
+    # the last split attends to the window, which counts as window_cost times as much work per token as a page
+    work = tiles - first + exact * SPLITS.window_cost // KEYS.tile
     begin = tl.minimum(first + work * split // num_splits, tiles)
     end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
 
-    queries = query + wide_row * query_row + query_head_of * query_head + token_of * query_token
-    table = block_table + wide_row * table_row
+    queries = query.pointer + wide_row * query.row + query_head_of * query.head
+    queries += token_of * query.token
+    table = block_table + wide_row * table_width
     window = Window(
-        window_keys + wide_row * wk_row + head * wk_head, wk_slot, window_values + wide_row * wv_row + head * wv_head,
-        wv_slot, exact, pages * PAGE, split == num_splits - 1,
+        row_of(window_keys, wide_row, head), window_keys.token, row_of(window_values, wide_row, head), window_values.token,
+        exact, pages * PAGE, split == num_splits - 1,
     )  # fmt: skip
-    keys = Fields(key_codes, key_scale, key_offset, key_order)
-    values = Fields(value_codes, value_scale, value_offset, key_order)
     if VALUES is None:
         best, total, acc = attend_latents(
-            keys, values, queries, real, table, begin, end, window, visible, softmax_scale, KEYS, HIDING, W_TILE, STAGES
+            keys, values, queries, real, table, begin, end, window, visible, softmax_scale, KEYS, QUERIES, STAGES
         )  # fmt: skip
     else:
         best, total, acc = attend_heads(
-            keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, HEADS, KEYS, VALUES,
-            HIDING, W_TILE, STAGES,
+            keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, KEYS, VALUES, QUERIES,
+            STAGES,
         )  # fmt: skip
 
     seen = total > 0
     if num_splits == 1:
-        norm = add_sink(best, total, sink_logits + query_head_of, SINKS)
+        norm = add_sink(best, total, sink_logits + query_head_of, QUERIES.sinks)
         at = (wide_row * q_len + token_of) * (HEADS * GROUP) + query_head_of
-        _store(out + at * V_DIM, acc, norm, seen, real, KEYS, VALUES)
+        _store(results.out + at * V_DIM, acc, norm, seen, real, KEYS, VALUES)
     else:
+        M_COLUMNS: tl.constexpr = SPLITS.columns
         group = wide_row * tl.num_programs(1) + tl.program_id(1)
-        bests += group * num_splits * (2 * M_COLUMNS)
-        partial += group * num_splits * (M_COLUMNS * V_DIM)
+        bests = results.bests + group * num_splits * (2 * M_COLUMNS)
+        partial = results.partial + group * num_splits * (M_COLUMNS * V_DIM)
         place = tl.arange(0, COLUMNS)
         kept = real & (place < M_COLUMNS)
         slot = split * M_COLUMNS + place
@@ -162,11 +180,182 @@ def decode_kernel(
         tl.store(bests + (split + 1) * M_COLUMNS + slot, total, mask=kept)
         one = tl.full([COLUMNS], 1.0, tl.float32)
         _store(partial + slot * V_DIM, acc, one, seen, kept, KEYS, VALUES)
-        if VALUES is not None and arrive_last(counters, group, num_splits, M_THREADS):
+        if VALUES is not None and arrive_last(counters, group, num_splits, LAUNCH.threads):
             merged = first_column + tl.arange(0, M_COLUMNS)
             head_of = head * GROUP + merged % GROUP
             to = (wide_row * q_len + merged // GROUP) * (HEADS * GROUP) + head_of
             merge_splits(
-                partial, bests, sink_logits + head_of, out + to * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
-                merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, M_SPLITS, SINKS,
+                partial, bests, sink_logits + head_of, results.out + to * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
+                merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, SPLITS.merged,
+                QUERIES.sinks,
             )  # fmt: skip
+
+
+@triton.jit
+def merge_splits(
+    partial, bests, sink_logits, out, num_splits, column, real, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of some query columns and store the result.
+
+    Args:
+        partial, bests: of a block of query columns, [num_splits, COLUMNS, DIM] and [num_splits, 2, COLUMNS], fp32: maxima in
+            log2, and sums of weights. From the second-level cache: another multiprocessor wrote them.
+        sink_logits, out: [columns], pointers to the columns' own.
+        column, real: [columns], places in the block that are wanted, which of them exist; channel: [channels].
+        SPLITS: splits that are read at once.
+    """
+    best = tl.full(column.shape, float("-inf"), tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
+    acc = tl.zeros([column.shape[0], channel.shape[0]], tl.float32)
+    inside = channel < DIM
+    for first in tl.range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        held = split < num_splits
+        at = split[:, None] * COLUMNS + column[None, :]
+        where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
+        others = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(where + COLUMNS, mask=held[:, None], other=0.0, cache_modifier=".cg")
+        where = partial + at[:, :, None] * DIM + channel[None, None, :]
+        there = held[:, None, None] & inside[None, None, :]
+        x = tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
+        top = tl.maximum(best, tl.max(others, 0))
+        shift = finite(top)
+        keep = tl.exp2(best - shift)
+        weights = tl.exp2(others - shift[None, :])
+        total = total * keep + tl.sum(sums * weights, 0)
+        acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], 0)
+        best = top
+    norm = add_sink(best, total, sink_logits, SINKS)
+    result = (acc * norm[:, None]).to(out.dtype.element_ty)
+    tl.store(out[:, None] + channel[None, :], result, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(**SPECIALIZED)
+def combine_kernel(
+    results,  # Results, of programs of COLUMNS query columns
+    sink_logits,  # [HEADS]
+    q_len,
+    num_splits,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Merge one query row: grid (rows * HEADS * q_len, blocks of channels).
+
+    A group is what one program of the decode kernel takes: COLUMNS query rows of one row, heads side by side.
+    """
+    queries = HEADS * q_len
+    row = tl.program_id(0) // queries
+    column = tl.program_id(0) % queries
+    blocks = (queries + COLUMNS - 1) // COLUMNS
+    group = (row * blocks + column // COLUMNS).to(tl.int64) * num_splits
+    one = tl.arange(0, 1)
+    merge_splits(
+        results.partial + group * (COLUMNS * V_DIM), results.bests + group * (2 * COLUMNS), sink_logits + column % HEADS + one,
+        results.out + tl.program_id(0).to(tl.int64) * V_DIM + one, num_splits, column % COLUMNS + one, one == 0,
+        tl.program_id(1) * COMBINED + tl.arange(0, COMBINED), V_DIM, COLUMNS, COMBINED_SPLITS, SINKS,
+    )  # fmt: skip
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionPlan(Plan):
+    """How to launch one kind of attention.
+
+    Attributes:
+        shape, strides: of the result, [rows, heads, q_len, dim] over a contiguous [rows, q_len, heads, dim].
+        combine: merges the splits, in `merged` programs times blocks of channels; None where the last program does.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    combine: Kernel | None
+    merged: tuple[int, int]
+
+
+def paged_attention(call: AttentionCall) -> torch.Tensor:
+    """Attend as `reference.paged_attention` does, on the device of `query`, without waiting for it.
+
+    Args:
+        call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
+    Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
+    """
+    query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
+    index = query.get_device()
+    strides = query.stride()
+    if strides[3] != 1:
+        query = query.contiguous()
+        strides = query.stride()
+    mask_kind: Any = None
+    strides_of_mask = NO_MASK
+    if mask is not None:
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        strides_of_mask = mask_strides(mask)
+        mask_kind = mask.dtype, strides_of_mask[0] >> 31
+    key = (
+        id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
+        call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, index,
+    )  # fmt: skip
+    plan = kept(kv.launches, key, lambda: _prepare(call))
+    out = query.new_empty_strided(plan.shape, plan.strides)
+    splits = plan.splits(kv.block_table.shape[1])
+    room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
+    sinks = out if sink_logits is None else sink_logits
+    shown = out if mask is None else mask
+
+    def arguments(at: At) -> tuple[Any, ...]:
+        partial, bests, counters = map(at, room)
+        # `out` stands for what there is not
+        return (
+            Strided(at(query), *strides[:3]), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
+            Strided.of(at, kv.residual_keys), Strided.of(at, kv.residual_values), Results(at(out), partial, bests),
+            *rows_of(at, kv), at(shown), *strides_of_mask, at(sinks), counters, float(call.softmax_scale),
+            float(call.softcap or 1.0), call.sliding_window or 0, query.shape[2],
+        )  # fmt: skip
+
+    plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
+    if splits > 1 and plan.combine is not None:
+        plan.combine.launch(
+            *plan.merged, 1, index,
+            lambda at: (Results(at(out), at(room[0]), at(room[1])), at(sinks), plan.shape[2], splits),
+        )  # fmt: skip
+    return out
+
+
+def _prepare(call: AttentionCall) -> AttentionPlan:
+    query, spec = call.query, call.kv.spec
+    where = query.device
+    if where.type == "cpu":
+        refuse_cpu()
+    step = Step.of(call, support.target_isa(where))
+    rows, heads, q_len, _ = query.shape
+    dim, blocks, plain = spec.out_dim, query_blocks(spec, step), constants(spec, step)
+    most = most_splits(spec, rows * blocks)
+    columns = plain["SPLITS"].columns
+    parts = rows * blocks * columns * most  # of all splits
+    combine = None
+    if spec.is_latent:
+        merging = {"HEADS": heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": step.sinks}
+        combine = Kernel(spec, combine_kernel, merging, num_warps=4, enable_fp_fusion=True)
+    return AttentionPlan(
+        kernel=Kernel(
+            spec,
+            decode_kernel,
+            plain,
+            num_warps=plain["LAUNCH"].num_warps,
+            enable_fp_fusion=True,
+        ),
+        rows=rows,
+        blocks=blocks,
+        stretch=plain["KEYS"].tile * MIN_TILES,
+        most=most,
+        scratch=Scratch((parts * dim, 2 * parts), rows * blocks, where),
+        shape=(rows, heads, q_len, dim),
+        strides=(q_len * heads * dim, dim, heads * dim, 1),
+        combine=combine,
+        merged=(rows * heads * q_len, -(-dim // COMBINED.value)),
+    )

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from ...spec import SideSpec
 from ..base import PagedKV
-from .dequant import SCALE_MAX, Fields, move_to_block, number, unrotate
-from .direct import Kernel, kept
+from .dequant import SCALE_MAX, move_to_block, number, row_of, unrotate
+from .direct import SPECIALIZED, Fields, Kernel, Strided, kept, rows_of
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
 
 
@@ -31,11 +31,11 @@ def _factors(
 
 
 @triton.jit
-def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
-    """Load the bits of codes [tokens, places], int32, that lie in a part of SIDE; 0 of places that do not."""
-    BITS: tl.constexpr = SIDE.parts[PART][0]
-    PLACES: tl.constexpr = SIDE.parts[PART][3]
-    at = place - SIDE.parts[PART][2]
+def _load_plane(codes, token, place, NUMBER: tl.constexpr, SIDE: tl.constexpr):
+    """Load the bits of codes [tokens, places], int32, that lie in plane NUMBER of SIDE; 0 of places that do not."""
+    BITS: tl.constexpr = SIDE.planes[NUMBER].bits
+    PLACES: tl.constexpr = SIDE.planes[NUMBER].places
+    at = place - SIDE.planes[NUMBER].place
     inside = (at >= 0) & (at < PLACES)
     if SIDE.places > 1:
         LINES: tl.constexpr = SIDE.page // SIDE.places
@@ -43,15 +43,15 @@ def _load_plane(codes, token, place, PART: tl.constexpr, SIDE: tl.constexpr):
         shift = (token // LINES * BITS)[:, None]
     else:
         WIDTH: tl.constexpr = PLACES * BITS // 8
-        byte = SIDE.parts[PART][4] + at % WIDTH
-        # outside of the part this might be no bit of a number, and then the whole sum of parts would be undefined
+        byte = SIDE.planes[NUMBER].byte + at % WIDTH
+        # outside of the plane this might be no bit of a number, and then the whole sum of planes would be undefined
         shift = tl.where(inside, at // WIDTH * BITS, 0)[None, :]
         if SIDE.token_contiguous:
             where = (byte * SIDE.page)[None, :] + token[:, None]
         else:
             where = (token * SIDE.size)[:, None] + byte[None, :]
     x = tl.load(codes + where, mask=inside[None, :], other=0).to(tl.int32) >> shift
-    return (x & ((1 << BITS) - 1)) << SIDE.parts[PART][1]
+    return (x & ((1 << BITS) - 1)) << SIDE.planes[NUMBER].low
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
         return tl.load(where, mask=(place < SIDE.dim)[None, :], other=0)
     else:
         code = _load_plane(fields.codes, token, place, 0, SIDE)
-        for part in tl.static_range(1, len(SIDE.parts)):
-            code |= _load_plane(fields.codes, token, place, part, SIDE)
+        for plane in tl.static_range(1, len(SIDE.planes)):
+            code |= _load_plane(fields.codes, token, place, plane, SIDE)
         x = number(code, 0, CODE, 8)
         if CODE == "unsigned" and O_TOKENS == 0:  # codes lie around 0
             x = x - 0.5 * ((1 << SIDE.bits) - 1)
@@ -99,33 +99,23 @@ def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.conste
         tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])
 
 
-# tables may begin anywhere in a buffer that they share
-@triton.jit(
-    do_not_specialize=["seen", "table_row", "sink_tokens"],
-    do_not_specialize_on_alignment=["block_table", "num_pages", "exact_lens", "padding", "order"],
-)
+@triton.jit(**SPECIALIZED)
 def dense_kernel(
-    out,  # [rows, HEADS, seen, DIM]
-    seen,
-    codes,
-    scale,
-    offset,
-    order,  # [pages, HEADS, DIM], of keys of two widths
-    block_table,
-    table_row,
-    num_pages,
-    window,  # [rows, HEADS, slots, DIM]
-    window_row,
-    window_head,
-    window_slot,
-    exact_lens,
-    padding,
+    out,  # (pointer,): [rows, heads, seen, dim]
+    fields,  # Fields
+    window,  # Strided: [rows, heads, slots, dim]
+    block_table,  # [rows, table_width]
+    table_width,
+    num_pages,  # [rows]
+    exact_lens,  # [rows]
+    padding,  # [rows]
     sink_tokens,
+    seen,
     SIDE: tl.constexpr,
     WIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write TILE columns of one (row, head). Grid: (seen / TILE rounded up, HEADS, rows).
+    """Write TILE columns of one (row, head). Grid: (seen / TILE rounded up, heads, rows).
 
     The first programs of a row take the parts of its pages, the others its remaining columns: padding, window and what
     is free. As TILE divides a page, a row's parts and its remaining columns fill the grid whatever its number of pages, so
@@ -143,25 +133,25 @@ def dense_kernel(
     exact = tl.load(exact_lens + row)
     left = tl.load(padding + row)
     sinks = tl.minimum(sink_tokens, exact)
-    out += (row.to(tl.int64) * HEADS + head) * seen * DIM
+    wide_row = row.to(tl.int64)
+    out_of = out[0] + (wide_row * HEADS + head) * seen * DIM
     parts = pages * (PAGE // TILE)
     if tile < parts:
-        page = tl.load(block_table + row.to(tl.int64) * table_row + tile // (PAGE // TILE))
+        page = tl.load(block_table + wide_row * table_width + tile // (PAGE // TILE))
         block = page.to(tl.int64) * HEADS + head
-        fields = move_to_block(Fields(codes, scale, offset, order), block, SIDE)
+        of_block = move_to_block(fields, block, SIDE)
         token = (tile % (PAGE // TILE)) * TILE + tl.arange(0, TILE)
         column = left + sinks + tile // (PAGE // TILE) * PAGE + token
-        target = out + column.to(tl.int64)[:, None] * DIM
-        _write_tile(target, fields, token, column < seen, SIDE, WIDE)
+        target = out_of + column.to(tl.int64)[:, None] * DIM
+        _write_tile(target, of_block, token, column < seen, SIDE, WIDE)
     else:
         column = (tile - parts) * TILE + tl.arange(0, TILE)
         behind = column >= left + sinks
         slot = column - left
         column = tl.where(behind, column + pages * PAGE, column)
-        source = window + row.to(tl.int64) * window_row + head * window_head
-        source += slot.to(tl.int64)[:, None] * window_slot
+        source = row_of(window, wide_row, head) + slot.to(tl.int64)[:, None] * window.token
         held = (slot >= 0) & (slot < exact)
-        target = out + column.to(tl.int64)[:, None] * DIM
+        target = out_of + column.to(tl.int64)[:, None] * DIM
         for start in tl.static_range(0, DIM, WIDE):
             channel = start + tl.arange(0, WIDE)
             inside = (channel < DIM)[None, :]
@@ -211,9 +201,7 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
         kernel.launch(
             -(-kv.seen // kernel.constants["TILE"]), spec.num_kv_heads, kv.rows, index,
             lambda at: (
-                at(out), kv.seen, at(pages["codes"]), at(pages.get("scale", out)), at(pages.get("offset", out)),
-                at(pages.get("order", out)), at(kv.block_table), kv.block_table.stride(0), at(kv.num_pages), at(window),
-                *window.stride()[:3], at(kv.exact_lens), at(kv.padding), kv.sink_tokens,
+                (at(out),), Fields.of(at, pages), Strided.of(at, window), *rows_of(at, kv), kv.seen
             ),
         )  # fmt: skip
     return out

@@ -7,13 +7,12 @@ exponents further down: a code's bits moved to where float16 has exponent and ma
 among the codes. Rotated values are sums and differences of two numbers, in the order of quant/codec.py.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from ...formats.linear import SCALE_MAX as _SCALE_MAX
 from ...formats.linear import Float8Format
+from .direct import Fields
 
 _MANTISSA, _BIAS = Float8Format.mantissa_bits, Float8Format.exponent_bias
 FEWER = 15 - _BIAS
@@ -39,13 +38,10 @@ def dtype_of(NAME):
     return {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}[NAME]
 
 
-class Fields(NamedTuple):
-    """Pointers to the tensors of one side of the pages; see decode_kernel. order: of keys of two widths."""
-
-    codes: Any
-    scale: Any
-    offset: Any
-    order: Any
+@triton.jit
+def row_of(tensor, row, head):
+    """Return the pointer to token 0 of a Strided, of one row (int64) and head."""
+    return tensor.pointer + row * tensor.row + head * tensor.head
 
 
 @triton.jit

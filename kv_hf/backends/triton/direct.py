@@ -6,31 +6,23 @@ that dtypes, strides (1, multiples of 16) and alignment are those that the kerne
 what kernels compute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
-from operator import itemgetter, or_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 
+from ...errors import CacheOptionError
 from ...spec import PageSpec
+from ..base import PagedKV
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
 QUAD = 4  # numbers in as many bytes
 INTERPRETED: bool = knobs.runtime.interpret  # kernels run in Triton's interpreter, on the CPU
-
-TABLES = ("block_table", "num_pages", "exact_lens", "padding")
-STEPWISE = (
-    "table_row", "mask_row", "mask_head", "mask_query", "sliding_window", "sink_tokens", "q_len"
-)  # fmt: skip
-UNALIGNED = (*TABLES, "mask", "sink_logits", "counters", "key_order")
-# for triton.jit of the kernels that attend: numbers that change while a sequence grows must not make new kernels
-SPECIALIZED = {"do_not_specialize": STEPWISE, "do_not_specialize_on_alignment": UNALIGNED}
 
 address = torch.Tensor.data_ptr
 
@@ -38,6 +30,71 @@ address = torch.Tensor.data_ptr
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` [any shape] as kernels are compiled for it: numbers of 8 bits as uint8."""
     return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)
+
+
+NOTHING = (0, 0, 0)
+At = Callable[[torch.Tensor], Any]  # what to hand over for a tensor
+
+
+class Strided(NamedTuple):
+    """A tensor [rows, heads, tokens, channels] of contiguous channels as kernels take it: its pointer, and its strides."""
+
+    pointer: Any
+    row: Any
+    head: Any
+    token: Any
+
+    @classmethod
+    def of(cls, at: At, tensor: torch.Tensor) -> "Strided":
+        """Return that of a tensor [rows, heads, tokens, channels]; without numbers its strides are 0, whatever torch calls them."""
+        row, head, token = tensor.stride()[:3] if tensor.shape[3] else NOTHING
+        return cls(at(tensor), row, head, token)
+
+
+class Fields(NamedTuple):
+    """Pointers to the tensors of one side of the pages (SideSpec.fields); codes stand for what there is not."""
+
+    codes: Any
+    scale: Any
+    offset: Any
+    order: Any
+
+    @classmethod
+    def of(cls, at: At, fields: Mapping[str, torch.Tensor]) -> "Fields":
+        """Return those of a side; fields: tensors with a leading [pages]."""
+        codes = fields["codes"]
+        scale, offset = fields.get("scale", codes), fields.get("offset", codes)
+        return cls(at(codes), at(scale), at(offset), at(fields.get("order", codes)))
+
+
+# for triton.jit: numbers that change while a sequence grows must not make new kernels, and small tensors may begin anywhere
+# in a buffer that they share. Triton specializes what lies in tuples.
+STEPWISE = (
+    "table_width mask_row mask_head mask_query most share from_tokens width sliding_window sink_tokens seen slots value_slots "
+    "q_len num_splits"
+)
+UNALIGNED = "block_table num_pages exact_lens padding mask sink_logits counters held_words chosen chosen_pages jobs damaged starts skips"
+SPECIALIZED = {
+    "do_not_specialize": STEPWISE.split(),
+    "do_not_specialize_on_alignment": UNALIGNED.split(),
+}
+
+
+def rows_of(at: At, kv: PagedKV) -> tuple[Any, ...]:
+    """Return what each row of a batch holds: block_table, table_width, num_pages, exact_lens, padding and sink_tokens."""
+    table = kv.block_table
+    return (
+        at(table), table.stride(0), at(kv.num_pages), at(kv.exact_lens), at(kv.padding), kv.sink_tokens
+    )  # fmt: skip
+
+
+def refuse_cpu() -> None:
+    """Raise CacheOptionError where tensors on the CPU can be no kernel's."""
+    if not INTERPRETED:
+        raise CacheOptionError(
+            "kernel 'triton' needs a GPU, and its tensors are on the CPU; use another backend, or set "
+            "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
+        )
 
 
 def current_stream(index: int) -> int:
@@ -91,7 +148,7 @@ class Compiled:
         )  # fmt: skip
 
 
-Arguments = Callable[[Callable[[torch.Tensor], Any]], tuple[Any, ...]]
+Arguments = Callable[[At], tuple[Any, ...]]
 
 
 class Kernel:
@@ -101,7 +158,7 @@ class Kernel:
         spec: of the pages; keeps what names the kernel among `PagedKV.launches` by id.
         jit: the function, whose compile-time arguments come last.
         constants: these by name; options: num_warps and the like.
-        pointers: picks the run-time arguments whose alignment counts; None before the first launch.
+        pointers: argument and place in it of the pointers whose alignment counts; None before the first launch.
         compiled: by which of them are no multiples of 16 bytes (0: none); empty in the interpreter.
     """
 
@@ -109,7 +166,7 @@ class Kernel:
 
     def __init__(self, spec: PageSpec, jit: Any, constants: dict[str, Any], **options: Any) -> None:
         self.spec, self.jit, self.constants, self.options = spec, jit, constants, options
-        self.pointers: Callable[[Any], Any] | None = None
+        self.pointers: list[tuple[int, int]] | None = None
         self.compiled: dict[Any, Compiled] = {}
 
     def launch(self, x: int, y: int, z: int, index: int, arguments: Arguments) -> None:
@@ -117,7 +174,8 @@ class Kernel:
 
         Args:
             arguments: returns the run-time arguments; it is given what to hand over for a tensor, its address for a
-                launch, the tensor itself for the compiler and the interpreter.
+                launch, the tensor itself for the compiler and the interpreter. Pointers whose alignment counts lie in
+                tuples.
         """
         if not is_current(index):
             with torch.cuda.device(index):
@@ -127,11 +185,13 @@ class Kernel:
             return None
         given = arguments(address)
         if self.pointers is None:
-            self.pointers = itemgetter(*_aligned(self.jit, arguments(as_bytes)))
-        pointers = self.pointers(given)
-        odd: Any = reduce(or_, pointers) % ALIGNED
+            self.pointers = _aligned(arguments(as_bytes))
+        odd: Any = 0
+        for number, place in self.pointers:
+            odd |= given[number][place]
+        odd %= ALIGNED
         if odd:
-            odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
+            odd = tuple(given[number][place] % ALIGNED == 0 for number, place in self.pointers)
         compiled = self.compiled.get(odd)
         if compiled is None:
             tensors = arguments(as_bytes)
@@ -141,13 +201,14 @@ class Kernel:
         return None
 
 
-def _aligned(jit: Any, arguments: tuple[Any, ...]) -> list[int]:
-    """Return which arguments are tensors that the kernel is compiled for the alignment of."""
-    both = enumerate(zip(jit.params, arguments, strict=False))
+def _aligned(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Return argument and place of the tensors that the kernel is compiled for the alignment of."""
     return [
-        number
-        for number, (parameter, given) in both
-        if isinstance(given, torch.Tensor) and not parameter.do_not_specialize_on_alignment
+        (number, place)
+        for number, given in enumerate(arguments)
+        if isinstance(given, tuple)
+        for place, part in enumerate(given)
+        if isinstance(part, torch.Tensor)
     ]
 
 

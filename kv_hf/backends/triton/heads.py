@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dequant import Fields, dtype_of, run_unit, tile_unit, unpack, unpack_planes, unrotate_parts
+from .dequant import dtype_of, run_unit, tile_unit, unpack, unpack_planes, unrotate_parts
+from .direct import Fields
 from .softmax import LOG2E, bend, near_one, weigh, window_slots
 
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
@@ -37,8 +38,8 @@ class Window(NamedTuple):
 
 @triton.jit
 def attend_heads(
-    keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, HIDING: tl.constexpr, W_TILE: tl.constexpr, STAGES: tl.constexpr,
+    keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend the query columns of one head to tiles `begin` to `end` of a row's pages, and to its window.
 
@@ -74,7 +75,7 @@ def attend_heads(
         # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
         # copies that hide the latency of the codes' loads.
         last = end - 1
-        block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64) * HEADS + head
+        block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64) * QUERIES.heads + head
         page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
         token = (begin % TILES_PER_PAGE) * TILE
         key_factors = load_key_factors(keys, block, token, KEYS)
@@ -84,7 +85,7 @@ def attend_heads(
             k_factors = key_factors
             v_factors = value_factors
             # carried as a sum: Triton does not pipeline loops that hand a value on for two rounds
-            next_block = page.to(tl.int64) * HEADS + head
+            next_block = page.to(tl.int64) * QUERIES.heads + head
             page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
             next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
             tile_q = q
@@ -96,9 +97,9 @@ def attend_heads(
             )
             scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
             at = visible.sink_tokens + tile * TILE + lane
-            scores = bend(scores, factor, at, lane, visible, HIDING, False)
+            scores = bend(scores, factor, at, lane, visible, QUERIES, False)
             weights, keep, best = weigh(
-                scores, factor, best, HIDING.bent, HIDING.hides, VALUES.lift
+                scores, factor, best, QUERIES.bent, QUERIES.hides, VALUES.lift
             )
             totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
             acc, offsets = add_values(
@@ -111,7 +112,7 @@ def attend_heads(
         acc = unrotate_parts(acc, V_CUT, VALUES.side.rotated)
     if window.mine:
         best, total, acc = attend_window(
-            queries, real, window, visible, softmax_scale, best, total, acc, KEYS, VALUES, HIDING, W_TILE
+            queries, real, window, visible, softmax_scale, best, total, acc, KEYS, VALUES, QUERIES
         )  # fmt: skip
     return best, total, acc
 
@@ -119,22 +120,23 @@ def attend_heads(
 @triton.jit
 def attend_window(
     queries, real, window, visible, softmax_scale, best, total, acc, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    HIDING: tl.constexpr, W_TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Add the window's tokens to the running softmax (best, total, acc) and return it.
 
     acc: parts of the pages' values, settled (see `settle`); () where VALUES is None and values are not read.
     """
     CUT: tl.constexpr = KEYS.window
+    TILE: tl.constexpr = KEYS.window_tile
     K_DTYPE: tl.constexpr = dtype_of(KEYS.window_dtype)
     one = tl.full([total.shape[0]], 1.0, tl.float32)
     query = load_query(queries, real, one, (), CUT, K_DTYPE)
     factor = one * (softmax_scale * LOG2E)
-    for first in tl.range(0, window.exact, W_TILE, num_stages=2):
-        slot, held, at = window_slots(first, window, visible.sink_tokens, W_TILE)
+    for first in tl.range(0, window.exact, TILE, num_stages=2):
+        slot, held, at = window_slots(first, window, visible.sink_tokens, TILE)
         scores = score_exact(window.key_tokens + slot * window.key_slot, held, query, CUT, True)
-        scores = bend(scores, factor, at, held, visible, HIDING, True)
-        weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
+        scores = bend(scores, factor, at, held, visible, QUERIES, True)
+        weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if VALUES is not None:
             rows = window.value_tokens + slot * window.value_slot

@@ -23,7 +23,7 @@ from .softmax import LOG2E, bend, near_one, weigh, window_slots
 @triton.jit
 def attend_latents(
     keys, values, queries, real, table, begin, end, window, visible, softmax_scale, LATENTS: tl.constexpr,
-    HIDING: tl.constexpr, W_TILE: tl.constexpr, STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend query rows to tiles `begin` to `end` of a row's pages of latents, and to its window.
 
@@ -124,9 +124,9 @@ def attend_latents(
                 position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
                 whole = tl.trans(tl.sum(side_by_side(turned), 0))
                 whole = bend(
-                    whole, factor, visible.sink_tokens + position, n, visible, HIDING, False
+                    whole, factor, visible.sink_tokens + position, n, visible, QUERIES, False
                 )
-                weights, keep, best = weigh(whole, factor, best, HIDING.bent, HIDING.hides)
+                weights, keep, best = weigh(whole, factor, best, QUERIES.bent, QUERIES.hides)
                 parts = apart(tl.trans(weights), STEP)
                 total = total * keep
                 sums = ()  # of weights, group by group
@@ -156,15 +156,14 @@ def attend_latents(
         acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
     if window.mine:
         best, total, acc = attend_latent_window(
-            queries, real, window, visible, softmax_scale, best, total, acc, LATENTS, HIDING, W_TILE
+            queries, real, window, visible, softmax_scale, best, total, acc, LATENTS, QUERIES
         )  # fmt: skip
     return best, total, acc
 
 
 @triton.jit
 def attend_latent_window(
-    queries, real, window, visible, softmax_scale, best, total, acc, LATENTS: tl.constexpr, HIDING: tl.constexpr,
-    TILE: tl.constexpr,
+    queries, real, window, visible, softmax_scale, best, total, acc, LATENTS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Add the window's tokens to the running softmax (best, total, acc) and return it; see heads.attend_window.
 
@@ -172,6 +171,7 @@ def attend_latent_window(
     """
     CUT: tl.constexpr = LATENTS.cut
     ROPE: tl.constexpr = LATENTS.rope
+    TILE: tl.constexpr = LATENTS.window_tile
     DTYPE: tl.constexpr = dtype_of(LATENTS.window_dtype)
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
@@ -191,8 +191,8 @@ def attend_latent_window(
         rope = window.value_tokens + slot * window.value_slot
         scores = score_rope(scores, q_rope, rope, 1.0, held, ROPE, "none", True, 0)
         scores = tl.trans(tl.sum(scores, 0))
-        scores = bend(scores, factor, at, held, visible, HIDING, True)
-        weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
+        scores = bend(scores, factor, at, held, visible, QUERIES, True)
+        weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         w = tl.broadcast_to(tl.trans(weights)[None, :, :], [CHUNKS, COLUMNS, TILE]).to(DTYPE)
         new = ()

@@ -5,7 +5,7 @@ come from counting instructions and shared memory of compiled kernels (docs/kern
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,24 @@ from ...formats.linear import Float8Format, SignedFormat
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec, planes
 from ..base import AttentionCall
+
+
+class Plane(NamedTuple):
+    """A plane of codes in a token's bytes.
+
+    Of keys of two widths the wide channels have one, and the others; codes of three bits have one of two bits, and one of the
+    third.
+
+    Attributes:
+        bits, low: how many of a code's bits, from which one on.
+        place, places: of the first channel, and how many; byte: the first.
+    """
+
+    bits: int
+    low: int
+    place: int
+    places: int
+    byte: int
 
 
 class SideLayout(NamedTuple):
@@ -31,8 +49,7 @@ class SideLayout(NamedTuple):
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         wide: places in front whose codes have more bits; the channels of such a page have an order of their own. 0: no order.
         top, wide_top: the largest code, and that at these places; clip: part of a range that codes span, but all of it there.
-        parts: (bits, lowest bit, first place, places, first byte) of every plane of codes in a token's bytes: of the wide
-            channels and of the others, of keys of two widths; a plane of two bits and one of the third, of codes of three bits.
+        planes: of codes, in a token's bytes.
     """
 
     heads: int
@@ -52,7 +69,7 @@ class SideLayout(NamedTuple):
     top: float
     wide_top: float
     clip: float
-    parts: tuple[tuple[int, int, int, int, int], ...]
+    planes: tuple[Plane, ...]
 
 
 @cache
@@ -75,20 +92,18 @@ def side_layout(spec: SideSpec) -> SideLayout:
         TOPS.get(scheme.code, float((1 << scheme.bits) - 1)),
         float((1 << scheme.wide_bits) - 1),
         scheme.clip,
-        _parts(spec),
+        tuple(_planes(spec)),
     )
 
 
-def _parts(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
+def _planes(spec: SideSpec) -> Iterator[Plane]:
     place = byte = 0
-    found = []
     for bits, places in spec.runs:
         low = 0
         for plane in planes(bits):
-            found.append((plane, low, place, places, byte))
+            yield Plane(plane, low, place, places, byte)
             low, byte = low + plane, byte + places * plane // 8
         place += places
-    return tuple(found)
 
 
 class Part(NamedTuple):
@@ -166,7 +181,7 @@ class Operand(NamedTuple):
         lift: the weights are multiplied by 2^lift; boost: they, times scales, are multiplied by.
         dtype, window_dtype: of the products with pages and with the exact window, by name.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
-        cut: of the codes; offsets: of the keys' offsets; window: of the exact window.
+        cut: of the codes; offsets: of the keys' offsets; window: of the exact window, window_tile: its tokens at once.
     """
 
     side: SideLayout
@@ -184,6 +199,7 @@ class Operand(NamedTuple):
     cut: Cut
     offsets: Cut
     window: Cut
+    window_tile: int
 
 
 MAX_TILE = 64  # tokens
@@ -304,17 +320,39 @@ def query_blocks(spec: PageSpec, step: Step) -> int:
     return heads * -(-step.heads // heads * step.q_len // column_block(spec, step))
 
 
-def query_constants(spec: PageSpec, step: Step) -> dict[str, Any]:
-    """Return the compile-time arguments that say how queries are spread over programs, and what they see."""
-    heads = spec.keys.num_kv_heads
-    return {
-        "HEADS": heads,
-        "GROUP": step.heads // heads,
-        "CHUNK": step.q_len > 1,
-        "COLUMNS": column_block(spec, step),
-        "HIDING": hiding(step),
-        "SINKS": step.sinks,
-    }
+class Queries(NamedTuple):
+    """How queries are spread over programs, and what hides tokens from them or bends their scores.
+
+    Attributes:
+        heads, group: kv heads, and query heads of each; columns: of a program.
+        chunk: whether a row has more than one query; sinks: whether there are sink logits.
+        causal, windowed, capped: whether positions, a sliding window and a softcap count; a mask covers causality.
+        mask: "none", "bool" or "float".
+        bent: whether scores are in log2 before weights are taken from them.
+        hides: whether some scores of pages may be -inf.
+    """
+
+    heads: int
+    group: int
+    columns: int
+    chunk: bool
+    sinks: bool
+    causal: bool
+    windowed: bool
+    capped: bool
+    mask: str
+    bent: bool
+    hides: bool
+
+    @classmethod
+    def of(cls, spec: PageSpec, step: Step) -> "Queries":
+        """Return those of a step."""
+        heads, chunk, mask = spec.keys.num_kv_heads, step.q_len > 1, step.mask
+        causal = chunk and mask == "none"
+        return cls(
+            heads, step.heads // heads, column_block(spec, step), chunk, step.sinks, causal, step.sliding_window, step.softcap,
+            mask, bent=step.softcap or mask == "float", hides=causal or step.sliding_window or mask != "none",
+        )  # fmt: skip
 
 
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
@@ -347,6 +385,7 @@ def _keys_of(spec: PageSpec, step: Step) -> Operand:
         side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
         by_rows=False, lift=0, boost=1.0, dtype=dtype, window_dtype=window_dtype,
         isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut, offsets=cut if layout.wide else window, window=window,
+        window_tile=window_tile(spec, step.query_dtype),
     )  # fmt: skip
 
 
@@ -373,7 +412,7 @@ def _values_of(spec: PageSpec, step: Step) -> Operand:
         side=layout, tile=tile_tokens(spec, step.query_dtype), fold=fold, groups=groups, pieces=1,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
         boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else step.isa,
-        cut=Cut.of(side.runs, pieces), offsets=whole(side), window=whole(side),
+        cut=Cut.of(side.runs, pieces), offsets=whole(side), window=whole(side), window_tile=window_tile(spec, step.query_dtype),
     )  # fmt: skip
 
 
@@ -396,32 +435,6 @@ def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int], ...]:
     if group < width:
         places = min(places, group & -group)
     return tuple((start, max(places, MIN_SIZE)) for start in range(0, width, places))
-
-
-class Hiding(NamedTuple):
-    """What hides tokens from queries, or bends their scores.
-
-    Attributes:
-        causal, windowed, capped: whether positions, a sliding window and a softcap count.
-        mask: "none", "bool" or "float".
-        bent: whether scores are in log2 before weights are taken from them.
-        hides: whether some scores of pages may be -inf.
-    """
-
-    causal: bool
-    windowed: bool
-    capped: bool
-    mask: str
-    bent: bool
-    hides: bool
-
-
-def hiding(step: Step) -> Hiding:
-    """Return what hides tokens in a call; a mask covers causality."""
-    causal = step.q_len > 1 and step.mask == "none"
-    bent = step.softcap or step.mask == "float"
-    hides = causal or step.sliding_window or step.mask != "none"
-    return Hiding(causal, step.sliding_window, step.softcap, step.mask, bent, hides)
 
 
 # -- latents -----------------------------------------------------------------------------------------------------------
@@ -485,7 +498,7 @@ class Latents(NamedTuple):
         rope_code: as `code`, of RoPE keys.
         boost: weights are multiplied by it.
         dtype, rope_dtype, window_dtype, window_rope_dtype: of the products, by name.
-        isa: as in meta_params.Operand.
+        window_tile, isa: as in meta_params.Operand.
     """
 
     side: SideLayout
@@ -509,6 +522,7 @@ class Latents(NamedTuple):
     rope_dtype: str
     window_dtype: str
     window_rope_dtype: str
+    window_tile: int
     isa: int
 
 
@@ -570,7 +584,7 @@ def latents(spec: PageSpec, step: Step) -> Latents:
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
         dtype=dtypes[0], rope_dtype=dtypes[1], window_dtype=dtypes[2], window_rope_dtype=dtypes[3],
-        isa=0 if exact else step.isa,
+        window_tile=window_tile(spec, step.query_dtype), isa=0 if exact else step.isa,
     )  # fmt: skip
 
 
@@ -578,34 +592,50 @@ def latents(spec: PageSpec, step: Step) -> Latents:
 
 
 class Launch(NamedTuple):
-    """Warps and stages of a compiled decode kernel."""
+    """Warps and stages of a compiled kernel; threads: of its programs on AMD, see softmax.arrive_last, else 0."""
 
     num_warps: int
     num_stages: int
+    threads: int
+
+    @classmethod
+    def of(cls, num_warps: int, num_stages: int, isa: int) -> "Launch":
+        """Return that of so many warps."""
+        return cls(num_warps, num_stages, 64 * num_warps if isa == HIP else 0)
+
+
+class Splits(NamedTuple):
+    """How a row's tokens are split over programs of the decode kernel, and their results merged.
+
+    Attributes:
+        window_cost: work of a token of the window, in units of a page's tokens.
+        columns: of a program, that hold query heads; merged: splits that are merged at once.
+    """
+
+    window_cost: int
+    columns: int
+    merged: int
+
+    @classmethod
+    def of(cls, spec: PageSpec, queries: Queries, num_warps: int) -> "Splits":
+        """Return those of a step."""
+        columns = queries.columns
+        if not queries.chunk:
+            columns = min(columns, power_of_two(queries.group))
+        merged = num_warps * MERGED_NUMBERS // (columns * power_of_two(spec.out_dim))
+        cost = max(1, round(16 / spec.bits_per_element))
+        return cls(cost, columns, max(1, min(MERGED, merged)))
 
 
 def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
     """Return the decode kernel's compile-time arguments; dtypes are given by name. spec: layout "rows"."""
-    given, launch = query_constants(spec, step), launch_parameters(spec, step)
-    columns = given["COLUMNS"]
-    merged = columns if step.q_len > 1 else min(columns, power_of_two(given["GROUP"]))
-    keys: Operand | Latents
-    if spec.is_latent:
-        keys, values = latents(spec, step), None
-    else:
-        keys, values = _keys_of(spec, step), _values_of(spec, step)
-    return given | {
-        "KEYS": keys,
-        "VALUES": values,
-        "W_TILE": window_tile(spec, step.query_dtype),
-        "W_COST": max(1, round(16 / spec.bits_per_element)),
-        "M_COLUMNS": merged,
-        "M_SPLITS": max(
-            1,
-            min(MERGED, launch.num_warps * MERGED_NUMBERS // (merged * power_of_two(spec.out_dim))),
-        ),
-        "M_THREADS": 64 * launch.num_warps if step.isa == HIP else 0,
-        "STAGES": launch.num_stages,
+    queries, launch = Queries.of(spec, step), launch_parameters(spec, step)
+    return {
+        "QUERIES": queries,
+        "KEYS": latents(spec, step) if spec.is_latent else _keys_of(spec, step),
+        "VALUES": None if spec.is_latent else _values_of(spec, step),
+        "SPLITS": Splits.of(spec, queries, launch.num_warps),
+        "LAUNCH": launch,
     }
 
 
@@ -624,7 +654,7 @@ def launch_parameters(spec: PageSpec, step: Step) -> Launch:
     would not fit into two warps' registers.
     """
     if spec.is_latent:
-        return Launch(CHUNKS, 1 if step.isa == HIP else 2)
+        return Launch.of(CHUNKS, 1 if step.isa == HIP else 2, step.isa)
     columns, tile = column_block(spec, step), tile_tokens(spec, step.query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)
@@ -642,7 +672,7 @@ def launch_parameters(spec: PageSpec, step: Step) -> Launch:
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
     num_stages = 2 if step.isa == HIP or (dim > 128 and two_bits) or gathered else 3
-    return Launch(num_warps, num_stages)
+    return Launch.of(num_warps, num_stages, step.isa)
 
 
 def most_splits(spec: PageSpec, programs: int) -> int:

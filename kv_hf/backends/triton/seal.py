@@ -13,20 +13,18 @@ channels has a power of two of lanes.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from ...spec import PageSpec
-from .dequant import MAGIC, SCALE_MAX, Fields, float_to_float8, move_to_block, unrotate
-from .direct import Kernel, kept
+from ...spec import PageSpec, PageWrite
+from ..base import Pair, contiguous_pair
+from .dequant import MAGIC, SCALE_MAX, float_to_float8, move_to_block, row_of, unrotate
+from .direct import SPECIALIZED, Fields, Kernel, Strided, kept
 from .meta_params import side_layout
 
 TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
 APPENDED = 16  # new tokens of one program, of a chunk
-NOTHING = (0, 0, 0)  # strides of a side without numbers
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:
@@ -215,20 +213,15 @@ def _pack(runs, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr):
-    """Pack a plane of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte.
-
-    PART: number of a part of SIDE.
-    """
-    BITS: tl.constexpr = SIDE.parts[PART][0]
-    LOW: tl.constexpr = SIDE.parts[PART][1]
-    PLACE: tl.constexpr = SIDE.parts[PART][2]
-    PLACES: tl.constexpr = SIDE.parts[PART][3]
-    BYTE: tl.constexpr = SIDE.parts[PART][4]
+def _store_plane(codes, code, token, NUMBER: tl.constexpr, SIDE: tl.constexpr):
+    """Pack plane NUMBER of the codes [tokens, lanes] into bytes of their tokens: run r of a byte is place PLACE + r * WIDTH + byte."""
+    BITS: tl.constexpr = SIDE.planes[NUMBER].bits
+    PLACE: tl.constexpr = SIDE.planes[NUMBER].place
+    PLACES: tl.constexpr = SIDE.planes[NUMBER].places
     RUNS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = PLACES // RUNS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
-    code = code >> LOW
+    code = code >> SIDE.planes[NUMBER].low
     if code.shape[1] != PLACES:
         GROUP: tl.constexpr = SIDE.scale_channels
         GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -238,7 +231,7 @@ def _store_plane(codes, code, token, PART: tl.constexpr, SIDE: tl.constexpr):
         code = tl.gather(code, tl.broadcast_to(lane[None, :], [code.shape[0], RUNS * WIDE]), 1)
     packed = _pack(tl.reshape(code, [code.shape[0], RUNS, WIDE]), BITS)
     byte = tl.arange(0, WIDE)
-    at = (BYTE + byte)[None, :]
+    at = (SIDE.planes[NUMBER].byte + byte)[None, :]
     if SIDE.token_contiguous:
         at = at * SIDE.page + token[:, None]
     else:
@@ -303,111 +296,69 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
                 at = (line * SIDE.dim)[:, None] + place[None, :]
                 tl.store(fields.codes + at, words.to(tl.int16), mask=real[None, :])
             else:
-                for part in tl.static_range(len(SIDE.parts)):
-                    _store_plane(fields.codes, code, token, part, SIDE)
+                for plane in tl.static_range(len(SIDE.planes)):
+                    _store_plane(fields.codes, code, token, plane, SIDE)
 
 
 @triton.jit
-def _seal_side(
-    tokens,
-    row_stride,
-    head_stride,
-    slot_stride,
-    jobs,
-    fields,
-    damaged,
-    SIDE: tl.constexpr,
-):
+def _seal_side(tokens, jobs, fields, damaged, SIDE: tl.constexpr):
     """Encode the page of one (job, head) of one side."""
     job = jobs + tl.program_id(0) * 3
     head = tl.program_id(1).to(tl.int64)
     row, first, page = tl.load(job).to(tl.int64), tl.load(job + 1).to(tl.int64), tl.load(job + 2)
     if page >= 0:
-        source = tokens + row * row_stride + head * head_stride + first * slot_stride
+        source = row_of(tokens, row, head) + first * tokens.token
         fields = move_to_block(fields, page.to(tl.int64) * SIDE.heads + head, SIDE)
-        _seal_page(source, slot_stride, fields, damaged, SIDE)
+        _seal_page(source, tokens.token, fields, damaged, SIDE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["jobs", "damaged", "order"])
+@triton.jit(**SPECIALIZED)
 def seal_pair_kernel(
-    tokens,  # [rows, heads, slots, dim]
-    codes,
-    scale,
-    offset,
-    value_tokens,  # [rows, heads, slots, value dim]
-    value_codes,
-    value_scale,
-    value_offset,
+    keys,  # Strided: [rows, heads, slots, dim]
+    key_fields,  # Fields
+    values,  # Strided: [rows, heads, slots, value dim]
+    value_fields,  # Fields
     jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
     damaged,  # [] uint8, only ever set
-    order,  # [pages, heads, dim], of keys of two widths
-    row_stride,
-    head_stride,
-    slot_stride,
-    value_row,
-    value_head,
-    value_slot,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
     """Encode the pages of the jobs. Grid: (jobs, heads, 2). VALUES: None of a side without numbers."""
     if tl.program_id(2) == 0:
-        keys = Fields(codes, scale, offset, order)
-        _seal_side(tokens, row_stride, head_stride, slot_stride, jobs, keys, damaged, KEYS)
+        _seal_side(keys, jobs, key_fields, damaged, KEYS)
     elif VALUES is not None:
-        values = Fields(value_codes, value_scale, value_offset, order)
-        _seal_side(
-            value_tokens, value_row, value_head, value_slot, jobs, values, damaged, VALUES
-        )  # fmt: skip
+        _seal_side(values, jobs, value_fields, damaged, VALUES)
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _copy(
-    window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots, q_len,
-    block, DIM: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Copy block `block` of TOKENS tokens of one (row, head)."""
+def _copy(window, new, starts, skips, slots, q_len, DIM: tl.constexpr, TOKENS: tl.constexpr):
+    """Copy one block of TOKENS tokens of one (row, head)."""
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token = (tl.program_id(2) // 2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     skip = tl.load(skips + row)
     slot = tl.load(starts + row) + token - skip
     channel = tl.arange(0, triton.next_power_of_2(max(DIM, 1)))
     # a slot outside of the window is the caller's mistake: it must not become a write into another row
     held = (token >= skip) & (token < q_len) & (slot >= 0) & (slot < slots)
     held = held[:, None] & (channel < DIM)[None, :]
-    source = new + row.to(tl.int64) * new_row + head * new_head
-    target = window + row.to(tl.int64) * window_row + head * window_head
-    x = tl.load(source + token[:, None] * new_token + channel[None, :], mask=held, other=0.0)
-    tl.store(target + slot[:, None] * window_slot + channel[None, :], x, mask=held)
+    source = row_of(new, row.to(tl.int64), head) + token[:, None] * new.token
+    target = row_of(window, row.to(tl.int64), head) + slot[:, None] * window.token
+    x = tl.load(source + channel[None, :], mask=held, other=0.0)
+    tl.store(target + channel[None, :], x, mask=held)
 
 
-@triton.jit(
-    do_not_specialize=["slots", "value_slots", "q_len"],
-    do_not_specialize_on_alignment=["starts", "skips"],
-)
+@triton.jit(**SPECIALIZED)
 def append_pair_kernel(
-    window,  # [rows, heads, slots, DIM]
-    new,  # [rows, heads, q_len, DIM]
-    value_window,  # [rows, heads, value_slots, VALUE_DIM]
-    new_value,  # [rows, heads, q_len, VALUE_DIM]
+    keys,  # Strided: [rows, heads, slots, DIM]
+    new_keys,  # Strided: [rows, heads, q_len, DIM]
+    values,  # Strided: [rows, heads, value_slots, VALUE_DIM]
+    new_values,  # Strided: [rows, heads, q_len, VALUE_DIM]
     starts,
     skips,
-    window_row,
-    window_head,
-    window_slot,
-    value_row,
-    value_head,
-    value_slot,
-    new_row,
-    new_head,
-    new_token,
-    new_value_row,
-    new_value_head,
-    new_value_token,
     slots,
     value_slots,
     q_len,
@@ -416,112 +367,56 @@ def append_pair_kernel(
     TOKENS: tl.constexpr,
 ):
     """Append both sides. Grid: (rows, heads, 2 * blocks of tokens)."""
-    block = tl.program_id(2) // 2
     if tl.program_id(2) % 2 == 0:
-        _copy(
-            window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots,
-            q_len, block, DIM, TOKENS,
-        )  # fmt: skip
+        _copy(keys, new_keys, starts, skips, slots, q_len, DIM, TOKENS)
     else:
-        _copy(
-            value_window, value_row, value_head, value_slot, new_value, new_value_row, new_value_head,
-            new_value_token, starts, skips, value_slots, q_len, block, VALUE_DIM, TOKENS,
-        )  # fmt: skip
+        _copy(values, new_values, starts, skips, value_slots, q_len, VALUE_DIM, TOKENS)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def write_pair(
-    windows: Pair,
-    new: Pair,
-    starts: torch.Tensor,
-    skips: torch.Tensor,
-    jobs: torch.Tensor | None,
-    fields: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
-    spec: PageSpec,
-    damaged: torch.Tensor,
-    launches: dict[Any, Any],
-) -> None:
-    """Append new keys and values to their windows, then seal full pages from there, in place and without waiting.
+def write(call: PageWrite) -> None:
+    """Append and seal as `reference.pages.write` does, with equal bytes, in a launch each and without waiting."""
+    if call.new is not None:
+        _append(call, contiguous_pair(call.new))
+    if call.jobs is not None and call.jobs.shape[0]:
+        _seal(call, contiguous_pair(call.windows))
 
-    Args:
-        windows: keys and values (or latents and RoPE keys), [rows, heads, slots, dim]; slots from starts[b] on are
-            written with new[b, :, skips[b] :].
-        new: [rows, heads, q_len, dim] each, in the windows' dtypes.
-        starts, skips: [rows], int32: first free slots, and leading tokens of `new` that are padding.
-        jobs, fields, damaged: as `seal_pair` takes them; jobs None: nothing to seal.
-        launches: keeps compiled launches for the layer.
-    """
-    new = _contiguous(new)
-    window, token = windows[0], new[0]
-    rows, heads, q_len, _ = token.shape
-    strides = _strides(windows), _strides(new)
+
+def _append(call: PageWrite, new: Pair) -> None:
+    windows, spec = call.windows, call.spec
+    rows, heads, q_len, _ = new[0].shape
+    strides = [one.stride() for one in (*windows, *new)]
     tokens = 1 if q_len == 1 else APPENDED
-    index = window.get_device()
+    index = windows[0].get_device()
+    sizes = {"DIM": spec.keys.head_dim, "VALUE_DIM": spec.values.head_dim, "TOKENS": tokens}
     kernel = kept(
-        launches,
-        ("append", id(spec), tokens, strides, index),
-        lambda: Kernel(
-            spec,
-            append_pair_kernel,
-            {"DIM": spec.keys.head_dim, "VALUE_DIM": spec.values.head_dim, "TOKENS": tokens},
-            **OPTIONS,
-        ),
+        call.launches,
+        ("append", id(spec), tokens, *strides, index),
+        lambda: Kernel(spec, append_pair_kernel, sizes, **OPTIONS),
     )
-    tensors = window, token, windows[1], new[1], starts, skips
-    numbers = *strides[0], *strides[1], window.shape[2], windows[1].shape[2], q_len
     kernel.launch(
-        rows, heads, -(-q_len // tokens) * 2, index, lambda at: (*map(at, tensors), *numbers)
+        rows, heads, -(-q_len // tokens) * 2, index,
+        lambda at: (
+            Strided.of(at, windows[0]), Strided.of(at, new[0]), Strided.of(at, windows[1]), Strided.of(at, new[1]),
+            at(call.starts), at(call.skips), windows[0].shape[2], windows[1].shape[2], q_len,
+        ),
     )  # fmt: skip
-    if jobs is not None:
-        seal_pair(windows, jobs, fields, spec, damaged, launches)
 
 
-def seal_pair(
-    tokens: Pair,
-    jobs: torch.Tensor,
-    fields: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
-    spec: PageSpec,
-    damaged: torch.Tensor,
-    launches: dict[Any, Any],
-) -> None:
-    """Encode full pages of both sides in place as `reference.pages.seal_pages` does, with equal bytes and without waiting.
-
-    Args:
-        tokens: keys and values (or latents and RoPE keys), [rows, heads, slots, dim].
-        jobs: [n, 3], int32: row, first slot and page of each job; a negative page: nothing to do.
-        fields: tensors of SideSpec.fields of each side with a leading [pages], contiguous.
-        damaged: [], uint8, set to 1 where numbers had to be made finite, else left as it is.
-        launches: keeps compiled launches for the layer.
-    """
-    if not jobs.shape[0]:
-        return
-    tokens = _contiguous(tokens)
-    strides, index = _strides(tokens), tokens[0].get_device()
+def _seal(call: PageWrite, tokens: Pair) -> None:
+    keys, values = tokens
+    spec, index = call.spec, keys.get_device()
     kernel = kept(
-        launches,
-        ("seal", id(spec), strides, index),
+        call.launches,
+        ("seal", id(spec), keys.stride(), values.stride(), index),
         lambda: Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS),
     )
-    pages = [
-        (side, of["codes"], of.get("scale", of["codes"]), of.get("offset", of["codes"]))
-        for side, of in zip(tokens, fields, strict=True)
-    ]
-    tensors = *pages[0], *pages[1], jobs, damaged, fields[0].get("order", fields[0]["codes"])
-    heads = tokens[0].shape[1]
-    kernel.launch(jobs.shape[0], heads, 2, index, lambda at: (*map(at, tensors), *strides))
-
-
-def _contiguous(pair: Pair) -> Pair:
-    """Return both with contiguous channels."""
-    keys, values = pair
-    if keys.stride(3) == 1 == values.stride(3):
-        return pair
-    return keys.contiguous(), values.contiguous()
-
-
-def _strides(pair: Pair) -> tuple[int, ...]:
-    """Return the strides of rows, heads and tokens of keys and of values, 0 of a side without numbers."""
-    keys, values = pair
-    return *keys.stride()[:3], *(values.stride()[:3] if values.shape[3] else NOTHING)
+    kernel.launch(
+        call.jobs.shape[0], keys.shape[1], 2, index,
+        lambda at: (
+            Strided.of(at, keys), Fields.of(at, call.fields[0]), Strided.of(at, values), Fields.of(at, call.fields[1]),
+            at(call.jobs), at(call.damaged),
+        ),
+    )  # fmt: skip

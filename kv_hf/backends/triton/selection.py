@@ -10,7 +10,6 @@ which there may be any number.
 """
 
 import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +24,31 @@ from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
 from . import support
-from .dequant import Fields, dtype_of, number, run_unit, tile_unit, unpack
-from .direct import Kernel, Plan, Scratch, kept
+from .dequant import dtype_of, number, row_of, run_unit, tile_unit, unpack
+from .direct import (
+    SPECIALIZED,
+    At,
+    Fields,
+    Kernel,
+    Plan,
+    Scratch,
+    Strided,
+    kept,
+    refuse_cpu,
+    rows_of,
+)
 from .heads import ROWS, Window, attend_window, query_units
-from .launch import refuse_cpu
 from .meta_params import (
     HIP,
     Cut,
+    Launch,
+    Queries,
     SideLayout,
     Step,
     codes_of_bytes,
     compute_types,
     power_of_two,
     query_blocks,
-    query_constants,
     side_layout,
     whole,
 )
@@ -165,7 +175,7 @@ def _ranges(keys, block, held, place, inside, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEYS: tl.constexpr):
+def _choose_words(keys, held_words, table, pages, head, KEYS: tl.constexpr):
     """Return the numbers of the words of a row and head that are read, [slots], int32; -1 in slots without one.
 
     Args:
@@ -185,7 +195,7 @@ def _choose_words(keys, held_words, table, pages, head, HEADS: tl.constexpr, KEY
         count = tl.minimum(pages, RANGED)
         at = (2 * sample + 1) * pages // (2 * count)
         page = tl.load(table + at, mask=sample < count, other=0)
-        block = page.to(tl.int64) * HEADS + head
+        block = page.to(tl.int64) * KEYS.side.heads + head
         size = tl.sum(_ranges(keys, block, sample < count, place, inside, KEYS), 1)
         if KEYS.turn:
             other = (word + KEYS.turn) % KEYS.words
@@ -362,7 +372,7 @@ def _page_sums(products, unit_factor, bias, factor, softcap, KEYS: tl.constexpr,
 @triton.jit
 def _score_pages(
     keys, held_words, table, pages, begin, end, head, queries, real, softmax_scale, softcap, scores,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store the log2 of the summed weights of pages in tiles `begin` to `end` of a row, and return that of all: [columns].
 
@@ -376,20 +386,22 @@ def _score_pages(
     total = tl.full(best.shape, 1.0, tl.float32)
     if begin < end:
         number = tl.arange(0, PAGES * GROUPS)
-        words = _choose_words(keys, held_words, table, pages, head, HEADS, KEYS)
+        words = _choose_words(keys, held_words, table, pages, head, KEYS)
         if KEYS.side.wide == 0:
             order = keys.order + tl.zeros([1], tl.int32)
             read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
         for tile in tl.range(begin, end, num_stages=STAGES):
             at = tile * PAGES + number // GROUPS
             # what is not there is read from page 0, and hidden afterwards
-            block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head
+            block = (
+                tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * KEYS.side.heads + head
+            )
             if KEYS.side.wide > 0:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
             products, by, bias = _score_units(keys, unit, read, all_channels, words, KEYS)
-            of_page = _page_sums(products, by, bias, factor, softcap, KEYS, CAPPED)
+            of_page = _page_sums(products, by, bias, factor, softcap, KEYS, QUERIES.capped)
             page = tile * PAGES + tl.arange(0, PAGES)
             held = page < pages
             of_page = tl.where(held[:, None], of_page, NO_WEIGHT)
@@ -508,65 +520,63 @@ def _write_choice(masses, table, chosen, pages, width, least):
 
 # -- a step ------------------------------------------------------------------------------------------------------------
 
-STEPWISE = ("table_row", "width", "most", "share", "from_tokens", "q_len")
-UNALIGNED = (
-    "key_order", "held_words", "block_table", "num_pages", "exact_lens", "sink_logits", "chosen", "chosen_pages", "counters"
-)  # fmt: skip
+
+class Scores(NamedTuple):
+    """What programs tell the last one of a row.
+
+    Attributes:
+        pages: [rows, heads * group * q_len, room] fp32: log2 of the summed weights of a page.
+        sums: [rows, heads * group * q_len, splits] fp32: the same of a split's pages; last, of the window and the sinks.
+        masses: [rows, room] fp32; behind the pages', the mass of the window.
+    """
+
+    pages: Any
+    sums: Any
+    masses: Any
 
 
-@triton.jit(do_not_specialize=STEPWISE, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(**SPECIALIZED)
 def choose_kernel(
-    query,  # [rows, heads * GROUP, q_len, dim]
-    query_row,
-    query_head,
-    query_token,
-    key_codes,  # [pages, heads, page, bytes]
-    key_scale,
-    key_offset,  # of an index of exact keys: their middles, [pages, heads, 1, dim]
-    key_order,  # [pages, heads, dim], of keys of two widths
+    query,  # Strided: [rows, heads * group, q_len, dim]
+    keys,  # Fields: codes [pages, heads, page, bytes]; offsets of an index of exact keys: their middles, [pages, heads, 1, dim]
     held_words,  # [heads, words], int32, of an index
-    block_table,  # [rows, table_row]
-    table_row,
+    window_keys,  # Strided: [rows, heads, slots, dim]
+    scratch,  # Scores
+    block_table,  # [rows, table_width]
+    table_width,
     num_pages,  # [rows]
-    window_keys,  # [rows, heads, slots, dim]
-    wk_row,
-    wk_head,
-    wk_slot,
     exact_lens,  # [rows]
-    sink_logits,  # [heads * GROUP]
+    padding,  # [rows]
+    sink_tokens,
+    sink_logits,  # [heads * group]
     chosen,  # [rows, width], written
     chosen_pages,  # [rows], written
-    scores,  # [rows, heads * GROUP * q_len, room] fp32: log2 of the summed weights of a page
-    sums,  # [rows, heads * GROUP * q_len, splits] fp32: the same of a split's pages; last, of the window and the sinks
-    masses,  # [rows, room] fp32; behind the pages', the mass of the window
     counters,  # [rows] int32, zeros before and after
-    room,  # more pages than there are, a multiple of 16
-    width,
     most,
     share,
     from_tokens,
+    top_p,
+    room,  # more pages than there are, a multiple of 16
+    width,
     q_len,
     softmax_scale,
     softcap,
-    top_p,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    HIDING: tl.constexpr,
-    SINKS: tl.constexpr,
     TOP: tl.constexpr,
-    M_THREADS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LAUNCH: tl.constexpr,
 ):
     """Score one split of a row's pages for the query columns of one (kv head, block of columns); the last of a row chooses.
 
-    Grid: (rows, HEADS * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. HIDING: of the window.
-    TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
+    Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, LAUNCH: as of
+    decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
-    if not CHUNK:
+    if not QUERIES.chunk:
         q_len = 1
+    HEADS: tl.constexpr = QUERIES.heads
+    GROUP: tl.constexpr = QUERIES.group
+    COLUMNS: tl.constexpr = QUERIES.columns
+    STAGES: tl.constexpr = LAUNCH.num_stages
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0)
@@ -584,36 +594,37 @@ def choose_kernel(
     if TOP:
         scored = pages * KEYS.side.page + exact >= from_tokens
     wide_row = row.to(tl.int64)
-    table = block_table + wide_row * table_row
-    scores += wide_row * (HEADS * used) * room
-    sums += wide_row * (HEADS * used) * splits
-    masses += wide_row * room
+    table = block_table + wide_row * table_width
+    scores = scratch.pages + wide_row * (HEADS * used) * room
+    sums = scratch.sums + wide_row * (HEADS * used) * splits
+    masses = scratch.masses + wide_row * room
 
     if scored:
-        queries = query + wide_row * query_row + head_of * query_head + token_of * query_token
+        queries = (
+            query.pointer + wide_row * query.row + head_of * query.head + token_of * query.token
+        )
         if split < splits - 1:
             tiles = (pages + KEYS.pages - 1) // KEYS.pages
             of_split = _score_pages(
-                Fields(key_codes, key_scale, key_offset, key_order), held_words, table, pages, tiles * split // (splits - 1),
-                tiles * (split + 1) // (splits - 1), head, queries, real, softmax_scale, softcap,
-                scores + number.to(tl.int64) * room, HEADS, KEYS, HIDING.capped, STAGES,
+                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), head,
+                queries, real, softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
             )  # fmt: skip
         else:
-            window = window_keys + wide_row * wk_row + head * wk_head
-            window = Window(window, wk_slot, window, wk_slot, exact, 0, True)
+            window = row_of(window_keys, wide_row, head)
+            window = Window(window, window_keys.token, window, window_keys.token, exact, 0, True)
             visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
             best = tl.full([COLUMNS], float("-inf"), tl.float32)
             total = tl.zeros([COLUMNS], tl.float32)
             best, total, _ = attend_window(
-                queries, real, window, visible, softmax_scale, best, total, (), KEYS, None, HIDING, KEYS.window_tile
+                queries, real, window, visible, softmax_scale, best, total, (), KEYS, None, QUERIES
             )  # fmt: skip
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
-            if SINKS:
+            if QUERIES.sinks:
                 sink = tl.load(sink_logits + head_of, mask=real, other=0.0).to(tl.float32)
                 of_split = add_log2(of_split, sink * LOG2E)
         tl.store(sums + number * splits + split, of_split, mask=real)
 
-    if arrive_last(counters, row, tl.num_programs(1) * splits, M_THREADS):
+    if arrive_last(counters, row, tl.num_programs(1) * splits, LAUNCH.threads):
         least = tl.zeros([], tl.int64)  # all
         if scored:
             rest, whole = _page_masses(scores, sums, masses, pages, splits, HEADS * used, room)
@@ -642,11 +653,12 @@ def selection_constants(
     words = key_words(spec, step, indexed)
     size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
-    return query_constants(spec, step) | {
+    stages = max(1, min(2 if step.isa == HIP else 3, staged))
+    return {
+        "QUERIES": Queries.of(spec, step),
         "KEYS": words,
         "TOP": top_p,
-        "M_THREADS": 64 * NUM_WARPS if step.isa == HIP else 0,
-        "STAGES": max(1, min(2 if step.isa == HIP else 3, staged)),
+        "LAUNCH": Launch.of(NUM_WARPS, stages, step.isa),
     }
 
 
@@ -678,25 +690,26 @@ def _choose(call: AttentionCall) -> Choice:
     plan = kept(kv.launches, key, lambda: _prepare(call, room))
     if plan.refused:
         return selection.choose_pages(call)
-    keys, window = kv.key_pages, kv.residual_keys
-    # an index holds bytes, which are read as what they are of, and the middles of exact keys
-    codes = keys["codes"] if kv.words is None else keys["codes"].view(kv.spec.keys.code_dtype)
-    offset = keys.get("middle", keys.get("offset", codes))
+    keys = kv.key_pages
+    if kv.words is not None:
+        # an index holds bytes, which are read as what they are of, and the middles of exact keys
+        codes = keys["codes"].view(kv.spec.keys.code_dtype)
+        keys = {**keys, "codes": codes, "offset": keys.get("middle", keys.get("offset", codes))}
     # no launch takes a float64: its bits are an integer
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
     chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(plan.rows)
     scratch = plan.scratch.parts()  # alive until the launch
 
-    def arguments(at: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
+    def arguments(at: At) -> tuple[Any, ...]:
+        *parts, counters = map(at, scratch)
         absent = at(kv.num_pages)
         return (
-            at(query), *query.stride()[:3], at(codes), at(keys.get("scale", codes)), at(offset),
-            at(keys.get("order", kv.num_pages)), absent if kv.words is None else at(kv.words),
-            at(kv.block_table), kv.block_table.stride(0), absent, at(window), *window.stride()[:3], at(kv.exact_lens),
-            absent if sinks is None else at(sinks), at(chosen), at(pages), *map(at, scratch), room, chosen.shape[1],
-            NO_LIMIT if budget.pages is None else budget.pages, share, min(budget.from_tokens, NO_LIMIT), query.shape[2],
-            float(call.softmax_scale), float(call.softcap or 1.0), 1.0 if budget.top_p is None else budget.top_p,
+            Strided.of(at, query), Fields.of(at, keys), absent if kv.words is None else at(kv.words),
+            Strided.of(at, kv.residual_keys), Scores(*parts), *rows_of(at, kv), absent if sinks is None else at(sinks),
+            at(chosen), at(pages), counters, NO_LIMIT if budget.pages is None else budget.pages, share,
+            min(budget.from_tokens, NO_LIMIT), 1.0 if budget.top_p is None else budget.top_p, room, chosen.shape[1], query.shape[2], float(call.softmax_scale),
+            float(call.softcap or 1.0),
         )  # fmt: skip
 
     try:

@@ -1,9 +1,6 @@
-"""Scores to weights: what queries see, one step of the online softmax in units of log2, and the merge of splits.
+"""Scores to weights: what queries see, one step of the online softmax in units of log2, and who arrives last.
 
 Knows nothing of where keys and values come from. Tokens lie along the first axis, query columns along the second.
-A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The program that
-arrives last merges the splits. Over latents a kernel of its own does: at batch 1 a few blocks of query rows are split into
-hundreds of programs, and one program that merged a block would read megabytes alone.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +10,7 @@ import triton.language as tl
 
 
 class Visibility(NamedTuple):
-    """What a meta_params.Hiding needs to know of the queries of a program.
+    """What the meta_params.Queries needs to know of the queries of a program.
 
     Attributes:
         query_at: [columns], positions of the queries.
@@ -40,8 +37,6 @@ def window_slots(first, window, sink_tokens, TILE: tl.constexpr):
     return slot, slot < window.exact, at
 
 
-COMBINED = 64  # channels that one program of the combining kernel takes,
-COMBINED_SPLITS = 64  # and splits that it reads at once
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_WEIGHT = tl.constexpr(-1.0e38)  # log2 of a weight of 0, where numbers are finite
@@ -78,35 +73,35 @@ def near_one(size, softmax_scale, BELOW: tl.constexpr):
 
 
 @triton.jit
-def bend(scores, factor, at, held, visible, HIDING: tl.constexpr, HELD: tl.constexpr):
+def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr, HELD: tl.constexpr):
     """Apply softcap, the mask and the sliding window; hidden scores become -inf.
 
     Args:
         scores: [tokens, columns] fp32, raw; factor: [columns], raw to log2.
         at: [tokens], positions of the tokens; held: [tokens], which exist (read where HELD).
-        visible: a Visibility; HIDING: a meta_params.Hiding.
+        visible: a Visibility; QUERIES: the meta_params.Queries.
     Returns: scores, in log2 where a softcap or an additive mask asked for it (`bent`), else still raw.
     """
-    if HIDING.capped:
+    if QUERIES.capped:
         scores = cap(scores, factor[None, :], visible.softcap)
-    elif HIDING.mask == "float":
+    elif QUERIES.mask == "float":
         scores = scores * factor[None, :]
-    if HIDING.mask != "none":
+    if QUERIES.mask != "none":
         where = visible.masks[None, :] + (at + visible.left)[:, None]
         if HELD:
             chosen = tl.load(where, mask=held[:, None], other=0)
         else:
             chosen = tl.load(where)
-        if HIDING.mask == "float":
+        if QUERIES.mask == "float":
             added = chosen.to(tl.float32)
             # the lowest finite numbers stay finite in log2: a query that sees nothing else averages over them
             finite = tl.maximum(added * LOG2E, -3.0e38)
             scores += tl.where(added == float("-inf"), added, finite)
         else:
             scores = tl.where(chosen != 0, scores, float("-inf"))
-    elif HIDING.causal:
+    elif QUERIES.causal:
         scores = tl.where(at[:, None] <= visible.query_at[None, :], scores, float("-inf"))
-    if HIDING.windowed:
+    if QUERIES.windowed:
         near = at[:, None] > (visible.query_at - visible.sliding_window)[None, :]
         scores = tl.where(near, scores, float("-inf"))
     if HELD:
@@ -131,7 +126,7 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
     top = tl.maximum(best, top)
     shift = top
     if HIDES:
-        shift = _finite(top)
+        shift = finite(top)
     keep = tl.exp2(best - shift)
     if BENT:
         weights = tl.exp2(scores - shift[None, :])
@@ -146,7 +141,8 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
 
 
 @triton.jit
-def _finite(top):
+def finite(top):
+    """Return running maxima that may be subtracted: 0 where nothing has been seen."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -171,7 +167,7 @@ def add_sink(best, total, logits, SINKS: tl.constexpr):
     if SINKS:
         sink = tl.load(logits).to(tl.float32) * LOG2E
         top = tl.maximum(best, sink)
-    shift = _finite(top)
+    shift = finite(top)
     keep = tl.exp2(best - shift)
     total = total * keep
     if SINKS:
@@ -197,87 +193,3 @@ def arrive_last(counters, group, num_splits, THREADS: tl.constexpr):
     if last:
         tl.store(counters + group, 0)
     return last
-
-
-@triton.jit
-def merge_splits(
-    partial, bests, sink_logits, out, num_splits, column, real, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of some query columns and store the result.
-
-    Args:
-        partial, bests: of a block of query columns, [num_splits, COLUMNS, DIM] and [num_splits, 2, COLUMNS], fp32: maxima in
-            log2, and sums of weights. From the second-level cache: another multiprocessor wrote them.
-        sink_logits, out: [columns], pointers to the columns' own.
-        column, real: [columns], places in the block that are wanted, which of them exist; channel: [channels].
-        SPLITS: splits that are read at once.
-    """
-    best = tl.full(column.shape, float("-inf"), tl.float32)
-    total = tl.zeros(column.shape, tl.float32)
-    acc = tl.zeros([column.shape[0], channel.shape[0]], tl.float32)
-    inside = channel < DIM
-    for first in tl.range(0, num_splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        held = split < num_splits
-        at = split[:, None] * COLUMNS + column[None, :]
-        where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
-        others = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(where + COLUMNS, mask=held[:, None], other=0.0, cache_modifier=".cg")
-        where = partial + at[:, :, None] * DIM + channel[None, None, :]
-        there = held[:, None, None] & inside[None, None, :]
-        x = tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
-        top = tl.maximum(best, tl.max(others, 0))
-        shift = _finite(top)
-        keep = tl.exp2(best - shift)
-        weights = tl.exp2(others - shift[None, :])
-        total = total * keep + tl.sum(sums * weights, 0)
-        acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], 0)
-        best = top
-    norm = add_sink(best, total, sink_logits, SINKS)
-    result = (acc * norm[:, None]).to(out.dtype.element_ty)
-    tl.store(out[:, None] + channel[None, :], result, mask=real[:, None] & inside[None, :])
-
-
-@triton.jit(
-    do_not_specialize=["q_len", "num_splits"],
-    do_not_specialize_on_alignment=["sink_logits"],
-)
-def combine_kernel(
-    partial,  # [groups, num_splits, COLUMNS, V_DIM] fp32
-    bests,  # [groups, num_splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
-    sink_logits,  # [HEADS]
-    out,  # [rows, q_len, HEADS, V_DIM]
-    q_len,
-    num_splits,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Merge one query row: grid (rows * HEADS * q_len, blocks of DIM channels).
-
-    A group is what one program of the decode kernel takes: COLUMNS query rows of one row, heads side by side.
-    SPLITS: splits that are read at once.
-    """
-    queries = HEADS * q_len
-    row = tl.program_id(0) // queries
-    column = tl.program_id(0) % queries
-    blocks = (queries + COLUMNS - 1) // COLUMNS
-    group = (row * blocks + column // COLUMNS).to(tl.int64) * num_splits
-    one = tl.arange(0, 1)
-    merge_splits(
-        partial + group * (COLUMNS * V_DIM), bests + group * (2 * COLUMNS), sink_logits + column % HEADS + one,
-        out + tl.program_id(0).to(tl.int64) * V_DIM + one, num_splits, column % COLUMNS + one, one == 0,
-        tl.program_id(1) * DIM + tl.arange(0, DIM), V_DIM, COLUMNS, SPLITS, SINKS,
-    )  # fmt: skip
-
-
-def combine_constants(heads: int, columns: int, dim: int, sinks: bool) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that merges splits."""
-    return {
-        "HEADS": heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": sinks, "SPLITS": COMBINED_SPLITS,
-        "DIM": COMBINED,
-    }  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 from transformers.utils import logging
+from triton_machine import EVERY_GPU, INTERPRETER, SM_90, running_on
 
 import kv_hf
 from kv_hf import notices
@@ -40,6 +41,37 @@ def _old_objects_are_no_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Say what runs the Triton kernels."""
+    parser.addoption(
+        "--triton",
+        choices=("interpreter", "ptx"),
+        default="interpreter",
+        help="what runs Triton kernels: its interpreter; or emulated GPUs, and then no other tests",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests out to which emulated GPUs make no difference."""
+    if config.getoption("--triton") == "ptx":
+        items[:] = [item for item in items if "machine" in getattr(item, "fixturenames", ())]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests of Triton kernels once on each emulated GPU if they are asked for; some never in the interpreter."""
+    if "machine" in metafunc.fixturenames:
+        compiled = [SM_90] if metafunc.definition.get_closest_marker("compiled") else [INTERPRETER]
+        machines = EVERY_GPU if metafunc.config.getoption("--triton") == "ptx" else compiled
+        metafunc.parametrize("machine", machines, ids=str, indirect=True)
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let triton_machine.call run kernels where --triton says."""
+    with running_on(request.param):
+        yield
 
 
 def pytest_sessionfinish() -> None:

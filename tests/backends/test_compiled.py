@@ -12,12 +12,12 @@ import weakref
 import pytest
 import rounding
 import torch
-from interpreter import call, needs_interpreter
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers import AttentionInterface, CompileConfig, DynamicCache
+from triton_machine import call, runs_kernels
 
 import kv_hf
 
@@ -434,7 +434,7 @@ def with_triton(name, kernel):
     return found
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("name", ["int4", pytest.param("exact", marks=pytest.mark.slow)])
 def test_tritons_operators_compile_and_give_the_reference(name):
     got, codes, used, count = call(with_triton, name, "triton")

@@ -7,22 +7,22 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-import interpreter
+import numpy as np
 import paged_inputs
 import pytest
 import torch
-from interpreter import attend, attend_with_ptx, call, needs_interpreter
 from paged_inputs import ROWS, assert_within, exact_attention, make_kv, make_query
 from rounding import Rounding
 from test_triton_latent import RAGGED
 from test_triton_latent import make_kv as make_latents
+from triton_machine import COMPILED_PAIRS, attend, call, runs_kernels
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import format_names
 from kv_hf.quant.codec import decode
 
-pytestmark = needs_interpreter
+pytestmark = runs_kernels
 
 # a program per row, kv head, split and block of columns: most cases have one kv head, and two where heads are told
 # apart: groups and chunks, splits, masks and sink logits of heads, permuted pages, strides
@@ -341,25 +341,19 @@ def test_decode_keeps_queries_in_range(size):
 # -- what only NVIDIA GPUs run -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "isa"),
-    [
-        *((name, name, isa) for name in format_names("keys", "values") for isa in (80, 90)),
-        *((keys, "int4", 90) for keys in MIXED),
-        *(("int4", values, 90) for values in ROTATED),
-    ],
-)
-def test_decode_with_ptx_errs_no_more_than_float16(keys, values, isa):
+@pytest.mark.compiled
+@pytest.mark.parametrize(("keys", "values"), COMPILED_PAIRS)
+def test_compiled_decode_errs_no_more_than_float16(keys, values):
     """The NVIDIA branch: PTX unpacking, codes as float16 subnormals, scales as powers of two, float16 products."""
     options = {"heads": 1, "dtype": torch.float16, "rows": [(5, 0), (2, 0), (3, 2)], "sinks": 0}
     kv = make_kv(keys, values, value_group=64 if values in ROTATED else None, **options)
-    query = make_query(kv, 3, dtype=torch.float16)
-    check(query, kv, kernel=partial(attend_with_ptx, isa=isa))
+    check(make_query(kv, 3, dtype=torch.float16), kv)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("sizes", [(1e-4, 1e-4), (1e3, 1e3), (1e-4, 1e3)], ids=str)
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "int2"])
-def test_decode_with_ptx_keeps_small_and_large_numbers_in_float16(name, sizes):
+@pytest.mark.parametrize("name", ["int4", slow_one("fp8"), slow_one("int8"), slow_one("int2")])
+def test_compiled_decode_keeps_small_and_large_numbers_in_float16(name, sizes):
     """Weights times the scales of small values vanish in float16 unless they are scaled up, and large ones overflow."""
     key_size, value_size = sizes
     kv = make_kv(name, heads=1, dtype=torch.float16, rows=[(6, 0)], sinks=0)
@@ -369,39 +363,52 @@ def test_decode_with_ptx_keeps_small_and_large_numbers_in_float16(name, sizes):
                 fields[field].copy_((fields[field].float() * size).half())
     query = make_query(kv, 1, dtype=torch.float16)
     scale = 0.1 / max(key_size, 1.0)
-    out = call(attend_with_ptx, AttentionCall(query, kv, scale), isa=90)
+    out = call(attend, AttentionCall(query, kv, scale))
     assert_within(out, *exact_attention(query, kv, scale, Rounding.of("triton", torch.float16)))
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8], ids=str)
-def test_ptx_unpacks_every_byte(bits):
-    assert call(interpreter.unpack_every_byte, bits)
-
-
-def unpack_all_words(bits, code, isa):
-    """Numbers that the PTX of a word's places gives for all 65,536 words (runs in the worker)."""
-    import numpy as np
-    from interpreter import ptx
+def unpack_every_byte(bits, code):
+    """What the assembly gives for all 256 bytes: float16 numbers of each run of codes."""
+    from ptx import carry_out
 
     from kv_hf.backends.triton import dequant
 
-    every = np.arange(65536, dtype=np.uint16)
+    words = np.arange(256, dtype=np.uint8).view(np.uint32)
     if bits < 8:
-        texts = [dequant._take_place.fn(p, bits) for p in range(16 // bits)]
-        outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
+        text, runs = dequant._take_in_place.fn(bits), 8 // bits
     else:
-        make = dequant._signed if code == "signed" else dequant._by_shifts
-        outs = ptx(make.fn(True), every.view(np.uint32), 2)
-    return [np.ascontiguousarray(out).view(np.float16) for out in outs]
+        text, runs = (dequant._signed if code == "signed" else dequant._by_shifts).fn(False), 1
+    outs = carry_out(text, 2 * runs, words)
+    return [
+        np.stack(outs[2 * run : 2 * run + 2], -1).view(np.float16).ravel() for run in range(runs)
+    ]
+
+
+def unpack_every_word(bits, code):
+    """What the assembly gives for all 65,536 words: float16 numbers of each place."""
+    from ptx import carry_out
+
+    from kv_hf.backends.triton import dequant
+
+    words = np.arange(65536, dtype=np.uint16).view(np.uint32)
+    if bits < 8:
+        texts = [dequant._take_place.fn(place, bits) for place in range(16 // bits)]
+        outs = [carry_out(text, 1, words)[0] for text in texts]
+    else:
+        text = (dequant._signed if code == "signed" else dequant._by_shifts).fn(True)
+        outs = carry_out(text, 2, words)
+    return [out.view(np.float16) for out in outs]
 
 
 @pytest.mark.parametrize(
     ("bits", "code"), [(2, "unsigned"), (4, "unsigned"), (8, "signed"), (8, "float8")], ids=str
 )
-def test_ptx_unpacks_every_word(bits, code):
-    every = torch.arange(65536)
-    for place, got in enumerate(call(unpack_all_words, bits, code, 80)):
-        got = torch.from_numpy(got.copy())
+@pytest.mark.parametrize("unpack", [unpack_every_byte, unpack_every_word])
+def test_assembly_unpacks_every_number(unpack, bits, code):
+    """Codes of 2 and 4 bits stay where they are in a byte: as float16 subnormals, times a power of two."""
+    numbers = unpack(bits, code)
+    every = torch.arange(len(numbers[0]))
+    for place, got in enumerate(numbers):
         codes = (every >> (bits * place)) & ((1 << bits) - 1)
         if code == "unsigned":
             wanted = (codes << (bits * place % 8)).double() * 2.0**-24
@@ -410,17 +417,18 @@ def test_ptx_unpacks_every_word(bits, code):
         else:
             wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
         finite = wanted.isfinite()
-        assert torch.equal(got.double()[finite], wanted[finite])
+        assert torch.equal(torch.from_numpy(got.copy()).double()[finite], wanted[finite])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "page"),
-    [("int4", 64), ("int2", 64), ("int8", 64), slow_one("int4", 16), slow_one("int4", 128), slow_one("int2", 16),
+    [("int4", 64), ("int2", 64), ("int8", 64), ("fp8", 64), ("exact", 64), slow_one("int4", 16), slow_one("int4", 128), slow_one("int2", 16),
      slow_one("int2", 32), slow_one("int2", 128), slow_one("int2", 256), slow_one("fp8", 16), slow_one("int8", 16)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("size", [1.0, slow_one(1e-3), slow_one(1e3)], ids=str)
-def test_decode_of_latents_with_ptx_errs_no_more_than_float16(name, page, size):
+def test_compiled_decode_of_latents_errs_no_more_than_float16(name, page, size):
     """The NVIDIA branch: codes as float16 subnormals, units as powers of two, products in float16.
 
     Rounding a query times its scales moves a score by eps * sum |q| |code * scale|, and so all shares together by
@@ -431,7 +439,7 @@ def test_decode_of_latents_with_ptx_errs_no_more_than_float16(name, page, size):
         kv.key_pages[field].copy_((kv.key_pages[field].float() * size).half())
     query, scale = query.half(), 0.1 / max(size, 1.0)
     expected = reference.paged_attention(AttentionCall(query.double(), kv, scale))
-    out = call(attend_with_ptx, AttentionCall(query, kv, scale), isa=80)
+    out = call(attend, AttentionCall(query, kv, scale))
     eps, moved = 2.0**-11, 0.0
     stored_side = kv.spec.keys
     stored = decode(kv.key_pages, stored_side, torch.float64)

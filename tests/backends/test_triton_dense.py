@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 import transformers
-from interpreter import call, dense, needs_interpreter
 from paged_inputs import DTYPES, make_kv
 from test_chunks import pretend_fused
 from test_triton_latent import make_kv as make_latents
 from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_machine import COMPILED_PAIRS, call, dense, runs_kernels
 
 import kv_hf
 from kv_hf.backends.reference.pages import dense_side
@@ -45,7 +45,7 @@ PAIRS = [
 ]
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("keys", "values"), PAIRS)
 def test_dense_kernel_writes_the_bits_of_the_definition(keys, values, dtype):
@@ -58,7 +58,25 @@ def test_dense_kernel_writes_the_bits_of_the_definition(keys, values, dtype):
     )  # fmt: skip
 
 
-@needs_interpreter
+@runs_kernels
+@pytest.mark.compiled
+@pytest.mark.parametrize(("keys", "values"), COMPILED_PAIRS)
+def test_compiled_dense_kernel_writes_the_bits_of_the_definition(keys, values):
+    options = {"value_group": 32} if values in ROTATED else {}
+    check(
+        make_kv(
+            keys,
+            values,
+            rows=[(2, 11), (0, 3)],
+            dtype=torch.bfloat16,
+            key_dim=32,
+            poison=True,
+            **options,
+        )
+    )
+
+
+@runs_kernels
 @pytest.mark.parametrize(
     ("keys", "values", "sizes"),
     [
@@ -90,16 +108,27 @@ GROUPS = {
 }
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("name", ["int4", "int2"])
 def test_dense_kernel_takes_every_group(name, options):
     check(make_kv(name, **{"rows": [(2, 7), (1, 2)], "heads": 1, "poison": True, **options}))
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("name", format_names("latent"))
 def test_dense_kernel_writes_latents(name):
+    check_latents(name)
+
+
+@runs_kernels
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", format_names("latent"))
+def test_compiled_dense_kernel_writes_latents(name):
+    check_latents(name)
+
+
+def check_latents(name):
     check(
         make_latents(
             name, rows=[(2, 11), (0, 3), (1, 4)], poison=True, padding=3, dtype=torch.bfloat16
@@ -107,12 +136,12 @@ def test_dense_kernel_writes_latents(name):
     )
 
 
-@needs_interpreter
+@runs_kernels
 def test_dense_kernel_writes_latents_without_rope_keys():
     check(make_latents("int4", rope_dim=0, page=32, tokens=16, rank=48))
 
 
-@needs_interpreter
+@runs_kernels
 def test_dense_kernel_clamps_to_float16():
     """A scale rounded up may push the largest code past float16's range."""
     kv = make_kv("int8", rows=[(1, 0)], dtype=torch.float16)
@@ -121,14 +150,14 @@ def test_dense_kernel_clamps_to_float16():
     assert float(dense_side(kv, "keys").max()) == 65504.0
 
 
-@needs_interpreter
+@runs_kernels
 def test_dense_kernel_leaves_free_columns_zero():
     """A preallocated cache shows columns that hold no token yet."""
     kv = make_kv("int4", rows=[(3, 9), (2, 5)], poison=True)
     check(replace(kv, seen=kv.seen + 37))
 
 
-@needs_interpreter
+@runs_kernels
 def test_dense_kernel_reads_windows_of_any_strides():
     kv = make_kv("int8", rows=[(2, 9), (1, 5)])
     by_slot = kv.residual_keys.transpose(1, 2).contiguous().transpose(1, 2)

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import pytest
 import tiny_latent
 import torch
-from interpreter import call, needs_interpreter
 from tiny_models import left_padded, make_model, make_sliding, tokens
+from triton_machine import call, runs_kernels
 from wrapped_kernels import wrap_kernels
 
 import kv_hf
 
-pytestmark = needs_interpreter
+pytestmark = runs_kernels
 
 
 @contextmanager

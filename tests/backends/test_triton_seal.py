@@ -5,9 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from interpreter import call, needs_interpreter, seal, write_pair
 from paged_inputs import DTYPES, latent_spec
 from test_cpu_write import SLOTS, Inputs, assert_equal, make_spec, specs
+from triton_machine import COMPILED_PAIRS, call, runs_kernels, seal, write_pair
 
 from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.formats import (
@@ -20,7 +20,7 @@ from kv_hf.formats import (
 from kv_hf.formats.base import SIDES
 from kv_hf.spec import ROWS, PageSpec, PageWrite, SideSpec
 
-pytestmark = needs_interpreter
+pytestmark = runs_kernels
 
 EVERY = [(name, side) for side in SIDES for name in format_names(side)]
 CODED = [one for one in EVERY if one[0] != "exact"]
@@ -181,6 +181,21 @@ def compared(change=lambda inputs: None, *, jobs=True, q_len=5, **options):
 def test_write_pair_leaves_what_the_reference_leaves():
     for spec in specs(torch.float32, ROWS):
         compared(spec=spec)
+
+
+# every format on both sides
+COMPILED = [
+    *((make_spec(keys, values, layout=ROWS)) for keys, values in COMPILED_PAIRS),
+    *(latent_spec(name, rank=128, layout=ROWS) for name in format_names("latent")),
+]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "spec", COMPILED, ids=lambda spec: "+".join(side.scheme.name for side in spec.sides)
+)
+def test_compiled_kernels_write_what_the_reference_writes(spec):
+    compared(spec=spec)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

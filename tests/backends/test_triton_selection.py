@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from interpreter import call, choose, choose_with_ptx, needs_interpreter
 from paged_inputs import make_kv, make_query
 from rounding import WALK
 from test_choose_pages import by_index, words_of
+from triton_machine import call, choose, runs_kernels
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import selection as reference
@@ -102,7 +102,7 @@ OTHER_SIZES = [
 ]
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize(
     ("keys", "dim"),
     [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in OTHER_SIZES)],
@@ -114,7 +114,7 @@ def test_choice_is_the_references(keys, dim):
     assert counts.tolist() == [5, 5, 0, 0, 2]
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize(
     ("keys", "options"),
     [
@@ -130,7 +130,7 @@ def test_choice_of_every_page_size_and_group(keys, options):
     check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize(
     ("keys", "dim"),
     [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in OTHER_SIZES)],
@@ -145,7 +145,7 @@ def test_choice_by_an_index_is_the_references(keys, dim):
     assert table.shape == again.shape
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("keys", ["exact", "int4", "int4_mixed"])
 def test_choice_for_queries_of_16_bits(keys):
     """Not in bfloat16, of which the interpreter multiplies the bits."""
@@ -153,17 +153,12 @@ def test_choice_for_queries_of_16_bits(keys):
     check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
 
 
-@needs_interpreter
-@pytest.mark.parametrize("isa", [80, pytest.param(90, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("keys", ["fp8", "int8", "int4", "int2", "int4_mixed", "int2_mixed"])
-def test_choice_with_ptx(keys, isa):
-    if (keys, isa) == ("fp8", 90):
-        pytest.skip("the interpreter has no conversion from fp8")
+@runs_kernels
+@pytest.mark.compiled
+@pytest.mark.parametrize("keys", FORMATS)
+def test_compiled_choice_is_the_references(keys):
     kv = kv_of(keys, dtype=torch.float16)
-    check(
-        AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05),
-        partial(choose_with_ptx, isa=isa),
-    )
+    check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
 
 
 OPTIONS = {
@@ -173,7 +168,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("splits", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_choice_with_every_option(options, splits):
@@ -186,7 +181,7 @@ def test_choice_with_every_option(options, splits):
     check(asked, partial(choose, splits=splits))
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize(
     "budget",
     [
@@ -201,7 +196,7 @@ def test_every_budget(budget):
     check(AttentionCall(make_query(kv, dtype=torch.float32), kv, 1.0))
 
 
-@needs_interpreter
+@runs_kernels
 def test_shares_are_rounded_as_float64():
     """0.29 * 100 is 28.999.. in float64 and 29 in float32."""
     kv = kv_of("int4", ReadBudget(share=0.29, from_tokens=0), rows=[(100, 1), (50, 0)], heads=1)
@@ -209,7 +204,7 @@ def test_shares_are_rounded_as_float64():
     assert counts.tolist() == [int(0.29 * 100), int(0.29 * 50)]
 
 
-@needs_interpreter
+@runs_kernels
 def test_short_rows_are_read_whole():
     kv = kv_of(
         "int4", ReadBudget(pages=3, from_tokens=21 * 16 + 7), rows=[(21, 7), (21, 6), (4, 0)]
@@ -219,7 +214,7 @@ def test_short_rows_are_read_whole():
     assert table.shape == (3, 21)
 
 
-@needs_interpreter
+@runs_kernels
 def test_a_preallocated_table_is_wider_than_the_pages():
     kv = kv_of("int4", ReadBudget(share=0.5, from_tokens=0), rows=[(9, 7), (1, 2)])
     kv = replace(
@@ -230,7 +225,7 @@ def test_a_preallocated_table_is_wider_than_the_pages():
     assert counts.tolist() == [4, 1]
 
 
-@needs_interpreter
+@runs_kernels
 def test_of_equal_pages_the_first_are_read():
     """One page stands in every place: all masses are equal."""
     kv = kv_of("int4", rows=[(21, 7), (9, 20)])
@@ -247,7 +242,7 @@ def test_of_equal_pages_the_first_are_read():
     assert torch.equal(table[0, :5], other.block_table[0, [0, 1, 2, 3, 20]])
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize("budget", [SOME, ReadBudget(top_p=0.999999, from_tokens=0)], ids=str)
 def test_pages_without_mass(budget):
     """Most masses vanish in float32: the first of these fill up what the budget leaves."""
@@ -262,7 +257,7 @@ def test_pages_without_mass(budget):
     assert torch.equal(table, expected[0])
 
 
-@needs_interpreter
+@runs_kernels
 @pytest.mark.parametrize(
     "budget",
     [ReadBudget(pages=900), pytest.param(ReadBudget(top_p=0.8), marks=pytest.mark.slow)],

@@ -8,11 +8,11 @@ import weakref
 
 import pytest
 import torch
-from interpreter import call, needs_interpreter
 from tiny_models import make_model, make_sliding, stressed, value_channel
 from tiny_server import check_batch
 from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from triton_machine import call, runs_kernels
 
 import kv_hf
 from kv_hf.backends import dispatch
@@ -564,7 +564,7 @@ def batched_answers(name, kernel):
         registry.why_not, layer_formats.layout_for = kept
 
 
-@needs_interpreter
+@runs_kernels
 def test_batches_on_triton_answer_as_on_the_reference():
     found = call(batched_answers, "paged_int4", "triton")
     assert found == call(batched_answers, "paged_int4", "reference")

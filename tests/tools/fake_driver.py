@@ -1,14 +1,14 @@
 """A GPU that is not here: Triton compiles for it, tensors lie on the CPU, and launches are counted and do nothing.
 
 What a step costs the host, how many kernels it launches and how many variants it compiles become visible on any
-machine. Results are whatever their memory held.
+machine. Results are whatever their memory held, unless a callback carries the launches out (emulated_gpu).
 
 A HostRun tells what a decode step of a whole cache launches and waits for there.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,7 +32,10 @@ from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.pages import moved
 from kv_hf.spec import ROWS
 
-H200_SHARED = 232448  # bytes of shared memory that one program may take
+SHARED = {80: 166912, 90: 232448}  # bytes of shared memory that one program may take, by capability
+# a compiled kernel's source and metadata, its grid and arguments
+CarryOut = Callable[[Any, Any, tuple[int, int, int], tuple[Any, ...]], None]
+LAUNCHED = 6  # what a launcher is given behind the grid: stream, function, metadata and hooks
 
 
 @dataclass
@@ -56,16 +59,20 @@ class FakeGpu:
 
 
 @contextmanager
-def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Iterator[FakeGpu]:
+def pretend_gpu(
+    capability: int = 90, shared_memory: int | None = None, carry_out: CarryOut | None = None
+) -> Iterator[FakeGpu]:
     """Take the CPU for an NVIDIA GPU within the context: its tensors, its kernels (compiled for real) and its pages.
 
     Modules that have imported one of the functions that it replaces by name are changed as well, and back. Neither for
     threads nor for Triton's interpreter.
 
     Args:
-        capability: compute capability * 10; shared_memory: bytes that one program may take.
+        capability: compute capability * 10; shared_memory: bytes that one program may take, None: as many as there.
+        carry_out: called with each launch.
     """
     gpu = FakeGpu()
+    shared_memory = shared_memory or SHARED[capability]
     replaced: list[tuple[ModuleType, str, Any]] = [
         (support, "target_isa", lambda where: capability),
         (support, "shared_memory", lambda where: shared_memory),
@@ -78,7 +85,7 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
     _forget_compiled()
     for name, own, value in kept:
         _replace(name, own, value)
-    triton_driver.set_active(_Driver(gpu, capability, shared_memory))
+    triton_driver.set_active(_Driver(gpu, capability, shared_memory, carry_out))
     try:
         yield gpu
     finally:
@@ -97,8 +104,7 @@ def _replace(name: str, old: Any, new: Any) -> None:
 
 
 def _own_modules() -> list[Any]:
-    loaded = list(sys.modules.values())
-    return [module for module in loaded if getattr(module, "__name__", "").startswith("kv_hf.")]
+    return [module for name, module in list(sys.modules.items()) if name.startswith("kv_hf.")]
 
 
 def _forget_compiled() -> list[Any]:
@@ -129,8 +135,10 @@ class _Utils:
 
 
 class _Driver:
-    def __init__(self, gpu: FakeGpu, capability: int, shared_memory: int) -> None:
-        self.gpu, self.capability = gpu, capability
+    def __init__(
+        self, gpu: FakeGpu, capability: int, shared_memory: int, carry_out: CarryOut | None
+    ) -> None:
+        self.gpu, self.capability, self.carry_out = gpu, capability, carry_out
         self.utils = _Utils(shared_memory)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
@@ -141,6 +149,8 @@ class _Driver:
 
         def launch(x: int, y: int, z: int, *args: Any) -> None:
             launches.append((name, x * y * z))
+            if self.carry_out is not None:
+                self.carry_out(source, metadata, (x, y, z), args[LAUNCHED:])
 
         return launch
 

@@ -1,15 +1,18 @@
-"""Run the Triton kernels in Triton's interpreter, in a process of its own.
+"""Run the Triton kernels: in Triton's interpreter, or as compiled for a GPU that is emulated (tools/emulated_gpu.py).
 
+A test says once what to run (`call(attend, asked)`), and `pytest --triton=ptx` where: the fixture `machine` chooses.
 TRITON_INTERPRET is read when triton is imported, and the tests of compiled kernels need the compiler in the same
-pytest process. `call` therefore hands pickled arguments to a worker process that was started with the variable set.
+pytest process. For the interpreter `call` therefore hands pickled arguments to a worker process that was started with
+the variable set; on an emulated GPU it runs on copies here.
 """
 
+import io
 import multiprocessing
 import os
 import pickle
-import re
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -17,24 +20,63 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kv_hf.formats import key_scheme
+from kv_hf.formats import format_names, key_scheme
 from kv_hf.spec import PageSpec, PageWrite, SideSpec
 
 _pool = None
+runs_kernels = pytest.mark.usefixtures("machine")  # of conftest.py
 
 
-def why_not():
-    """The reason why the interpreter does not run here, or None."""
+@dataclass(frozen=True)
+class Machine:
+    """What runs kernels.
+
+    Attributes:
+        isa: compute capability * 10 of an emulated GPU; 0: Triton's interpreter.
+        seeds: orders of programs that a call runs in, which must all give the same.
+    """
+
+    isa: int = 0
+    seeds: tuple[int, ...] = (0,)
+
+    def __str__(self) -> str:
+        return f"sm_{self.isa}" if self.isa else "interpreter"
+
+
+# keys and values of every format, for tests of compiled kernels: each takes seconds to compile
+_names = format_names("keys", "values")
+COMPILED_PAIRS = [
+    *zip(_names, [*_names[1:], _names[0]], strict=True),
+    ("int2_mixed", "int2_rotated"), ("int4_mixed", "int4_rotated"), ("int4", "int3_rotated"),
+]  # fmt: skip
+INTERPRETER, SM_90 = Machine(), Machine(90, (1,))
+EVERY_GPU = [Machine(isa, (0, 1, 2)) for isa in (80, 90)]
+_now = INTERPRETER
+
+
+@contextmanager
+def running_on(machine):
+    """Let `call` run on a machine within the context, or skip the test where it cannot."""
+    global _now
+    reason = why_not(machine)
+    if reason:
+        pytest.skip(reason)
+    before, _now = _now, machine
+    try:
+        yield
+    finally:
+        _now = before
+
+
+def why_not(machine):
+    """The reason why a machine does not run kernels here, or None."""
     try:
         triton = Version(version("triton"))
     except PackageNotFoundError:
         return "triton is not installed (pip install -e '.[gpu]'; wheels exist for Linux)"
-    if triton < Version("3.9") and Version(version("numpy")) >= Version("2.4"):
+    if not machine.isa and triton < Version("3.9") and Version(version("numpy")) >= Version("2.4"):
         return f"the interpreter of triton {triton} fails in loops of dynamic length with numpy 2.4"
     return None
-
-
-needs_interpreter = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def _run(pickled):
@@ -69,7 +111,46 @@ def _start():
 
 
 def call(function, *args, **options):
-    """Return function(*args, **options), computed in the worker; exceptions come through."""
+    """Return function(*args, **options), computed on copies where kernels run; exceptions come through."""
+    if not _now.isa:
+        return _interpreted(function, args, options)
+    found = [_emulated(seed, pickle.dumps((function, args, options))) for seed in _now.seeds]
+    assert len(set(map(_bits, found))) == 1, "the result depends on the order of programs"
+    return found[0]
+
+
+def _emulated(seed, pickled):
+    """What a pickled call gives on an emulated GPU, where memory begins as nan."""
+    from emulated_gpu import emulated_gpu
+
+    function, args, options = pickle.loads(pickled)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with emulated_gpu(_now.isa, seed):
+            return function(*args, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Bits(pickle.Pickler):
+    """Pickles tensors as their bits alone: torch's own pickles name places in memory."""
+
+    def reducer_override(self, thing):
+        if not isinstance(thing, torch.Tensor):
+            return NotImplemented
+        flat = thing.detach().contiguous().flatten().view(torch.uint8)
+        return bytes, (flat.numpy().tobytes(),)
+
+
+def _bits(found):
+    """Bytes that are the same for the same tensors."""
+    stream = io.BytesIO()
+    _Bits(stream).dump(found)
+    return stream.getvalue()
+
+
+def _interpreted(function, args, options):
+    """Compute in the worker."""
     global _pool
     if _pool is None:
         _pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
@@ -81,7 +162,7 @@ def call(function, *args, **options):
     return pickle.loads(_pool.submit(_run, pickle.dumps((function, args, options))).result())
 
 
-# -- functions that run in the worker --------------------------------------------------------------------------
+# -- functions that run there --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -120,44 +201,6 @@ def attend(asked, *, splits=2):
         Plan.splits = rule
 
 
-@contextmanager
-def compiled_for(isa):
-    """Kernels as compiled for an NVIDIA GPU, their PTX carried out by `ptx`."""
-    import triton.language as tl
-
-    from kv_hf.backends.triton import support
-
-    def inline_asm(text, constraints, args, dtype, is_pure, pack):
-        words = [np.ascontiguousarray(x.handle.data).view(np.uint32).ravel() for x in args]
-        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
-        # words that hold `pack` numbers
-        each = [pack * (2 if kind == tl.float16 else 1) // 4 for kind in kinds]
-        outs = iter(ptx(text, words[0], sum(each), *words[1:]))
-        tiles = []
-        for kind, count in zip(kinds, each, strict=True):
-            both = np.ascontiguousarray(np.stack([next(outs) for _ in range(count)], -1))
-            tile = both.view(np.float16 if kind == tl.float16 else np.uint8)
-            tile = tile.reshape(args[0].handle.data.shape)
-            shape = tl.block_type(kind, args[0].type.shape)
-            tiles.append(tl.core.tensor(type(args[0].handle)(tile, kind), shape))
-        return tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
-
-    kept = tl.inline_asm_elementwise
-    tl.inline_asm_elementwise = inline_asm
-    support.target_isa, real = (lambda where: isa), support.target_isa
-    try:
-        yield
-    finally:
-        tl.inline_asm_elementwise = kept
-        support.target_isa = real
-
-
-def attend_with_ptx(asked, *, isa, splits=2):
-    """The decode kernel as compiled for an NVIDIA GPU."""
-    with compiled_for(isa):
-        return attend(asked, splits=splits)
-
-
 def choose(asked, *, splits=3):
     """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
     from kv_hf.backends.triton import selection
@@ -172,89 +215,6 @@ def choose(asked, *, splits=3):
     masses = masses.view(asked.kv.rows, -1)
     windows = masses.gather(1, asked.kv.num_pages[:, None].long())[:, 0]
     return table, counts, masses[:, : asked.kv.block_table.shape[1]], windows
-
-
-def choose_with_ptx(asked, *, isa):
-    """The kernel that chooses pages as compiled for an NVIDIA GPU."""
-    with compiled_for(isa):
-        return choose(asked)
-
-
-def unpack_every_byte(bits):
-    """Whether the PTX of each unpacking gives the right float16 bits for all 256 bytes."""
-    from kv_hf.backends.triton import dequant
-
-    every = np.arange(256, dtype=np.uint8)
-    words = every.view(np.uint32)
-
-    def run(text, runs):
-        outs = ptx(text, words, 2 * runs)
-        pairs = [np.stack(outs[2 * r : 2 * r + 2], -1) for r in range(runs)]
-        return [np.ascontiguousarray(pair).view(np.float16).ravel() for pair in pairs]
-
-    if bits < 8:
-        runs = run(dequant._take_in_place.fn(bits), 8 // bits)
-        right = [
-            x.view(np.uint16) == ((every >> (bits * r)) & (2**bits - 1)) << (bits * r)
-            for r, x in enumerate(runs)
-        ]
-        return bool(np.all(right))
-    signed = run(dequant._signed.fn(False), 1)[0]
-    shifted = run(dequant._by_shifts.fn(False), 1)[0]
-    wanted = torch.from_numpy(every).view(torch.float8_e4m3fn).half().numpy()
-    finite = (every & 0x7F) != 0x7F
-    return bool(
-        np.all(signed == every.view(np.int8))
-        and np.array_equal(shifted[finite].view(np.uint16), wanted[finite].view(np.uint16))
-    )
-
-
-# -- a small PTX machine ---------------------------------------------------------------------------------------
-
-
-def ptx(text, word, outputs, *words):
-    """Carry out the PTX of an inline assembly on uint32 inputs; the operands after the outputs are the inputs."""
-    registers = {f"${outputs + i}": one for i, one in enumerate((word, *words))}
-
-    def value(name):
-        name = name.strip()
-        return registers[name] if name in registers else np.uint32(int(name, 0))
-
-    def halves(name):
-        x = np.asarray(value(name), np.uint32)
-        return np.ascontiguousarray(np.broadcast_to(x, word.shape)).view(np.float16)
-
-    for line in re.findall(r"([a-z][\w.]*)\s+([^;{}]+);", text):
-        op, operands = line[0].split(".")[0], line[1].split(",")
-        if line[0].startswith("reg"):
-            continue
-        target, *rest = operands
-        if op == "mov":
-            result = value(rest[0])
-        elif op == "prmt":
-            result = _permute(value(rest[0]), value(rest[1]), int(rest[2], 0))
-        elif line[0].endswith("f16x2"):
-            function = {"sub": np.subtract, "mul": np.multiply}[op]
-            result = function(halves(rest[0]), halves(rest[1])).view(np.uint32)
-        else:
-            function = {
-                "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shr": np.right_shift,
-                "shl": np.left_shift,
-            }[op]  # fmt: skip
-            result = function(value(rest[0]), value(rest[1]))
-        registers[target.strip()] = result
-    return [np.asarray(registers[f"${i}"], np.uint32) for i in range(outputs)]
-
-
-def _permute(a, b, selector):
-    both = np.uint64(a) | (np.uint64(b) << np.uint64(32))
-    result = np.uint32(0)
-    for place in range(4):
-        nibble = (selector >> (4 * place)) & 15
-        assert nibble < 8, "the sign replication of prmt is not emulated"
-        byte = (both >> np.uint64(8 * nibble)) & np.uint64(255)
-        result = result | (byte.astype(np.uint32) << np.uint32(8 * place))
-    return result
 
 
 # -- sealing and appending ------------------------------------------------------------------------------------------

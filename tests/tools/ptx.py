@@ -1,0 +1,359 @@
+"""Carry out compiled kernels on a CPU: their PTX on the memory of tensors, with checks that no GPU makes.
+
+    kernel = Kernel(ptx)
+    hazards = launch(kernel, grid=(4, 1, 1), shared_bytes=4096, params=[address, 17], blocks={address: nbytes}, seed=3)
+
+Threads of a program have a place each in the text: the segment that comes first runs next, for those threads that are
+there, so that divergent branches and loops of different lengths are right. Programs are interleaved at barriers and
+atomics in an order that `seed` gives. PtxError tells of what a GPU would fault on: addresses outside of all blocks,
+alignment, lanes that are missing at an instruction of a whole warp. Hazards are accesses that nothing orders
+(ptx_memory), so they do not depend on luck. Registers begin as garbage, and shared memory as nan.
+
+Not there: time, values that are stale, how tensor cores round, and every instruction that Triton makes of no kernel here.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from ptx_instructions import by_warp, translate
+from ptx_memory import (
+    EPOCH,
+    EPOCHS,
+    PROGRAM,
+    THREADS,
+    TURN,
+    WARP,
+    GlobalMemory,
+    Known,
+    SharedMemory,
+    some,
+)
+from ptx_text import SIZES, Instruction, PtxError
+from ptx_text import Kernel as Text
+
+TOGETHER = 4  # programs that are on their way at once
+PACKED = {"f32": "<f", "f64": "<d"}
+
+
+class Kernel(Text):
+    """A kernel's text with what its instructions do."""
+
+    def __init__(self, ptx: str):
+        super().__init__(ptx)
+        self.steps = [[self._step(one) for one in segment.code] for segment in self.segments]
+
+    def _step(self, one: Instruction):
+        try:
+            return translate(one, self)
+        except (PtxError, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise PtxError(f"{self.line(one.line)}: not known here ({error!r})") from error
+
+
+class Launch:
+    """What the programs of a grid share."""
+
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], shared_bytes: int, params, blocks: dict[int, int]
+    ):  # fmt: skip
+        self.kernel, self.grid, self.shared_bytes = kernel, grid, shared_bytes
+        self.programs = int(np.prod(grid))
+        self.memory = GlobalMemory(blocks, kernel.granules["global"])
+        self.syncs: dict[int, Known] = {}  # what was released at an address
+        self.hazards: dict[tuple[int, str], str] = {}
+        given = bytearray(kernel.param_bytes)
+        for (offset, kind), value in zip(kernel.params, params, strict=True):
+            size = SIZES[kind]
+            bits = value % 2 ** (8 * size) if kind not in PACKED else 0
+            packed = (
+                struct.pack(PACKED[kind], value)
+                if kind in PACKED
+                else bits.to_bytes(size, "little")
+            )
+            given[offset : offset + size] = packed
+        self.params = Params(given)
+        # what registers hold in all programs
+        self.registers = [np.ones(kernel.threads, "?") if one.kind == "pred" else np.full(kernel.threads, 0xDD, one.code)
+                          for one in kernel.registers]  # fmt: skip
+        for (bits, _), register in kernel.constants.items():
+            self.registers[register.place] = np.full(kernel.threads, bits, register.code)
+
+
+class Params:
+    """The bytes that a launch hands over."""
+
+    def __init__(self, given: bytes):
+        self.bytes = np.frombuffer(given, np.uint8)
+
+    def load(self, program, line: int, address, size: int, count: int, mask):
+        """Return a number of `size` bytes for each thread."""
+        return self.bytes[address[:, None] + np.arange(size)].view(f"u{size}").T
+
+
+class Program:
+    """One program (CTA) on its way."""
+
+    def __init__(self, launch: Launch, index: int):
+        self.launch, self.kernel, self.index = launch, launch.kernel, index
+        self.threads = launch.kernel.threads
+        self.lanes = np.arange(self.threads)
+        x, y, _ = launch.grid
+        self.place = (index % x, index // x % y, index // (x * y))
+        self.registers = list(launch.registers)
+        specials = {"%tid.x": self.lanes}
+        for axis, at, count in zip("xyz", self.place, launch.grid, strict=True):
+            specials |= {f"%ctaid.{axis}": at, f"%nctaid.{axis}": count}
+        for name, register in launch.kernel.specials.items():
+            self.registers[register.place] = np.full(self.threads, specials[name], "u4")
+        shared = SharedMemory(launch.shared_bytes, launch.kernel.granules["shared"])
+        self.spaces = {"global": launch.memory, "shared": shared, "param": launch.params}
+        # epochs are counted by barriers; learnt: by single threads since the last one
+        self.epoch, self.known = 0, Known(launch.programs)
+        self.learnt: dict[int, Known] = {}
+        self.new_epoch()
+        # asynchronous copies: groups are counted from 1
+        self.committed = self.completed = 0
+        self.open_copies: list[tuple[Any, Any]] = []
+        self.groups: dict[int, list[tuple[Any, Any]]] = {}
+
+    # -- running
+
+    def run(self) -> Iterator[None]:
+        """Run to the end; yields where another program may run."""
+        places = np.zeros(
+            self.threads, np.int64
+        )  # the segment that each thread comes to, -1 behind the end
+        waiting = np.zeros(self.threads, bool)  # at a barrier
+        while some(places >= 0):
+            going = (places >= 0) & ~waiting
+            if not some(going):
+                self.meet(places[waiting])
+                waiting[:] = False
+                yield
+                continue
+            here = int(places[going].min())
+            mask = going & (places == here)
+            segment = self.kernel.segments[here]
+            if segment.switch:
+                yield
+            everyone = None if some(mask) == self.threads else mask
+            for step in self.kernel.steps[here]:
+                step(self, everyone)
+            places[mask] = self.following(here)[mask]
+            if segment.barrier:
+                waiting |= mask
+
+    def following(self, here: int):
+        """Return the segment that each thread goes to."""
+        last = self.kernel.segments[here].code[-1]
+        after = here + 1 if here + 1 < len(self.kernel.segments) else -1
+        if last.parts[0] not in ("bra", "ret"):
+            return np.full(self.threads, after)
+        target = self.kernel.labels[last.operands[0]] if last.parts[0] == "bra" else -1
+        if last.guard is None:
+            return np.full(self.threads, target)
+        return np.where(self.taken(last.guard, last.negated), target, after)
+
+    def meet(self, places):
+        """End a barrier that threads wait at in front of `places`; what one knows, all know."""
+        barriers = [self.kernel.segments[place - 1].code[-1].line for place in np.unique(places)]
+        if len(barriers) > 1:
+            self.hazard(
+                barriers[0], f"threads meet at different barriers, also in line {barriers[1]}"
+            )
+        self.new_epoch()
+
+    def error(self, line: int, why: str) -> PtxError:
+        """Return the error of a line."""
+        return PtxError(f"{self.kernel.line(line)}: {why} (program {self.place})")
+
+    def hazard(self, line: int, why: str, example: str = ""):
+        """Note a hazard; the first of its kind in a line is told."""
+        text = f"{self.kernel.line(line)}: {why} (program {self.place}; {example})"
+        self.launch.hazards.setdefault((line, why.split(" that ")[0]), text)
+
+    def together(self, line: int, mask, members=None):
+        """Refuse an instruction of whole warps that not all lanes of a warp have come to, or that names a part of them."""
+        if members is not None and some(self.read(members) != 2**WARP - 1):
+            raise self.error(line, "a part of a warp is not known here")
+        if mask is not None:
+            there = by_warp(mask)
+            if some(there.any(1) & ~there.all(1)):
+                raise self.error(line, "lanes of a warp are missing")
+
+    # -- registers
+
+    def read(self, source: tuple[int, int, str]):
+        """Return the low bytes of a register as numbers; halves twice as many."""
+        place, size, code = source
+        bits = self.registers[place]
+        return (bits if bits.itemsize == size else bits.astype(f"u{size}")).view(code)
+
+    def write(self, register, value, mask):
+        """Set a register; numbers of fewer bits are extended by their sign or by zeros."""
+        if register is None:
+            return
+        code, size = register.code, value.itemsize
+        if len(value) > self.threads:
+            value = value.view(code)
+        elif code != "?" and size < int(code[1:]):
+            kind = "i" if value.dtype.kind == "i" else "u"
+            value = value.view(f"{kind}{size}").astype(f"{kind}{code[1:]}")
+        value = value.view(code)
+        old = self.registers[register.place]
+        self.registers[register.place] = value if mask is None else np.where(mask, value, old)
+
+    def taken(self, guard, negated: bool):
+        """Return the threads whose predicate says so."""
+        value = self.registers[guard.place]
+        return ~value if negated else value
+
+    # -- copies to shared memory, done at once and remembered until they are waited for
+
+    def givers(self, count: int, mask):
+        """Return the lanes whose addresses count for `count` matrices."""
+        lanes = self.lanes % WARP < 8 * count
+        return lanes if mask is None else lanes & mask
+
+    def copy(self, line: int, to, of, size: int, given, mask):
+        """cp.async of `size` bytes, of which the first `given` are read and the others are zeros."""
+        taking = np.ones(self.threads, bool) if mask is None else mask
+        reading = taking & (given > 0)
+        if some(reading & (given < size)):
+            raise self.error(line, "cp.async of a part of its bytes")
+        shared = self.spaces["shared"]
+        data = self.spaces["global"].load(self, line, of, min(size, 8), -(-size // 8), reading)
+        if not some(taking):
+            return
+        granules, lanes = shared.store(self, line, to, data, taking)
+        shared.copies[granules] = self.committed + 1
+        self.open_copies.append((granules, lanes))
+
+    def commit(self):
+        """cp.async.commit_group."""
+        self.committed += 1
+        self.groups[self.committed] = self.open_copies
+        self.open_copies = []
+
+    def wait(self, most: int):
+        """cp.async.wait_group: all but the last `most` groups are there, for the threads that copied."""
+        while self.completed < self.committed - most:
+            self.completed += 1
+            for granules, lanes in self.groups.pop(self.completed):
+                self.spaces["shared"].writer[granules] = self.stamp[lanes][:, None]
+
+    # -- the order of threads and programs
+
+    def new_epoch(self):
+        """All threads have met: what one knows, all know."""
+        for known in self.learnt.values():
+            self.known.add(known)
+        self.learnt.clear()
+        self.epoch += 1
+        if max(self.epoch, self.launch.programs + 1) > EPOCHS:
+            raise PtxError("more programs, or barriers in one, than hazards can be told apart for")
+        self.floor = (self.index + 1) << PROGRAM | self.epoch << EPOCH
+        self.stamp = self.floor | self.lanes
+
+    def new_turn(self, mask):
+        """Lanes of warps have met."""
+        if self.threads == WARP:
+            self.new_epoch()
+        else:
+            self.stamp = self.stamp + ((1 if mask is None else mask.astype(np.int64)) << TURN)
+
+    def knows(self, thread: int, access: int) -> bool:
+        """Say whether an access of another program happened before what `thread` does now."""
+        seen = ((access >> PROGRAM) - 1, access & THREADS, (access >> EPOCH) & EPOCHS)
+        return self.known.has(*seen) or (thread in self.learnt and self.learnt[thread].has(*seen))
+
+    def add(self, one: Instruction, address, values, mask):
+        """atom.add, thread by thread: returns what was there before.
+
+        A release shows others what happened before for its thread; an acquire learns what was released at its address.
+        """
+        found = np.zeros_like(values)
+        space, size, line = self.spaces[one.space], values.itemsize, one.line
+        acquires, releases = ({part, "acq_rel"} & {*one.parts} for part in ("acquire", "release"))
+        shared_with_programs = one.space == "global" and "cta" not in one.parts
+        for thread in (self.lanes if mask is None else mask.nonzero()[0]).tolist():
+            lanes = self.lanes[thread : thread + 1]
+            offset, shadow = space.place(self, line, address[lanes], size, lanes)
+            granules = space.granules(shadow, size)
+            space.note_write(self, line, granules, lanes, np.ones(1, bool), atomic=True)
+            row = space.rows(size, 1)[offset // size]
+            found[thread] = row.view(values.dtype)[0, 0]
+            space.rows(size, 1)[offset // size] = (found[lanes] + values[lanes])[:, None].view(
+                row.dtype
+            )
+            at = int(address[thread])
+            if acquires and shared_with_programs and at in self.launch.syncs:
+                self.learnt.setdefault(thread, Known(self.launch.programs)).add(
+                    self.launch.syncs[at]
+                )
+            if releases and shared_with_programs:
+                self.launch.syncs.setdefault(at, Known(self.launch.programs)).add(
+                    self.before(thread)
+                )
+        return found
+
+    def before(self, thread: int) -> Known:
+        """Return what happened before now for `thread`, its own accesses included."""
+        known = Known(self.launch.programs)
+        known.add(self.known)
+        known.add(self.learnt.get(thread, known))
+        known.epochs[self.index] = self.epoch
+        known.threads[self.index, thread] = self.epoch
+        return known
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    shared_bytes: int,
+    params,
+    blocks: dict[int, int],
+    seed: int = 0,
+) -> list[str]:
+    """Run a kernel and return its hazards.
+
+    Args:
+        grid: programs along x, y, z; shared_bytes: of each.
+        params: numbers in the kernel's order; pointers are addresses on the host.
+        blocks: {address: bytes} that the kernel may touch.
+        seed: of the order of programs and of their interleaving.
+    Raises: PtxError where a GPU would fault.
+    """
+    shared = Launch(kernel, grid, shared_bytes, params, blocks)
+    random = np.random.default_rng(seed)
+    order = (
+        random.permutation(shared.programs).tolist() if seed else list(range(shared.programs))[::-1]
+    )
+    going: list[Iterator[None]] = []
+    with np.errstate(all="ignore"):
+        while going or order:
+            while order and len(going) < TOGETHER:
+                going.append(Program(shared, order.pop()).run())
+            steps = going[int(random.integers(len(going)))]
+            if next(steps, steps) is steps:  # at its end
+                going.remove(steps)
+    return list(shared.hazards.values())
+
+
+def carry_out(text: str, outputs: int, words: np.ndarray) -> list[np.ndarray]:
+    """Return what inline assembly $0, .. gives for uint32 words [n], its one input, which is named behind the outputs."""
+    threads = min(len(words), 1024)
+    stores = "".join(f"st.global.b32 [to+{4 * number}], ${number};" for number in range(outputs))
+    kernel = Kernel(f""".entry assembly(.param .u64 words, .param .u64 results) .reqntid {threads} {{
+        .reg .b32 $<{outputs + 1}>; .reg .b32 at; .reg .b32 lane; .reg .b64 from; .reg .b64 to;
+        mov.u32 at, %ctaid.x; mov.u32 lane, %tid.x; mad.lo.s32 at, at, {threads}, lane;
+        ld.param.b64 from, [words]; mad.wide.u32 from, at, 4, from; ld.global.b32 ${outputs}, [from];
+        {text}
+        ld.param.b64 to, [results]; mad.wide.u32 to, at, {4 * outputs}, to; {stores} ret;
+        }}""")  # fmt: skip
+    results = np.zeros((len(words), outputs), np.uint32)
+    places = [array.ctypes.data for array in (words, results)]
+    blocks = dict(zip(places, (words.nbytes, results.nbytes), strict=True))
+    assert not launch(kernel, (len(words) // threads, 1, 1), 0, places, blocks)
+    return list(np.ascontiguousarray(results.T))

@@ -114,34 +114,20 @@ def why_not_absorbed(module: torch.nn.Module) -> str | None:
     if hasattr(projection, "base_layer"):
         return f"kv_b_proj is wrapped by an adapter ({name}); merge it into the weights"
     weight = getattr(projection, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return f"kv_b_proj ({name}) has no weight"
-    if getattr(projection, "bias", None) is not None:
-        return "kv_b_proj has a bias"
+    heads = module.qk_nope_head_dim + module.v_head_dim  # type: ignore[operator]
+    plain = (
+        type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and weight.dtype in _FLOATS
+        and weight.shape[1:] == (module.kv_lora_rank,)
+        and not weight.shape[0] % heads
+        and type(projection).forward is torch.nn.Linear.forward
+        and projection.bias is None
+    )
+    if not plain:
+        kept = f" of {weight.dtype}" if isinstance(weight, torch.Tensor) else ""
+        return f"kv_b_proj ({name}{kept}) is no torch.nn.Linear of whole heads without a bias: it may be quantized, or sharded"
     if weight.is_meta:
         return "the weight of kv_b_proj is offloaded"
-    if hasattr(weight, "placements"):
-        return "the weight of kv_b_proj is sharded (tensor parallelism)"
-    rank = int(module.kv_lora_rank)  # type: ignore[arg-type]
-    if (
-        type(weight) not in (torch.Tensor, torch.nn.Parameter)
-        or weight.dtype not in _FLOATS
-        or weight.ndim != 2
-        or weight.shape[1] != rank
-    ):
-        return (
-            f"kv_b_proj is quantized ({name}, weight of {str(weight.dtype).removeprefix('torch.')})"
-        )
-    if weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):  # type: ignore[operator]
-        return "the weight of kv_b_proj does not hold whole heads"
-    return _why_more_than_weights(projection)
-
-
-def _why_more_than_weights(projection: torch.nn.Module) -> str | None:
-    """Return why `projection` computes something else than the product with its weight, or None."""
-    kind = type(projection)
-    if kind.forward is not torch.nn.Linear.forward:
-        return f"kv_b_proj is a {kind.__name__}, not a torch.nn.Linear"
     if projection._forward_hooks or projection._forward_pre_hooks:
         return "kv_b_proj has forward hooks"
     if modules._global_forward_hooks or modules._global_forward_pre_hooks:

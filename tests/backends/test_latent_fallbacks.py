@@ -136,11 +136,11 @@ def replaced(model: Any) -> None:
 
 
 REASONS = {
-    "bias": (change(with_bias), "has a bias"),
+    "bias": (change(with_bias), "without a bias"),
     "adapter": (change(Adapter), r"adapter \(Adapter\)"),
-    "int8": (change(Rounded), "quantized .*int8"),
-    "subclass": (change(tagged), "quantized"),
-    "forward": (change(scaled), "is a Scaled, not a torch.nn.Linear"),
+    "int8": (change(Rounded), "of torch.int8"),
+    "subclass": (change(tagged), "may be quantized"),
+    "forward": (change(scaled), "Scaled .*is no torch.nn.Linear"),
     "hook": (change(hooked), "has forward hooks"),
     "patch": (change(patched), "forward of kv_b_proj was replaced"),
     "class": (doubled, "expand_kv is that of Doubling"),  # was taken for transformers' own
@@ -228,7 +228,7 @@ def test_eager_attention_gets_dense_latents():
 
 def test_absorption_that_was_asked_for_without_generate():
     model = changed("bias")
-    with pytest.raises(kv_hf.UnsupportedModelError, match="has a bias"):
+    with pytest.raises(kv_hf.UnsupportedModelError, match="without a bias"):
         forwards(model, paged(model, mla="absorb"))
 
 

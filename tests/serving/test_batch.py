@@ -18,6 +18,7 @@ import kv_hf
 from kv_hf.backends import dispatch
 from kv_hf.errors import CacheOptionError, UnsupportedModelError
 from kv_hf.serving import batch_manager
+from kv_hf.serving.batch_cache import BatchCache
 
 if not batch_manager.fits_transformers():
     pytest.skip("transformers before 5.18", allow_module_level=True)
@@ -113,6 +114,21 @@ def test_forked_requests_go_on_from_one_prompt():
     for blocks in (64, 14):
         found = answers(model, prompts(), config("paged_exact", **sampled), batching(blocks))
         assert found == own
+
+
+def test_forwards_of_requests_leave_the_config_of_the_model_as_it_is(monkeypatch):
+    """transformers writes is_causal into it for the length of a forward: one of generate() beside it attended without a mask."""
+    model, attend, found = make_model("llama"), BatchCache.paged_attend, []
+    before = model.config.to_dict()
+
+    def watched(*args, **kwargs):
+        found.append(model.config.to_dict())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(BatchCache, "paged_attend", watched)
+    answers(model, prompts((5,)), config("paged_exact", new=2), batching())
+    assert found
+    assert all(one == before for one in found)
 
 
 @contextlib.contextmanager

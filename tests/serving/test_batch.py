@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import make_model, make_sliding, stressed, value_channel
 from tiny_server import check_batch
-from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from triton_machine import call, runs_kernels
 
@@ -495,18 +495,9 @@ def test_waiting_requests_go_on_when_all_others_are_cancelled():
         wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
 
 
-def eager_model():
-    """Return a tiny model of a family without sdpa."""
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, **heads)).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
 def test_managers_leave_a_model_its_eager_attention():
     """One stops, another goes on, and transformers' own pages are read as if there had been none."""
-    model = eager_model()
+    model = make_sliding("gemma2", 400)
     with running(model, new=60) as second:
         with running(model, new=60):
             begun(second, "a")

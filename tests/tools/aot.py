@@ -168,8 +168,7 @@ def compiled(jit: Any, launch: Callable[[], Any], arch: str) -> Any:
         for owner, name, value in (
             (driver, "_active", active),
             (support, "target_isa", lambda where: isa),
-            (decode, "refuse_cpu", lambda: None),
-            (selection, "refuse_cpu", lambda: None),
+            (direct, "refuse_cpu", lambda: None),
             (direct.Kernel, "launch", compile_only),
         ):
             stack.enter_context(patch.object(owner, name, value))

@@ -386,6 +386,8 @@ def write(call: PageWrite) -> None:
 
 def _append(call: PageWrite, new: Pair) -> None:
     windows, spec = call.windows, call.spec
+    if not spec.values.head_dim:  # the strides of nothing are no reason for another variant
+        windows, new = (windows[0],) * 2, (new[0],) * 2
     rows, heads, q_len, _ = new[0].shape
     strides = [one.stride() for one in (*windows, *new)]
     tokens = 1 if q_len == 1 else APPENDED
@@ -406,7 +408,7 @@ def _append(call: PageWrite, new: Pair) -> None:
 
 
 def _seal(call: PageWrite, tokens: Pair) -> None:
-    keys, values = tokens
+    keys, values = tokens if call.spec.values.head_dim else (tokens[0],) * 2
     spec, index = call.spec, keys.get_device()
     kernel = kept(
         call.launches,

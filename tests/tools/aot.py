@@ -55,7 +55,7 @@ def compile_combine(
 ) -> Any:
     """Compile the kernel that merges splits over latents for `arch`."""
     plain = {"HEADS": heads, "COLUMNS": 16, "V_DIM": value_dim, "SINKS": True}
-    kernel = direct.Kernel(None, decode.combine_kernel, plain, num_warps=4, enable_fp_fusion=True)
+    kernel = direct.Kernel(None, decode.combine_kernel, plain)
     out, sums = torch.zeros(heads, dtype=dtype), torch.zeros(heads)
 
     def launch() -> None:

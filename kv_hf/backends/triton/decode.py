@@ -321,15 +321,9 @@ def _prepare(call: AttentionCall) -> Plan:
     combine = None
     if spec.is_latent:
         merging = {"HEADS": step.heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": step.sinks}
-        combine = Kernel(spec, combine_kernel, merging, num_warps=4, enable_fp_fusion=True)
+        combine = Kernel(spec, combine_kernel, merging)
     return Plan(
-        kernel=Kernel(
-            spec,
-            decode_kernel,
-            plain,
-            num_warps=plain["LAUNCH"].num_warps,
-            enable_fp_fusion=True,
-        ),
+        kernel=Kernel(spec, decode_kernel, plain, plain["LAUNCH"].num_warps),
         rows=rows,
         blocks=blocks,
         stretch=plain["KEYS"].tile * MIN_TILES,

@@ -174,8 +174,16 @@ class Kernel:
 
     __slots__ = ("compiled", "constants", "jit", "options", "pointers", "spec")
 
-    def __init__(self, spec: PageSpec, jit: Any, constants: dict[str, Any], **options: Any) -> None:
-        self.spec, self.jit, self.constants, self.options = spec, jit, constants, options
+    def __init__(
+        self,
+        spec: PageSpec,
+        jit: Any,
+        constants: dict[str, Any],
+        num_warps: int = 4,
+        enable_fp_fusion: bool = True,
+    ) -> None:
+        self.spec, self.jit, self.constants = spec, jit, constants
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
         self.pointers: list[tuple[int, int]] | None = None
         self.compiled: dict[Any, Compiled] = {}
 

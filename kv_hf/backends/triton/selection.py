@@ -734,9 +734,7 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
     stretch, most = splits(constants["KEYS"], rows * blocks)
     columns = rows * step.heads * step.q_len
     return Plan(
-        kernel=Kernel(
-            kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True
-        ),
+        kernel=Kernel(kv.spec, choose_kernel, constants, NUM_WARPS),
         rows=rows,
         blocks=blocks,
         stretch=stretch,

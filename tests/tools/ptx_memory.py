@@ -5,7 +5,6 @@ releases that were acquired, so that a race is found in whatever order the progr
 """
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 

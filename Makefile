@@ -78,7 +78,7 @@ test-environments: $(VENV)/.installed ## tests in each environment that they mus
 test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests, all kernels on emulated GPUs, sanitizers, every instruction set and environment, the suite without the C kernel, and on the oldest transformers
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test,test-ui]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(BIN)/python -m pytest -n 2 --triton=ptx
+	$(BIN)/python -m pytest -n 2 -m "compiled or not slow" --triton=ptx
 	$(MAKE) test-environments
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_generate.py -k quantized

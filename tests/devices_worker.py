@@ -286,14 +286,12 @@ def keys_on_another_device_are_refused() -> None:
 
 # how a generation on two devices is compared with one on a single device; layer 1 of "gemma3" keeps transformers' sliding layer
 COMPARED: dict[str, dict[str, Any]] = {
-    "greedy_exact": {},
     "greedy_int4": {"name": "paged_int4"},
     "int8_pages_and_recent_tokens": {
         "name": "paged_int8",
         "cache_config": {**KERNEL, "page_size": 32, "recent_tokens": 3},
     },
-    "beams": {"num_beams": 3},
-    "several_return_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
     "chunked_prefill": {"name": "paged_int8", "prefill_chunk_size": 17},
     "hybrid_beams": {"family": "gemma3", "num_beams": 2},
     "dense_attention": {"name": "paged_int4", "attention": "eager"},

@@ -7,7 +7,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-SCRIPTS = ROOT / "scripts"
 
 
 def run_python(*words: object) -> str:

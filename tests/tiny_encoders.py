@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_models import COMMON
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
 BART = {
@@ -157,17 +158,6 @@ def bert_to_bert() -> Any:
     return wider(transformers.EncoderDecoderModel(config=config))
 
 
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 QWEN_VISION = {
     "depth": 1,
     "num_heads": 4,
@@ -203,7 +193,7 @@ def llava() -> Made:
     )
     config = transformers.LlavaConfig(
         vision_config=vision,
-        text_config=transformers.LlamaConfig(**TEXT),
+        text_config=transformers.LlamaConfig(**COMMON),
         image_token_id=IMAGE,
         vision_feature_select_strategy="default",
     )
@@ -213,7 +203,7 @@ def llava() -> Made:
 
 def qwen2_vl() -> Made:
     config = transformers.Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": MROPE},
+        text_config={**COMMON, "rope_parameters": MROPE},
         vision_config={**QWEN_VISION, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
         image_token_id=IMAGE,
         video_token_id=95,
@@ -244,7 +234,12 @@ def mllama() -> Made:
         "vision_output_dim": 64,
     }
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    text = {**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1], "rope_parameters": rope}
+    text = {
+        **COMMON,
+        "num_hidden_layers": 3,
+        "cross_attention_layers": [1],
+        "rope_parameters": rope,
+    }
     config = transformers.MllamaConfig(
         vision_config=vision, text_config=text, image_token_index=IMAGE
     )

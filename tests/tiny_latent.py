@@ -114,12 +114,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "youtu": ("YoutuConfig", COMMON),
 }
-SPARSE = (
-    "deepseek_v32",
-    "dots3_note",
-    "glm5_next",
-    "hy_v4",
-    "mistral_large4",
+SPARSE = tuple(
+    name
+    for name, (_, options) in FAMILIES.items()
+    if "index_topk" in options.get("text_config", options)
 )
 
 

@@ -9,23 +9,18 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tiny_models import make_model
-from tiny_tokenizer import make_tokenizer
+from tiny_tokenizer import TURNS, make_tokenizer
 from transformers.utils import logging
 
 from kv_hf.serving.server_model import ServerOptions
 
 WAIT_S = 30.0
-# assistants' turns are written as generation begins them, so that a second turn begins with the first and its answer
-TEMPLATE = (
-    "<s>{% for message in messages %}{% if message['role'] == 'assistant' %}<|bot|>{% else %}<|user|>{% endif %}"
-    "{{ message['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
-)
 
 
 def save_model(folder, family="llama", **changes):
     """Save a random model and a tokenizer with a chat template; return the folder's path."""
     tokenizer = make_tokenizer(chat=True)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TURNS
     config = {"vocab_size": 1000, "max_position_embeddings": 8192, **changes}
     model = make_model(family, torch.float32, **config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -43,12 +43,15 @@ class Machine:
         return f"sm_{self.isa}" if self.isa else "interpreter"
 
 
-# keys and values of every format, for tests of compiled kernels: each takes seconds to compile
-_names = format_names("keys", "values")
-COMPILED_PAIRS = [
-    *zip(_names, [*_names[1:], _names[0]], strict=True),
-    ("int2_mixed", "int2_rotated"), ("int4_mixed", "int4_rotated"), ("int4", "int3_rotated"),
-]  # fmt: skip
+def compiled_pairs():
+    """Keys and values of every format, for tests of compiled kernels; each takes seconds to compile."""
+    names = format_names("keys", "values")
+    yield from zip(names, [*names[1:], names[0]], strict=True)
+    yield "int2_mixed", "int2_rotated"
+    for pair in (("int4_mixed", "int4_rotated"), ("int4", "int3_rotated")):
+        yield pytest.param(*pair, marks=pytest.mark.slow)
+
+
 INTERPRETER, SM_90 = Machine(), Machine(90, (1,))
 EVERY_GPU = [Machine(isa, (0, 1, 2)) for isa in (80, 90)]
 _now = INTERPRETER

@@ -4,7 +4,7 @@ Compiled kernels read formats with a number in the header that C and Python shar
 is allowed: the kernels check nothing, so that another grouping would be read wrongly, or written past its end.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ import torch
 
 from ..checks import listed
 from ..formats import Scheme
-from ..geometry import page_start, window_token
 from ..read_budget import ReadBudget
 from ..spec import PageSpec, PageWrite, SideSpec
 
@@ -156,26 +155,6 @@ class PagedKV:
             words=words,
         )
 
-    def page_start(self, page: int) -> int:
-        """Return the first token of a row's page of that number."""
-        return page_start(page, page_size=self.page_size, sink_tokens=self.sink_tokens)
-
-    def window_tokens(self, slots: torch.Tensor, pages: torch.Tensor | int) -> torch.Tensor:
-        """Return which tokens lie in slots of the exact windows.
-
-        Args:
-            slots: [slots], integers.
-            pages: sealed pages of each row, [rows, 1], integers, or a number for all.
-        Returns: token numbers [rows, slots]; any shapes that broadcast will do.
-        """
-        return window_token(slots, pages, page_size=self.page_size, sink_tokens=self.sink_tokens)
-
-    def page_tiles(self, pages_per_tile: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first page column, page ids [rows, at most pages_per_tile]) over the block table."""
-        width = self.block_table.shape[1]
-        for first in range(0, width, pages_per_tile):
-            yield first, self.block_table[:, first : first + pages_per_tile]
-
 
 # not frozen, which would make it slower to make: there is one per layer and step
 @dataclass(slots=True, eq=False)
@@ -203,6 +182,16 @@ class AttentionCall:
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None
     sliding_window: int | None = None
+
+
+def empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
+    """Return room for the result: a [rows, num_heads, q_len, out_dim] view of memory in which q_len comes before num_heads."""
+    rows, num_heads, q_len, query_dim = query.shape
+    dim = kv.spec.out_dim
+    if q_len == 1 and dim == query_dim and query.is_contiguous():
+        return torch.empty_like(query)
+    strides = (q_len * num_heads * dim, dim, num_heads * dim, 1)
+    return query.new_empty_strided((rows, num_heads, q_len, dim), strides)
 
 
 def contiguous_pair(pair: Pair) -> Pair:

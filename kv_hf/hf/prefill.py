@@ -106,7 +106,9 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                 outputs = _share(self, own, prompt, generation_config, input_ids, run)
         for half in halves:
             half.end_prefill()
-        front = text.note()
+        front = text.note()  # a cache that is stopped from here on knows its text
+        if prompt is not None:
+            own.prefix_store.add(own, prompt.rows)
         if front is not None:
             note_at_end(own, front, prompt is not None and own.prefix_store.keep_answers)
         return outputs
@@ -122,22 +124,20 @@ def _share(
     input_ids: torch.Tensor,
     run: Callable[..., Any],
 ) -> Any:
-    """Run the prefill after what the store of an empty cache knows of `prompt`; keep its pages."""
+    """Run the prefill after what the store of an empty cache knows of `prompt`."""
     store: Any = cache.prefix_store
     space = _space_of(model, cache, store)
     cache.note_space(space)
     chunk = getattr(generation_config, "prefill_chunk_size", None)
-    skipped = attach_prefix(model, cache, prompt, space, chunk)
-    logger.info("kv_hf: %d of %d columns were in the prefix store", skipped, input_ids.shape[1])
     try:
-        outputs = run(input_ids[:, skipped:])
+        skipped = attach_prefix(model, cache, prompt, space, chunk)
+        logger.info("kv_hf: %d of %d columns were in the prefix store", skipped, input_ids.shape[1])
+        return run(input_ids[:, skipped:])
     except BaseException:
         # where no layer has run, what is known of this prompt must not stay
         if not cache.forward.arrived:
             cache.reset()
         raise
-    store.add(cache, prompt.rows, space)
-    return outputs
 
 
 def _prompt_to_share(

@@ -231,6 +231,8 @@ def _join(processor: Any) -> None:
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
+        # nobody reads it here, and the model would write it into its config, where forwards of other threads read it
+        batch.pop("is_causal", None)
         try:
             compute(model, batch)
         finally:  # another thread may have changed it, before this forward or in the middle

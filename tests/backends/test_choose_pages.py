@@ -282,17 +282,6 @@ def test_c_has_room_for_wide_keys_beside_narrow_values():
 
 
 @needs_library
-def test_c_keeps_its_arguments_and_sees_new_tables():
-    kv = long_kv("int4")
-    first = call_of(kv)
-    one = choose_in_c(first)
-    shifted = replace(kv, num_pages=kv.num_pages.clone().clamp(max=20))
-    second = replace(first, kv=shifted)
-    assert_same_choice(second, choose_in_c(second))
-    assert all(torch.equal(a, b) for a, b in zip(one, choose_in_c(first), strict=True))
-
-
-@needs_library
 @pytest.mark.parametrize(
     "rows", [[(0, 17)], [(0, 17), (0, 9)], [(0, 30), (3, 10), (0, 0)]], ids=repr
 )

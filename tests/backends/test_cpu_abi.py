@@ -1,6 +1,7 @@
 """What C and Python agree on: names, orders and numbers of the header, and blocks packed in its order."""
 
 import re
+import struct
 import zlib
 
 import pytest
@@ -107,7 +108,8 @@ def test_pack_names_takes_all_fields_and_no_others():
     memory = bytearray(part.size)
     numbers = {name: at for at, name in enumerate(reversed(part.names))}
     part.pack_names(memory, numbers)
-    assert part.read(memory) == numbers
+    packed = struct.unpack("=4qd", memory)
+    assert dict(zip(part.names, packed, strict=True)) == numbers
     with pytest.raises(TypeError, match="clip"):
         part.pack_names(memory, {name: 0 for name in part.names if name != "clip"})
     with pytest.raises(TypeError, match="other"):

@@ -269,19 +269,3 @@ def check(threads: int, rounds: int) -> None:
 
 def test_threads_that_share_a_model_get_the_tokens_they_get_alone():
     check(threads=5, rounds=1)
-
-
-def test_a_second_forward_on_one_cache_is_refused_and_harms_nothing():
-    """A cache belongs to one thread: here another one comes between layer 0 and layer 1."""
-    cache, alone = (kv_hf.PagedCache(make_model("llama").config, keys="int4") for _ in range(2))
-    keys = torch.randn(1, 2, 70, 16)
-    for layer in (0, 1, 0):
-        cache.update(keys, keys, layer)
-    [error] = at_once(lambda index: cache.update(keys, keys, 0), 1)
-    assert isinstance(error, kv_hf.InterruptedForwardError)
-    cache.update(keys, keys, 1)
-    for layer in (0, 1, 0, 1):
-        alone.update(keys, keys, layer)
-    cache.check_integrity()
-    for mine, other in zip(cache.layers, alone.layers, strict=True):
-        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)

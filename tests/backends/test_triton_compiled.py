@@ -127,8 +127,9 @@ def test_the_last_split_merges_after_a_release_of_every_wave_on_amd():
     import aot
 
     code = aot.compile_decode(spec_of("int4"), "gfx942").asm["amdgcn"]
-    first, second = (at.start() for at in re.finditer("global_atomic_add", code))
-    assert code.rindex("buffer_wbl2 sc1", 0, first) > code.rindex("global_store", 0, first)
+    first, second = (at.start() for at in re.finditer("(?:buffer|global)_atomic_add", code))
+    stored = [at.start() for at in re.finditer("(?:buffer|global)_store", code[:first])]
+    assert code.rindex("buffer_wbl2 sc1", 0, first) > stored[-1]
     assert "s_waitcnt vmcnt(0)" in code[code.rindex("buffer_wbl2 sc1", 0, first) : first]
     assert "s_barrier" in code[first:second]
     assert "buffer_wbl2 sc1" in code[first:second]

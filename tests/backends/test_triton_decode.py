@@ -15,7 +15,7 @@ from paged_inputs import ROWS, assert_within, exact_attention, make_kv, make_que
 from rounding import Rounding
 from test_triton_latent import RAGGED
 from test_triton_latent import make_kv as make_latents
-from triton_machine import COMPILED_PAIRS, attend, call, runs_kernels
+from triton_machine import attend, call, compiled_pairs, runs_kernels
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import attention as reference
@@ -342,7 +342,7 @@ def test_decode_keeps_queries_in_range(size):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("keys", "values"), COMPILED_PAIRS)
+@pytest.mark.parametrize(("keys", "values"), compiled_pairs())
 def test_compiled_decode_errs_no_more_than_float16(keys, values):
     """The NVIDIA branch: PTX unpacking, codes as float16 subnormals, scales as powers of two, float16 products."""
     options = {"heads": 1, "dtype": torch.float16, "rows": [(5, 0), (2, 0), (3, 2)], "sinks": 0}

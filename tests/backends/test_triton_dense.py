@@ -13,7 +13,7 @@ from test_chunks import pretend_fused
 from test_triton_latent import make_kv as make_latents
 from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_machine import COMPILED_PAIRS, call, dense, runs_kernels
+from triton_machine import call, compiled_pairs, dense, runs_kernels
 
 import kv_hf
 from kv_hf.backends.reference.pages import dense_side
@@ -60,7 +60,7 @@ def test_dense_kernel_writes_the_bits_of_the_definition(keys, values, dtype):
 
 @runs_kernels
 @pytest.mark.compiled
-@pytest.mark.parametrize(("keys", "values"), COMPILED_PAIRS)
+@pytest.mark.parametrize(("keys", "values"), compiled_pairs())
 def test_compiled_dense_kernel_writes_the_bits_of_the_definition(keys, values):
     options = {"value_group": 32} if values in ROTATED else {}
     check(
@@ -123,7 +123,13 @@ def test_dense_kernel_writes_latents(name):
 
 @runs_kernels
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", format_names("latent"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("int4", "fp8_ds_mla")))
+        for n in format_names("latent")
+    ],
+)
 def test_compiled_dense_kernel_writes_latents(name):
     check_latents(name)
 

@@ -58,11 +58,16 @@ def generate(name, kernel):
 
 def long_turn(name, lengths, kernel):
     """Logits of a second turn that is written out densely, and what was written out by what (runs in the worker)."""
-    from kv_hf.backends.triton import dense
+    from kv_hf.backends.triton.direct import Kernel
 
-    written = []
-    launch = dense.dense_kernel
-    dense.dense_kernel = _Noted(launch, written)
+    written, launch = [], Kernel.launch
+
+    def noted(self, *args):
+        if self.jit.__name__ == "dense_kernel":
+            written.append(args[:3])
+        return launch(self, *args)
+
+    Kernel.launch = noted
     try:
         with pages_of_a_gpu(kernel), torch.no_grad():
             model = make_sliding("gemma3", 24) if name == "gemma3" else make_model(name)
@@ -74,7 +79,7 @@ def long_turn(name, lengths, kernel):
             logits = model(ids, attention_mask=mask, past_key_values=cache).logits
             return logits, written, [group.offset for group in cache.groups]
     finally:
-        dense.dense_kernel = launch
+        Kernel.launch = launch
 
 
 def read_in_part(options, kernel):
@@ -115,15 +120,6 @@ def read_in_part(options, kernel):
                 chosen,
                 [str(one.message) for one in said if "read_tokens" in str(one.message)],
             )
-
-
-class _Noted:
-    def __init__(self, kernel, written):
-        self.kernel, self.written = kernel, written
-
-    def __getitem__(self, grid):
-        self.written.append(grid)
-        return self.kernel[grid]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_support_takes_every_format_and_page(name):
     for page in (16, 32, 64, 128, 256):
         for rank in (128, 256, 512):
             spec = spec_of(name, rank=rank, page=page, dtype=torch.bfloat16)
-            assert _why_not_sizes(torch.bfloat16, spec, 16) is None
+            assert _why_not_sizes(spec) is None
 
 
 WHY_NOT = {
@@ -85,7 +85,7 @@ WHY_NOT = {
 def test_support_names_the_reason(sizes, says):
     from kv_hf.backends.triton.support import _why_not_sizes
 
-    assert re.search(says, _why_not_sizes(torch.bfloat16, spec_of(**{"name": "int8", **sizes}), 1))
+    assert re.search(says, _why_not_sizes(spec_of(**{"name": "int8", **sizes})))
 
 
 # -- compiled for GPUs that are not here -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kv_hf.formats import (
 )
 from kv_hf.spec import LANES, LATENT_SIDES, PageSpec
 
+CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
@@ -98,12 +99,12 @@ class Gpu:
 def test_why_not_has_nothing_against_a_gpu(monkeypatch):
     Gpu(monkeypatch)
     for name in format_names("keys", "values"):
-        assert why_not("cuda", torch.bfloat16, spec_of(name), 16) is None
+        assert why_not(CUDA, spec_of(name)) is None
     for keys in ("int2_mixed", "int4_mixed"):
         for values in ("int2_rotated", "int3_rotated", "int4_rotated"):
-            assert why_not("cuda", torch.bfloat16, of_two_formats(keys, values), 16) is None
+            assert why_not(CUDA, of_two_formats(keys, values)) is None
     Gpu(monkeypatch, capability=(0, 0), hip="6.2", shared=64 * 1024)
-    assert why_not("cuda:1", torch.float32, spec_of()) is None
+    assert why_not(torch.device("cuda:1"), spec_of()) is None
 
 
 def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch):
@@ -117,7 +118,7 @@ def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch
     ):
         own = getattr(spec, side)
         changed = replace(spec, **{side: replace(own, scheme=replace(own.scheme, **changes))})
-        assert f"do not read {side}" in why_not("cuda", torch.bfloat16, changed)
+        assert f"do not read {side}" in why_not(CUDA, changed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -126,15 +127,15 @@ def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkey
     """99 KiB of an RTX 4090 hold every format and dtype; latents in 16 bits too, and in float32 what an H200 holds."""
     Gpu(monkeypatch)
     for name in format_names("keys", "values"):
-        assert why_not("cuda", dtype, spec_of(name, dim, dtype=dtype), 16) is None
+        assert why_not(CUDA, spec_of(name, dim, dtype=dtype)) is None
     for name in format_names("latent"):
         if dtype == torch.float32 and name == "fp8_ds_mla":
             continue
         spec = latent_spec(name, dtype)
         Gpu(monkeypatch)
-        assert (why_not("cuda", dtype, spec) is None) == (dtype != torch.float32)
+        assert (why_not(CUDA, spec) is None) == (dtype != torch.float32)
         Gpu(monkeypatch, shared=232448)
-        assert why_not("cuda", dtype, spec) is None
+        assert why_not(CUDA, spec) is None
 
 
 def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_called(
@@ -154,19 +155,17 @@ def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_c
 
 
 WHY_NOT = {
-    "cpu": ({"device": "cpu"}, {}, "the cache is on 'cpu'"),
-    "fp64": ({"dtype": torch.float64}, {}, "the queries are float64"),
+    "cpu": ({"device": torch.device("cpu")}, {}, "the cache is on 'cpu'"),
     "fp64-pages": ({"spec": spec_of("exact", dtype=torch.float64)}, {}, "the keys are float64"),
     "page-size": ({"spec": spec_of(page=8)}, {}, "at least 16 tokens, got 8"),
     "odd-page": ({"spec": spec_of(page=48)}, {}, "at least 16 tokens, got 48"),
     "head-dim": ({"spec": spec_of(dim=512)}, {}, "up to 256, and the keys have 512"),
     "layout": ({"spec": spec_of(layout=LANES)}, {}, "the keys are in 'lanes'"),
-    "q-len": ({"q_len": 17}, {}, "1 to 16 queries per row, got 17"),
     "old-gpu": ({}, {"capability": (7, 5)}, "8.0 or newer, and Some GPU has 7.5"),
     "no-gpu": ({}, {"available": False}, "sees no GPU"),
     "old-triton": ({}, {"triton": "3.5.1"}, "need triton 3.6 or newer, and 3.5.1"),
     "shared-memory": (
-        {"spec": latent_spec("int8", torch.float32), "dtype": torch.float32},
+        {"spec": latent_spec("int8", torch.float32)},
         {},
         "take 172,032 bytes of shared memory for int8 pages of 512 channels in float32, and Some GPU has 101,376; "
         "float16 and bfloat16 take less",
@@ -177,13 +176,13 @@ WHY_NOT = {
 @pytest.mark.parametrize(("changes", "gpu", "says"), WHY_NOT.values(), ids=WHY_NOT)
 def test_why_not_names_the_reason(monkeypatch, changes, gpu, says):
     Gpu(monkeypatch, **gpu)
-    asked = {"device": "cuda", "dtype": torch.bfloat16, "spec": spec_of(), **changes}
+    asked = {"device": CUDA, "spec": spec_of(), **changes}
     assert says in why_not(**asked)
 
 
 def test_why_not_says_when_triton_is_not_installed(monkeypatch):
     Gpu(monkeypatch, triton=None)
-    assert "pip install -e '.[gpu]'" in why_not("cuda", torch.bfloat16, spec_of())
+    assert "pip install -e '.[gpu]'" in why_not(CUDA, spec_of())
 
 
 # -- launch parameters ---------------------------------------------------------------------------------------------

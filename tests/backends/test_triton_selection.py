@@ -155,9 +155,15 @@ def test_choice_for_queries_of_16_bits(keys):
 
 @runs_kernels
 @pytest.mark.compiled
-@pytest.mark.parametrize("keys", FORMATS)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("fp8", "int4", "int2_mixed")))
+        for n in FORMATS
+    ],
+)
 def test_compiled_choice_is_the_references(keys):
-    kv = kv_of(keys, dtype=torch.float16)
+    kv = kv_of(keys, dtype=torch.float16, rows=[(9, 7), (2, 6)], heads=1)
     check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
 
 

@@ -11,6 +11,7 @@ from tiny_models import left_padded, make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
+from kv_hf.bridge.handles import view_of
 
 
 def filled_cache(keys="exact", rows=2, length=90):
@@ -100,13 +101,15 @@ def test_handle_kept_over_a_reset_is_never_accepted_again(options):
     for _ in range(3):
         for length in (90, 1, 1):
             made = [cache.update(*new_states(length=length), layer) for layer in range(2)]
-            for handle in kept:
+            for pair in kept:
                 with pytest.raises(kv_hf.StaleHandleError):
-                    handle + 0
-        kept += [handle for pair in made for handle in pair]
+                    pair[0] + pair[1]
+                with pytest.raises(kv_hf.StaleHandleError):  # as attention asks
+                    view_of(*pair)
+        kept += made
         assert all(torch.equal(handle + 0, handle.dense()) for pair in made for handle in pair)
         cache.reset()
-    assert len(kept) == 12
+    assert len(kept) == 6
 
 
 @pytest.mark.parametrize("take", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])

@@ -17,13 +17,14 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def counted(steps=70, *, batch=1, context=300, **options):
+def counted(steps=20, *, batch=1, context=300, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
     from fake_driver import HostRun, gpu
     from measure.shapes import AttentionShape
 
     with gpu() as fake, within_generate():
-        run = HostRun(AttentionShape(8, 2, 128, 2), batch, context, "int4", **options)
+        shape = AttentionShape(8, 2, 128, 2)
+        run = HostRun(shape, batch, context, "int4", page_size=16, **options)
         run.step()
         return [run.count(fake) for _ in range(steps)]
 

@@ -4,6 +4,7 @@ import pytest
 import rounding
 import tiny_latent
 import torch
+from test_cache_conformance import DIM, append, states
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
 from tiny_models import make_sliding as windows
 from transformers import DynamicCache
@@ -11,7 +12,7 @@ from transformers import DynamicCache
 import kv_hf
 from kv_hf.formats import format_names
 
-LAYERS, HEADS, DIM, LENGTH = 2, 2, 16, 160
+LENGTH = 160
 GREEDY = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -21,16 +22,6 @@ def caches(keys="exact", **options):
     options = {"keys": keys, "page_size": 16, "sink_tokens": 2, **options}
     fixed = kv_hf.PagedCache(config, max_length=LENGTH, **options)
     return fixed, kv_hf.PagedCache(config, **options)
-
-
-def states(rows, length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (rows, HEADS, length, DIM)
-    return [[torch.randn(shape, generator=generator) for _ in range(2)] for _ in range(LAYERS)]
-
-
-def append(cache, parts):
-    return [cache.update(keys, values, layer) for layer, (keys, values) in enumerate(parts)]
 
 
 def filled(cache, lengths, padding=(0, 0, 0)):

@@ -26,6 +26,7 @@ from kv_hf.cache.identity import (
     weights_of,
 )
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
+from kv_hf.hf import prefill
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 from kv_hf.pages.rows import Rows, RowSizes
@@ -158,21 +159,25 @@ def test_store_that_keeps_answers_knows_the_next_turn(rows, keys):
         assert second.sequences.shape[1] == 90 + 11 * (rows - 1) + 60 + 20 + 24
 
 
-def test_a_first_forward_that_no_layer_ran_leaves_no_prefix_in_the_cache():
+@pytest.mark.parametrize("place", ["in front of the layers", "behind attach"])
+def test_a_first_forward_that_no_layer_ran_leaves_no_prefix_in_the_cache(place, monkeypatch):
     """Its beginning would stand in front of whatever text comes next."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
     run(model, [SYSTEM], store)
     cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
 
+    attach = prefill.attach_prefix
+
     def stop(*args):
+        if place == "behind attach":
+            assert attach(*args)
         raise KeyboardInterrupt
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(stop)
-    try:
+    with monkeypatch.context() as patch:  # a hook of the model would have prefixes of its own
+        behind = place == "behind attach"
+        patch.setattr(*(prefill, "attach_prefix") if behind else (nn.Embedding, "forward"), stop)
         with pytest.raises(KeyboardInterrupt):
             model.generate(**batch([SYSTEM + words(9, 2)]), past_key_values=cache, **GREEDY)
-    finally:
-        hook.remove()
     assert cache.get_seq_length() == 0
     other = batch([words(len(SYSTEM) + 9, 8)])
     found = model.generate(**other, past_key_values=cache, **GREEDY)

@@ -54,7 +54,7 @@ spec = kv_hf.spec.PageSpec.build(
     kv_hf.formats.key_scheme("int4"), kv_hf.formats.value_scheme("int4"),
     num_kv_heads=8, key_dim=128, value_dim=128, page_size=64, dtype=torch.bfloat16,
 )
-assert support.why_not("cpu", torch.float32, spec)
+assert support.why_not(torch.device("cpu"), spec)
 assert meta_params.constants(spec, meta_params.Step(torch.bfloat16, 8, 1, 90))["LAUNCH"].num_stages > 0
 for name in {TOOLS}:
     __import__(name)

@@ -630,7 +630,7 @@ def test_compiled_kernels_refuse_each_grouping_that_they_do_not_have(
     registered(regrouped(base, scale, offset, bits, sides=(side,)))
     says = f"read {side} in format 'other': "
     assert f"the C kernel does not {says}" in str(unsupported(spec_of(side, LANES)))
-    reason = _why_not_sizes(torch.float32, spec_of(side, ROWS), 1)
+    reason = _why_not_sizes(spec_of(side, ROWS))
     assert f"the Triton kernels do not {says}" in str(reason)
 
 
@@ -638,7 +638,7 @@ def test_compiled_kernels_refuse_each_grouping_that_they_do_not_have(
 def test_triton_refuses_keys_with_a_scale_of_each_token(registered, base):
     """C reads these; Triton's kernel has one scale for the page."""
     registered(regrouped(base, (1, DIM), None))
-    reason = _why_not_sizes(torch.float32, spec_of("keys", ROWS), 1)
+    reason = _why_not_sizes(spec_of("keys", ROWS))
     assert "a scale (1, 32) and no offset for groups of (tokens, channels)" in str(reason)
 
 

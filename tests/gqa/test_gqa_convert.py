@@ -344,7 +344,7 @@ def test_command_converts_and_prints_a_table(llama, tmp_path, capsys):
 # -- what is refused -----------------------------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
-NAME, UP = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
+NAME = "model.layers.0.self_attn.k_proj.weight"
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
 
 

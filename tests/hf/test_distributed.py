@@ -68,22 +68,6 @@ def test_a_rank_stores_the_bytes_of_its_heads_and_nothing_else(folder, model, na
                 assert torch.equal(part, tensor[:, 2 * index : 2 * index + 2])
 
 
-def test_predict_memory_gives_the_bytes_of_a_rank(folder, model):
-    config, heads = model.config, model.config.num_key_value_heads // 2
-    options = kv_hf.CacheConfig(keys="int4", values="int4")
-    spec = kv_hf.PageSpec.build(
-        *options.schemes(0, config.num_hidden_layers), num_kv_heads=heads, key_dim=16, value_dim=16,
-        page_size=64, dtype=torch.float32, layout="lanes",
-    )  # fmt: skip
-    for rank in of_ranks(folder, "tensor"):
-        found = rank["caches"]["int4"]["memory"]
-        specs = [spec] * config.num_hidden_layers
-        assert found.pages_held
-        assert found == kv_hf.predict_memory(
-            specs, [139, 139], sink_tokens=options.sink_tokens, recent_tokens=0
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32"])
 def test_sharded_latent_attention_is_expanded_and_said_once(folder, family):

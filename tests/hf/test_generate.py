@@ -242,16 +242,6 @@ def test_pipeline_gives_the_texts_of_dynamic_cache(speaker, tokenizer, rows, cha
 # -- modes and dtypes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpoints"])
-def test_training_flags_give_the_tokens_of_dynamic_cache(training, checkpoints):
-    """With checkpoints in training transformers leaves the cache out: wrong texts, but the same ones."""
-    model = make_model("llama").train(training)
-    if checkpoints:
-        model.gradient_checkpointing_enable()
-    assert torch.equal(*(model.generate(**PADDED, **GREEDY, **cache) for cache in ({}, PAGES)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_model_of_another_dtype_after_its_first_use(dtype):
     """Halves round otherwise in the kernel: they are compared on the same dense attention."""

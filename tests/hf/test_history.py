@@ -126,15 +126,19 @@ def test_text_that_is_not_known_is_said_and_then_what_the_user_says(fill):
     refused(cache, edited(next_turn(text)))
 
 
-def test_a_stopped_generate_leaves_the_prompt_known():
+@pytest.mark.parametrize("kept", [False, True], ids=["behind the prefill", "in its store"])
+def test_a_stopped_generate_leaves_the_prompt_known(kept, monkeypatch):
     model, ids = shared_model("llama"), tokens(1, 40)
-    cache = kv_hf.PagedCache(model.config, **PAGES)
+    store = kv_hf.PrefixStore() if kept else None
+    cache = kv_hf.PagedCache(model.config, prefix_store=store, **PAGES)
 
-    def stop(input_ids, scores):
+    def stop(*args):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, past_key_values=cache, logits_processor=[stop], **GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_hf.PrefixStore, "add", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, past_key_values=cache, logits_processor=[stop], **GREEDY)
     assert torch.equal(cache.token_ids, ids)
     refused(cache, edited(next_turn(ids)))
     go_on(cache, next_turn(ids))

@@ -139,29 +139,31 @@ def through_data(model):
             parameter.data.mul_(2)
 
 
+# change -> (how, what a saved cache of the state before says)
 CHANGES = {
-    "other adapter": lambda model: model.set_adapter("b"),
-    "both": lambda model: model.base_model.set_adapter(["a", "b"]),
-    "disabled": lambda model: model.base_model.disable_adapter_layers(),
-    "scaling": scale,
-    "merged": lambda model: model.merge_adapter(),
-    "merged and unloaded": lambda model: model.merge_and_unload(),
-    "unloaded": lambda model: model.unload(),
-    "written through .data": through_data,
-}
+    "other adapter": (lambda model: model.set_adapter("b"), "saved with adapter 'a' active, this model has adapter 'b' active"),
+    "both": (lambda model: model.base_model.set_adapter(["a", "b"]), "this model has adapters 'a' . 'b' active"),
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), "this model has adapters disabled"),
+    "scaling": (scale, "'a' active; the settings of these adapters differ"),
+    "merged": (lambda model: model.merge_adapter(), "this model has adapter 'a' merged"),
+    "merged and unloaded": (lambda model: model.merge_and_unload(), "'a' active, this model has no adapter"),
+    "unloaded": (lambda model: model.unload(), "'a' active, this model has no adapter"),
+    "written through .data": (through_data, "other weights: .*lora_B.a.weight differs"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_a_store_serves_no_page_of_another_state(change):
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
+def test_pages_of_another_state_are_neither_served_nor_loaded(change, says, tmp_path):
     """Addresses and write counts of parameters stay the same in most of these."""
     model, store = with_two(), {"prefix_store": kv_hf.PrefixStore()}
     inputs = {"input_ids": tokens(1, 80)}
-    generated(model, inputs, store)
-    changed = CHANGES[change](model) or model
-    check(generated(changed, inputs, store), generated(changed, inputs))
-    assert store["prefix_store"].stats().rows_hit == 0
-    check(generated(changed, inputs, store), generated(changed, inputs))
-    assert store["prefix_store"].stats().rows_hit == 1
+    generated(model, inputs, store).past_key_values.save(tmp_path / "cache", model)
+    changed = change(model) or model
+    with pytest.raises(kv_hf.CacheFileError, match=says):
+        kv_hf.PagedCache.load(tmp_path / "cache", changed)
+    for hits in (0, 1):
+        check(generated(changed, inputs, store), generated(changed, inputs))
+        assert store["prefix_store"].stats().rows_hit == hits
 
 
 REASONS = {
@@ -188,35 +190,6 @@ def test_a_store_is_not_used_where_tokens_do_not_tell_and_says_so(kind):
 
 
 # -- saved caches ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A cache that was filled and saved with adapter "a", its text, and the model."""
-    model = with_two()
-    out = generated(model, PADDED, {})
-    out.past_key_values.save(tmp_path / "cache", model, out.sequences)
-    return tmp_path / "cache", model, out.sequences
-
-
-DIFFERENCES = {
-    "other adapter": "saved with adapter 'a' active, this model has adapter 'b' active",
-    "both": "this model has adapters 'a' . 'b' active",
-    "disabled": "this model has adapters disabled",
-    "scaling": "'a' active; the settings of these adapters differ",
-    "merged": "this model has adapter 'a' merged",
-    "merged and unloaded": "'a' active, this model has no adapter",
-    "unloaded": "'a' active, this model has no adapter",
-    "written through .data": "other weights: .*lora_B.a.weight differs",
-}
-
-
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_load_refuses_another_state_and_says_what_differs(saved, change):
-    path, model, _ = saved
-    changed = CHANGES[change](model) or model
-    with pytest.raises(kv_hf.CacheFileError, match=DIFFERENCES[change]):
-        kv_hf.PagedCache.load(path, changed)
 
 
 def test_save_refuses_a_cache_of_other_adapters_than_the_model_has(tmp_path):

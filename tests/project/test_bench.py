@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from measure import attention, gpu, runner, serving, shapes, steps  # noqa: F401
-from measure.runner import FAILED, WORKLOADS, Budget, Contender, Verdict, Workload, in_turns, run
+from measure.runner import FAILED, WORKLOADS, Contender, Verdict, Workload, in_turns, run
 from tiny_models import make_model, tokens
 
 import kv_hf
@@ -109,20 +109,6 @@ def test_an_interrupt_leaves_the_rows_that_were_written(tmp_path, monkeypatch, c
     monkeypatch.setattr(runner, "run", stopped)
     assert runner.main(["decode", "--device", "cpu"]) == 130
     assert "goes on behind the rows" in capsys.readouterr().err
-
-
-def test_run_leaves_out_what_has_no_time_left():
-    late = replace(ACT, until=0.5)
-    budget = Budget(100.0)
-    budget.begun -= 49.0
-    found = run(late, configured("dies"), budget=budget)
-    assert found.left_out == ["act what=dies"] and not found.failed
-
-
-def test_a_gate_judges_before_anything_is_measured():
-    gated = replace(ACT, gate=lambda device, what: [Verdict("c", 2.0, 1.0)])
-    found = run(gated, configured("raises"), isolated=False, say=len)
-    assert found.failed == ["act what=raises: wrong results: c: error 2, allowed 1"]
 
 
 def test_contenders_take_turns_and_ratios_are_of_the_same_round(monkeypatch):

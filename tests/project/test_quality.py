@@ -7,7 +7,6 @@ import sys
 import tarfile
 from dataclasses import replace
 
-import accuracy_vs_memory
 import pytest
 import quanto_in_python  # noqa: F401
 import torch
@@ -255,23 +254,6 @@ def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
     assert half["kl_mean"] > most["kl_mean"] and half["read_top_p"] == 0.5
     assert 64 + 4 <= half["tokens_read_p10"] <= half["tokens_read_mean"] <= half["tokens_read_p90"]
     assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
-
-
-def test_a_stopped_command_goes_on_and_names_what_cannot_run(model, tmp_path, capsys):
-    only = [f"{name}={value}" for name, value in {**TEXT, "model": model}.items()]
-
-    def run_with(*caches):
-        given = ["accuracy", "--out", str(tmp_path), "--only", *only]
-        return accuracy_vs_memory.main([*given, *(f"cache={name}" for name in caches)])
-
-    assert run_with("turboquant_int4", "offloaded") == 1
-    assert "cannot run here" in "".join(capsys.readouterr())
-    assert run_with("turboquant_int4") == 0  # which is finished
-    rows = read_rows(tmp_path / "accuracy_vs_memory.jsonl")
-    assert [row["cache"] for row in rows] == ["turboquant_int4", "offloaded"]
-    with pytest.raises(SystemExit, match="2"):
-        run_with("paged_int5")
-    assert "paged_int5" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -137,11 +137,3 @@ def test_no_row_is_kept_that_no_table_shows():
     for path in (ROOT / "results").glob("*.jsonl"):
         rows = map(tables.flat, tables.rows_of(path.name))
         assert not [row for row in rows if row not in shown], path.name
-
-
-def accuracy(cache, kl, text="held_out", **changed):
-    texts = {name: {"kl_mean": kl * (1 + (name == "german"))} for name in ("novel", "german")}
-    figures = {"kl_mean": kl, "kl_low": kl / 2, "kl_high": kl * 2, "stored_bits": 5.0}
-    run = {"kind": "accuracy", "window": 1600, "prompt": 512, "windows": 2, "tokens": 100}
-    own = {"texts": texts, "worst_text": "german", "text": text}
-    return row(cache=cache, **own, **figures, **run, **changed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import make_model, make_sliding, stressed, value_channel
 from tiny_server import check_batch
-from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from triton_machine import call, runs_kernels
 
@@ -18,6 +18,7 @@ import kv_hf
 from kv_hf.backends import dispatch
 from kv_hf.errors import CacheOptionError, UnsupportedModelError
 from kv_hf.serving import batch_manager
+from kv_hf.serving.batch_cache import BatchCache
 
 if not batch_manager.fits_transformers():
     pytest.skip("transformers before 5.18", allow_module_level=True)
@@ -113,6 +114,21 @@ def test_forked_requests_go_on_from_one_prompt():
     for blocks in (64, 14):
         found = answers(model, prompts(), config("paged_exact", **sampled), batching(blocks))
         assert found == own
+
+
+def test_forwards_of_requests_leave_the_config_of_the_model_as_it_is(monkeypatch):
+    """transformers writes is_causal into it for the length of a forward: one of generate() beside it attended without a mask."""
+    model, attend, found = make_model("llama"), BatchCache.paged_attend, []
+    before = model.config.to_dict()
+
+    def watched(*args, **kwargs):
+        found.append(model.config.to_dict())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(BatchCache, "paged_attend", watched)
+    answers(model, prompts((5,)), config("paged_exact", new=2), batching())
+    assert found
+    assert all(one == before for one in found)
 
 
 @contextlib.contextmanager
@@ -479,18 +495,9 @@ def test_waiting_requests_go_on_when_all_others_are_cancelled():
         wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
 
 
-def eager_model():
-    """Return a tiny model of a family without sdpa."""
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, **heads)).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
 def test_managers_leave_a_model_its_eager_attention():
     """One stops, another goes on, and transformers' own pages are read as if there had been none."""
-    model = eager_model()
+    model = make_sliding("gemma2", 400)
     with running(model, new=60) as second:
         with running(model, new=60):
             begun(second, "a")

@@ -1,16 +1,13 @@
 """`kv-hf serve`: its options, its errors before a model is loaded, the check of transformers' server, and what a request may ask for."""
 
-import gc
 import inspect
 import os
 import signal
 import subprocess
 import sys
 import urllib.request
-import weakref
 
 import pytest
-import torch
 from paths import ROOT
 from tiny_models import make_model, shared_model, tokens
 from tiny_server import WAIT_S, Running, free_port, save_model
@@ -255,19 +252,6 @@ def test_request_has_no_more_memory_than_the_server_gives():
             kv_hf.CacheOptionError, match=f"must not set {option}, which the server"
         ):
             prepared(free, cache_config={option: 64})
-
-
-def test_model_that_is_unloaded_is_not_kept():
-    model = make_model("llama")
-    one = served(model, store="1MiB")
-    config = prepared(one)
-    with torch.no_grad():
-        generate(model, 80, 4, config)
-    assert one.counts()["pages"] == 1
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def test_what_a_prompt_took_from_the_store_is_logged_at_info(caplog):

@@ -83,14 +83,6 @@ def test_chat_is_answered_as_generate_answers(server, caches):
     assert answer.usage.prompt_tokens == inputs["input_ids"].shape[1]
 
 
-def test_stream_is_the_answer_in_parts(server):
-    whole = server.chat("Tell me of the war", max_tokens=20).choices[0]
-    text, chunks = text_of(server.chat("Tell me of the war", max_tokens=20, stream=True))
-    assert text == whole_signs(whole.message.content)
-    assert len(chunks) > 10
-    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
-
-
 def test_second_turn_computes_neither_the_first_prompt_nor_its_answer(server):
     tokenizer = next(iter(server.serve._model_manager.loaded_models.values())).processor
     # words that are tokens of their own, so that the answer is tokenized as it was generated

@@ -55,7 +55,7 @@ def compile_combine(
 ) -> Any:
     """Compile the kernel that merges splits over latents for `arch`."""
     plain = {"HEADS": heads, "COLUMNS": 16, "V_DIM": value_dim, "SINKS": True}
-    kernel = direct.Kernel(None, decode.combine_kernel, plain, num_warps=4, enable_fp_fusion=True)
+    kernel = direct.Kernel(None, decode.combine_kernel, plain)
     out, sums = torch.zeros(heads, dtype=dtype), torch.zeros(heads)
 
     def launch() -> None:
@@ -168,8 +168,7 @@ def compiled(jit: Any, launch: Callable[[], Any], arch: str) -> Any:
         for owner, name, value in (
             (driver, "_active", active),
             (support, "target_isa", lambda where: isa),
-            (decode, "refuse_cpu", lambda: None),
-            (selection, "refuse_cpu", lambda: None),
+            (direct, "refuse_cpu", lambda: None),
             (direct.Kernel, "launch", compile_only),
         ):
             stack.enter_context(patch.object(owner, name, value))

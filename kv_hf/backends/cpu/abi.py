@@ -3,7 +3,6 @@
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
 
 import torch
 
@@ -62,10 +61,6 @@ class Part:
                 f"numbers must have the names of all fields and no others; {sorted(set(self.names) ^ numbers.keys())} differ"
             )
         self.pack_into(memory, self.at, *map(numbers.__getitem__, self.names))
-
-    def read(self, memory: bytes | bytearray) -> dict[str, Any]:
-        """Return the numbers of a block by name."""
-        return dict(zip(self.names, self._packer.unpack_from(memory, self.at), strict=True))
 
 
 class Struct:

@@ -10,7 +10,7 @@ import torch
 
 from ...page_summary import summary_of, summary_words, turned_by
 from ...spec import PageFields, PageSpec
-from ..base import AttentionCall, PagedKV, mask_strides
+from ..base import AttentionCall, PagedKV, empty_output, mask_strides
 from .abi import CHOOSE, DECODE, DTYPES, MaskKind
 from .library import Block, isa, library, pack_sides, raise_for, take_block
 
@@ -39,7 +39,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         mask = _readable_mask(mask)
         shown = mask.shape, mask.stride(), mask.dtype
     query = _readable_query(call.query)
-    out = _empty_output(query, kv)
+    out = empty_output(query, kv)
     block = take_block(kv.launches, _ATTEND, DECODE.count)
     pages = _marked(kv)
     function = "kv_hf_decode_latent" if kv.spec.is_latent else "kv_hf_decode"
@@ -106,16 +106,6 @@ def _marked(kv: PagedKV) -> tuple[PageFields, PageFields]:
     if type(keys) is PageFields and type(values) is PageFields:
         return keys, values
     return PageFields(keys), PageFields(values)
-
-
-def _empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
-    """Return room for the result: a [rows, num_heads, q_len, out_dim] view of memory in which q_len comes before num_heads."""
-    rows, num_heads, q_len, query_dim = query.shape
-    dim = kv.spec.out_dim
-    if q_len == 1 and dim == query_dim and query.is_contiguous():
-        return torch.empty_like(query)
-    strides = (q_len * num_heads * dim, dim, num_heads * dim, 1)
-    return query.new_empty_strided((rows, num_heads, q_len, dim), strides)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ...geometry import page_start, window_token
 from ..base import AttentionCall
 from .pages import TILE_TOKENS, decode_tile
 
@@ -93,10 +94,12 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         best = new_best
 
     per_tile = max(1, TILE_TOKENS // kv.page_size)
-    for first, ids in kv.page_tiles(per_tile):
+    sizes = {"page_size": kv.page_size, "sink_tokens": kv.sink_tokens}
+    for first in range(0, kv.block_table.shape[1], per_tile):
+        ids = kv.block_table[:, first : first + per_tile]
         columns = torch.arange(first, first + ids.shape[1], device=device)
         held = (columns < num_pages[:, None]).repeat_interleave(kv.page_size, -1)
-        at = kv.page_start(first) + torch.arange(held.shape[1], device=device)
+        at = page_start(first, **sizes) + torch.arange(held.shape[1], device=device)
         add_tile(
             decode_tile(kv.key_pages, kv.spec.keys, ids, compute),
             decode_tile(kv.value_pages, kv.spec.values, ids, compute),
@@ -111,7 +114,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         held = slots < exact_lens[:, None]
         keys = keys.to(compute).masked_fill(~held[:, None, :, None], 0.0)
         values = values.to(compute).masked_fill(~held[:, None, :, None], 0.0)
-        add_tile(keys, values, kv.window_tokens(slots, num_pages[:, None]), held)
+        add_tile(keys, values, window_token(slots, num_pages[:, None], **sizes), held)
 
     if sink_logits is not None:
         logits = sink_logits.to(compute).reshape(1, heads, group, 1, 1)

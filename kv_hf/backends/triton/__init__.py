@@ -23,4 +23,4 @@ def load() -> Backend:
 
 def why_not(device: torch.device, spec: PageSpec) -> str | None:
     """Return why the Triton kernels cannot read such pages on `device`, or None."""
-    return unread_formats(spec) or support.why_not(device, spec.keys.dtype, spec)
+    return unread_formats(spec) or support.why_not(device, spec)

@@ -9,15 +9,13 @@ arrives last merges the splits. Over latents a kernel of its own does: at batch 
 hundreds of programs, and one program that merged a block would read megabytes alone.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..base import AttentionCall, mask_strides
-from . import support
+from ..base import AttentionCall, empty_output, mask_strides
 from .dequant import row_of
 from .direct import (
     SPECIALIZED,
@@ -28,12 +26,12 @@ from .direct import (
     Scratch,
     Strided,
     kept,
-    refuse_cpu,
     rows_of,
+    step_of,
 )
 from .heads import Window, attend_heads, store_parts
 from .latent import attend_latents, store_runs
-from .meta_params import MIN_TILES, Step, constants, most_splits, query_blocks
+from .meta_params import MIN_TILES, constants, most_splits, query_blocks
 from .softmax import Visibility, add_sink, arrive_last, finite
 
 NO_MASK = (0, 0, 0)  # its strides
@@ -262,21 +260,6 @@ def combine_kernel(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class AttentionPlan(Plan):
-    """How to launch one kind of attention.
-
-    Attributes:
-        shape, strides: of the result, [rows, heads, q_len, dim] over a contiguous [rows, q_len, heads, dim].
-        combine: merges the splits, in `merged` programs times blocks of channels; None where the last program does.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    combine: Kernel | None
-    merged: tuple[int, int]
-
-
 def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, on the device of `query`, without waiting for it.
 
@@ -301,7 +284,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, index,
     )  # fmt: skip
     plan = kept(kv.launches, key, lambda: _prepare(call))
-    out = query.new_empty_strided(plan.shape, plan.strides)
+    out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1])
     room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
     sinks = out if sink_logits is None else sink_logits
@@ -319,43 +302,32 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
 
     plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
     if splits > 1 and plan.combine is not None:
+        rows, heads, q_len, dim = out.shape
         plan.combine.launch(
-            *plan.merged, 1, index,
-            lambda at: (Results(at(out), at(room[0]), at(room[1])), at(sinks), plan.shape[2], splits),
+            rows * heads * q_len, -(-dim // COMBINED.value), 1, index,
+            lambda at: (Results(at(out), at(room[0]), at(room[1])), at(sinks), q_len, splits),
         )  # fmt: skip
     return out
 
 
-def _prepare(call: AttentionCall) -> AttentionPlan:
+def _prepare(call: AttentionCall) -> Plan:
     query, spec = call.query, call.kv.spec
-    where = query.device
-    if where.type == "cpu":
-        refuse_cpu()
-    step = Step.of(call, support.target_isa(where))
-    rows, heads, q_len, _ = query.shape
+    step = step_of(call)
+    rows = query.shape[0]
     dim, blocks, plain = spec.out_dim, query_blocks(spec, step), constants(spec, step)
     most = most_splits(spec, rows * blocks)
     columns = plain["SPLITS"].columns
     parts = rows * blocks * columns * most  # of all splits
     combine = None
     if spec.is_latent:
-        merging = {"HEADS": heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": step.sinks}
-        combine = Kernel(spec, combine_kernel, merging, num_warps=4, enable_fp_fusion=True)
-    return AttentionPlan(
-        kernel=Kernel(
-            spec,
-            decode_kernel,
-            plain,
-            num_warps=plain["LAUNCH"].num_warps,
-            enable_fp_fusion=True,
-        ),
+        merging = {"HEADS": step.heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": step.sinks}
+        combine = Kernel(spec, combine_kernel, merging)
+    return Plan(
+        kernel=Kernel(spec, decode_kernel, plain, plain["LAUNCH"].num_warps),
         rows=rows,
         blocks=blocks,
         stretch=plain["KEYS"].tile * MIN_TILES,
         most=most,
-        scratch=Scratch((parts * dim, 2 * parts), rows * blocks, where),
-        shape=(rows, heads, q_len, dim),
-        strides=(q_len * heads * dim, dim, heads * dim, 1),
+        scratch=Scratch((parts * dim, 2 * parts), rows * blocks, query.device),
         combine=combine,
-        merged=(rows * heads * q_len, -(-dim // COMBINED.value)),
     )

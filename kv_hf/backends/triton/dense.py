@@ -193,9 +193,7 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     kernel = kept(
         kv.launches,
         ("dense", side, id(kv.spec), window.stride(), index),
-        lambda: Kernel(
-            kv.spec, dense_kernel, dense_constants(spec), num_warps=4, enable_fp_fusion=False
-        ),
+        lambda: Kernel(kv.spec, dense_kernel, dense_constants(spec), enable_fp_fusion=False),
     )
     with kv.hold():
         kernel.launch(

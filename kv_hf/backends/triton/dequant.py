@@ -58,13 +58,6 @@ def move_to_block(fields, block, SIDE: tl.constexpr):
 
 
 @triton.jit
-def float8_to_float(code):
-    """Return the numbers of e4m3 codes (int32 of 0 to 255) as fp32, by arithmetic that any target takes."""
-    bits = ((code & 0x80) << 8) | ((code & 0x7F) << TO_HALF)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * LIFT
-
-
-@triton.jit
 def float_to_float8(x):
     """Return e4m3's bits of fp32 numbers within its range, rounded half to even; integer arithmetic, as torch rounds."""
     bits = x.to(tl.int32, bitcast=True)
@@ -79,7 +72,8 @@ def number(x, PLACE: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
     """Return the numbers that the codes at place PLACE of bytes or words x stand for, fp32, by arithmetic that any target takes."""
     code = (x.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1)
     if CODE == "float8":
-        return float8_to_float(code)
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << TO_HALF)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * LIFT
     elif CODE == "signed":
         # the low bits of 2^23: quicker than a conversion
         return ((code ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
@@ -158,16 +152,11 @@ def _unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, ISA: tl.constexpr):
 # -- PTX ---------------------------------------------------------------------------------------------------------------
 
 
-@triton.constexpr_function
-def _registers(COUNT):
-    """Return the constraints of PTX that makes COUNT registers of one; it may write some before it has read."""
-    return "=&r," * COUNT + "r"
-
-
 @triton.jit
 def _run_ptx(x, TEXT: tl.constexpr, RUNS: tl.constexpr, PACK: tl.constexpr):
     """Return RUNS tiles of float16 that TEXT makes of x, which takes PACK numbers of x at a time, 32 bits."""
-    REGISTERS: tl.constexpr = _registers(RUNS * PACK // 2)
+    # the constraints of registers that it makes of one; it may write some before it has read
+    REGISTERS: tl.constexpr = "=&r," * (RUNS * PACK // 2) + "r"
     # dtypes cannot be put together by a loop
     if RUNS == 1:
         one = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], tl.float16, True, PACK)

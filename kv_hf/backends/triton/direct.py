@@ -18,7 +18,9 @@ from triton.runtime import driver
 
 from ...errors import CacheOptionError
 from ...spec import PageSpec
-from ..base import PagedKV
+from ..base import AttentionCall, PagedKV
+from . import support
+from .meta_params import Step
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
 QUAD = 4  # numbers in as many bytes
@@ -32,7 +34,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)
 
 
-NOTHING = (0, 0, 0)
 At = Callable[[torch.Tensor], Any]  # what to hand over for a tensor
 
 
@@ -46,9 +47,9 @@ class Strided(NamedTuple):
 
     @classmethod
     def of(cls, at: At, tensor: torch.Tensor) -> "Strided":
-        """Return that of a tensor [rows, heads, tokens, channels]; without numbers its strides are 0, whatever torch calls them."""
-        row, head, token = tensor.stride()[:3] if tensor.shape[3] else NOTHING
-        return cls(at(tensor), row, head, token)
+        """Return that of a tensor [rows, heads, tokens, channels]."""
+        row, head, token, _ = tensor.stride()
+        return tuple.__new__(cls, (at(tensor), row, head, token))  # quicker than its constructor
 
 
 class Fields(NamedTuple):
@@ -64,7 +65,8 @@ class Fields(NamedTuple):
         """Return those of a side; fields: tensors with a leading [pages]."""
         codes = fields["codes"]
         scale, offset = fields.get("scale", codes), fields.get("offset", codes)
-        return cls(at(codes), at(scale), at(offset), at(fields.get("order", codes)))
+        order = fields.get("order", codes)
+        return tuple.__new__(cls, (at(codes), at(scale), at(offset), at(order)))
 
 
 # for triton.jit: numbers that change while a sequence grows must not make new kernels, and small tensors may begin anywhere
@@ -95,6 +97,14 @@ def refuse_cpu() -> None:
             "kernel 'triton' needs a GPU, and its tensors are on the CPU; use another backend, or set "
             "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
         )
+
+
+def step_of(call: AttentionCall) -> Step:
+    """Return what a call's kernels are compiled for, on the device of its query. Raises CacheOptionError as `refuse_cpu` does."""
+    where = call.query.device
+    if where.type == "cpu":
+        refuse_cpu()
+    return Step.of(call, support.target_isa(where))
 
 
 def current_stream(index: int) -> int:
@@ -164,8 +174,16 @@ class Kernel:
 
     __slots__ = ("compiled", "constants", "jit", "options", "pointers", "spec")
 
-    def __init__(self, spec: PageSpec, jit: Any, constants: dict[str, Any], **options: Any) -> None:
-        self.spec, self.jit, self.constants, self.options = spec, jit, constants, options
+    def __init__(
+        self,
+        spec: PageSpec,
+        jit: Any,
+        constants: dict[str, Any],
+        num_warps: int = 4,
+        enable_fp_fusion: bool = True,
+    ) -> None:
+        self.spec, self.jit, self.constants = spec, jit, constants
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
         self.pointers: list[tuple[int, int]] | None = None
         self.compiled: dict[Any, Compiled] = {}
 
@@ -300,6 +318,7 @@ class Plan:
         rows, blocks: the grid without its splits.
         stretch: tokens of a split at least; most: splits at most.
         scratch: partial results and counters.
+        combine: merges the splits; None where the last program does.
         refused: whether the device has too little for the kernel.
     """
 
@@ -309,6 +328,7 @@ class Plan:
     stretch: int
     most: int
     scratch: Scratch
+    combine: Kernel | None = None
     refused: bool = False
 
     def splits(self, width: int) -> int:

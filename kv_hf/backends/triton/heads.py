@@ -533,13 +533,6 @@ def _add_codes(
     return new
 
 
-@triton.constexpr_function
-def _unit_of(RUN, VALUES):
-    """Return what the codes of run `RUN` are multiplied by in sums of them."""
-    unit = tile_unit(VALUES.side.bits, VALUES.isa) * run_unit(RUN, VALUES.side.bits, VALUES.isa)
-    return VALUES.boost * unit
-
-
 @triton.jit
 def settle(acc, offsets, VALUES: tl.constexpr):
     """Bring the parts of acc from `add_values` to plain units and add the sums of offsets."""
@@ -549,7 +542,10 @@ def settle(acc, offsets, VALUES: tl.constexpr):
     for p in tl.static_range(len(acc)):
         part = acc[p]
         if VALUES.fold == "token":
-            part = part * (1.0 / _unit_of(p % RUNS, VALUES))
+            unit = run_unit(p % RUNS, VALUES.side.bits, VALUES.isa) * tile_unit(
+                VALUES.side.bits, VALUES.isa
+            )
+            part = part * (1.0 / (VALUES.boost * unit))
             if VALUES.side.code == "unsigned":
                 o = _offset_of(offsets, CUT.parts[p].place // VALUES.side.scale_channels, VALUES)
                 part += (o * (VALUES.offset / 2.0**VALUES.lift))[None, :]

@@ -94,7 +94,7 @@ def attend_latents(
             for phase in tl.static_range(LATENTS.places // STEP):
                 scores = ()
                 for i in tl.static_range(0, STEP, SHARE):
-                    if LATENTS.by_channel:
+                    if LATENTS.fold == "channel":
                         at = first_factor(block, start + (phase * STEP + i) * STRIDE, LATENTS)
                         scores = scores + score_channels(
                             numbers, q, bias, keys.scale + at, keys.offset + at, row_unit, phase * STEP + i, LATENTS
@@ -103,7 +103,7 @@ def attend_latents(
                         s = bias
                         for r in tl.static_range(RUNS):
                             k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
-                            if LATENTS.by_token:
+                            if LATENTS.fold == "token":
                                 by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
                                 product = tl.dot(q[r], k, input_precision="ieee")
                                 s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
@@ -131,20 +131,23 @@ def attend_latents(
                 total = total * keep
                 sums = ()  # of weights, group by group
                 for i in tl.static_range(0, STEP, SHARE):
-                    sums = sums + (sum_of_parts(parts, i, SHARE),)
+                    added = parts[i]
+                    for other in tl.static_range(i + 1, i + SHARE):
+                        added += parts[other]
+                    sums = sums + (tl.sum(added, 1),)
                     total += sums[i // SHARE]
                 new = ()
                 for r in tl.static_range(RUNS):
                     part = acc[r] * keep[None, :, None]
                     for i in tl.static_range(0, STEP, SHARE):
-                        if LATENTS.by_channel:
+                        if LATENTS.fold == "channel":
                             part = add_channels(
                                 part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
                                 factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, LATENTS,
                             )  # fmt: skip
                         else:
                             w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
-                            if LATENTS.by_token:
+                            if LATENTS.fold == "token":
                                 by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
                                 w = w * (by * LATENTS.boost)[:, None, :]
                             v = numbers[r][phase * STEP + i]
@@ -228,13 +231,6 @@ def step_unit(STEP, LATENTS):
 
 
 @triton.jit
-def _halves(x):
-    """Split [chunks, rows, 2 * wide] into the first and the last `wide` channels of each chunk."""
-    WIDE: tl.constexpr = x.shape[2] // 2
-    return tl.split(tl.trans(x.reshape(x.shape[0], x.shape[1], 2, WIDE), (0, 1, 3, 2)))
-
-
-@triton.jit
 def _one_below_another(tiles, COPIES: tl.constexpr):
     """Stack COPIES (1, 2, 4 or 8) tiles [chunks, rows, wide] at a time along their rows."""
     for _ in tl.static_range(stages(COPIES)):
@@ -273,15 +269,6 @@ def apart(x, PLACES: tl.constexpr):
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         return (first, second, third, fourth)
-
-
-@triton.jit
-def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Return [columns], the sums of COUNT tiles [columns, rows] from number FIRST on."""
-    added = parts[FIRST]
-    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
-        added += parts[i]
-    return tl.sum(added, 1)
 
 
 @triton.jit
@@ -332,7 +319,10 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
     CODE: tl.constexpr = LATENTS.side.code
     if WHOLE is not None:
-        runs = _halves(load_tile(rows, rows, 0, WHOLE, False))
+        # the first and the last channels of each chunk
+        x = load_tile(rows, rows, 0, WHOLE, False)
+        x = x.reshape(x.shape[0], x.shape[1], 2, x.shape[2] // 2)
+        runs = tl.split(tl.trans(x, (0, 1, 3, 2)))
     else:
         runs = load_runs(rows, rows, CUT, False)
     numbers = ()
@@ -353,7 +343,7 @@ def load_scales(scale, block, token, LATENTS: tl.constexpr):
     PLACES: tl.constexpr = LATENTS.places
     GROUPS: tl.constexpr = CUT.dim // LATENTS.group
     scales = ()
-    if LATENTS.by_token:
+    if LATENTS.fold == "token":
         for p in tl.static_range(PLACES):
             for r in tl.static_range(RUNS):
                 group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
@@ -417,7 +407,7 @@ def load_factors(keys, block, token, LATENTS: tl.constexpr):
     STEP: tl.constexpr = LATENTS.step
     SHARE: tl.constexpr = LATENTS.share
     factors = ()
-    if LATENTS.by_channel:
+    if LATENTS.fold == "channel":
         for i in tl.static_range(0, STEP, SHARE):
             at = first_factor(block, token + i * LATENTS.stride, LATENTS)
             for r in tl.static_range(RUNS):

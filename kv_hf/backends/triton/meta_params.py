@@ -488,7 +488,7 @@ class Latents(NamedTuple):
     """How tiles of latents and RoPE keys are read and multiplied.
 
     Attributes:
-        side: where they lie; by_channel, by_token: whether scales are of channels, or of tokens.
+        side: where they lie; fold: how scales apply: "none", "channel" or "token", which they are of.
         tile: tokens of a tile; words: of a page; group: tokens that share a scale by channel, or channels by token.
         stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
             rows of several places lie one below another: copies are places of a word that are rows of a tile.
@@ -502,8 +502,7 @@ class Latents(NamedTuple):
     """
 
     side: SideLayout
-    by_channel: bool
-    by_token: bool
+    fold: str
     tile: int
     words: int
     group: int
@@ -568,16 +567,17 @@ def latents(spec: PageSpec, step: Step) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
-    cut, by_channel = Chunks.of(spec), code == "unsigned"
+    cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
     dtypes = compute_types(spec, step.query_dtype)
     exact = dtypes[0] == "fp32"
+    by_channel = fold == "channel"
     group = side.scale_tokens if by_channel else side.scale_channels
     stride, words = token_stride(spec), page // side.places
     at_once = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        side=side, by_channel=by_channel, by_token=code in ("signed", "float8"), tile=tile_tokens(spec, step.query_dtype),
+        side=side, fold=fold, tile=tile_tokens(spec, step.query_dtype),
         words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, step.query_dtype), places=page // stride,
         step=at_once, share=max(1, min(at_once, group // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),

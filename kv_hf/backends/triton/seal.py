@@ -11,40 +11,18 @@ them as plain numbers. A tile is [tokens, lanes]: a lane is a channel's place in
 channels has a power of two of lanes.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from ...spec import PageSpec, PageWrite
+from ...spec import PageWrite
 from ..base import Pair, contiguous_pair
 from .dequant import MAGIC, SCALE_MAX, float_to_float8, move_to_block, row_of, unrotate
 from .direct import SPECIALIZED, Fields, Kernel, Strided, kept
 from .meta_params import side_layout
 
-TILE_NUMBERS = 2048  # of one tile: more take more registers, and hardly fewer instructions
+# of one tile: more take more registers, and hardly fewer instructions
+TILE_NUMBERS = tl.constexpr(2048)
 APPENDED = 16  # new tokens of one program, of a chunk
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-
-def pair_constants(spec: PageSpec) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that seals both sides; None for a side without numbers."""
-    keys, values = spec.sides
-    return {"KEYS": side_layout(keys), "VALUES": side_layout(values) if values.head_dim else None}
-
-
-@triton.constexpr_function
-def lanes_of(SIDE):
-    """Return the lanes of a tile: each group of channels has a power of two of them."""
-    group = SIDE.scale_channels
-    return triton.next_power_of_2(group) * triton.next_power_of_2(SIDE.dim // group)
-
-
-@triton.constexpr_function
-def tall_of(SIDE, LANES):
-    """Return the tokens of a tile of so many lanes: at least all of a word, or as many bytes side by side as a wide load takes."""
-    fewest = 8 if SIDE.places > 1 else 16
-    return min(SIDE.page, max(fewest, TILE_NUMBERS // LANES))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -244,8 +222,11 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     """Encode one page of one kv head; `source` points to its first token."""
     GROUP: tl.constexpr = SIDE.scale_channels
     GROUP_LANES: tl.constexpr = triton.next_power_of_2(GROUP)
-    LANES: tl.constexpr = lanes_of(SIDE)
-    TALL: tl.constexpr = tall_of(SIDE, LANES)
+    # each group of channels has a power of two of lanes
+    LANES: tl.constexpr = GROUP_LANES * triton.next_power_of_2(SIDE.dim // GROUP)
+    # tokens at once: at least all of a word, or as many bytes side by side as a wide load takes
+    FEWEST: tl.constexpr = 8 if SIDE.places > 1 else 16
+    TALL: tl.constexpr = min(SIDE.page, max(FEWEST, TILE_NUMBERS // LANES))
     BITS: tl.constexpr = SIDE.bits
     BLOCK: tl.constexpr = SIDE.rotated
     BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
@@ -386,6 +367,8 @@ def write(call: PageWrite) -> None:
 
 def _append(call: PageWrite, new: Pair) -> None:
     windows, spec = call.windows, call.spec
+    if not spec.values.head_dim:  # the strides of nothing are no reason for another variant
+        windows, new = (windows[0],) * 2, (new[0],) * 2
     rows, heads, q_len, _ = new[0].shape
     strides = [one.stride() for one in (*windows, *new)]
     tokens = 1 if q_len == 1 else APPENDED
@@ -394,7 +377,7 @@ def _append(call: PageWrite, new: Pair) -> None:
     kernel = kept(
         call.launches,
         ("append", id(spec), tokens, *strides, index),
-        lambda: Kernel(spec, append_pair_kernel, sizes, **OPTIONS),
+        lambda: Kernel(spec, append_pair_kernel, sizes, enable_fp_fusion=False),
     )
     kernel.launch(
         rows, heads, -(-q_len // tokens) * 2, index,
@@ -406,12 +389,20 @@ def _append(call: PageWrite, new: Pair) -> None:
 
 
 def _seal(call: PageWrite, tokens: Pair) -> None:
-    keys, values = tokens
+    keys, values = tokens if call.spec.values.head_dim else (tokens[0],) * 2
     spec, index = call.spec, keys.get_device()
     kernel = kept(
         call.launches,
         ("seal", id(spec), keys.stride(), values.stride(), index),
-        lambda: Kernel(spec, seal_pair_kernel, pair_constants(spec), **OPTIONS),
+        lambda: Kernel(
+            spec,
+            seal_pair_kernel,
+            {
+                "KEYS": side_layout(spec.keys),
+                "VALUES": side_layout(spec.values) if spec.values.head_dim else None,
+            },
+            enable_fp_fusion=False,
+        ),
     )
     kernel.launch(
         call.jobs.shape[0], keys.shape[1], 2, index,

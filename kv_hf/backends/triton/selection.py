@@ -23,7 +23,6 @@ from ...read_budget import NEWEST_PAGES
 from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
-from . import support
 from .dequant import dtype_of, number, row_of, run_unit, tile_unit, unpack
 from .direct import (
     SPECIALIZED,
@@ -34,8 +33,8 @@ from .direct import (
     Scratch,
     Strided,
     kept,
-    refuse_cpu,
     rows_of,
+    step_of,
 )
 from .heads import ROWS, Window, attend_window, query_units
 from .meta_params import (
@@ -727,10 +726,7 @@ def _choose(call: AttentionCall) -> Choice:
 
 def _prepare(call: AttentionCall, room: int) -> Plan:
     query, kv = call.query, call.kv
-    where = query.device
-    if where.type == "cpu":
-        refuse_cpu()
-    step = Step.of(call, support.target_isa(where))
+    step = step_of(call)
     assert kv.budget is not None
     top_p, indexed = kv.budget.top_p is not None, kv.words is not None
     constants = selection_constants(kv.spec, step, top_p=top_p, indexed=indexed)
@@ -738,12 +734,10 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
     stretch, most = splits(constants["KEYS"], rows * blocks)
     columns = rows * step.heads * step.q_len
     return Plan(
-        kernel=Kernel(
-            kv.spec, choose_kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=True
-        ),
+        kernel=Kernel(kv.spec, choose_kernel, constants, NUM_WARPS),
         rows=rows,
         blocks=blocks,
         stretch=stretch,
         most=most,
-        scratch=Scratch((columns * room, columns * (most + 1), rows * room), rows, where),
+        scratch=Scratch((columns * room, columns * (most + 1), rows * room), rows, query.device),
     )

@@ -45,7 +45,6 @@ def shared_memory(device: torch.device) -> int | None:
 
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
-MAX_QUERIES = 16
 MAX_DIM = 256
 MAX_DIMS = {
     "latent": (512, "kv_lora_rank"),
@@ -54,33 +53,26 @@ MAX_DIMS = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_not(
-    device: torch.device | str, dtype: torch.dtype, spec: PageSpec, q_len: int = 1
-) -> str | None:
-    """Return the reason why the Triton kernels cannot attend here, or None when they can.
+def why_not(device: torch.device, spec: PageSpec) -> str | None:
+    """Return the reason why the Triton kernels cannot read such pages on `device`, or None when they can.
 
-    Args:
-        device: where the cache and the queries lie; a device that is not a GPU is refused without importing triton.
-        dtype: of the queries.
-        spec: of the layer's pages.
-        q_len: queries per step.
+    A device that is not a GPU is refused without importing triton.
     """
-    device = torch.device(device)
     if device.type != "cuda":
         return f"the Triton kernels run on NVIDIA and AMD GPUs, and the cache is on {str(device)!r}"
     return (
-        _why_not_sizes(dtype, spec, q_len)
+        _why_not_sizes(spec)
         or _why_not_installed()
         or _why_not_gpu(device)
-        or _why_not_shared(device, dtype, spec)
+        or _why_not_shared(device, spec)
     )
 
 
-def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None:
-    for what, have in (("queries", dtype), *((side.side, side.dtype) for side in spec.sides)):
-        if have not in DTYPES:
+def _why_not_sizes(spec: PageSpec) -> str | None:
+    for side in spec.sides:
+        if side.dtype not in DTYPES:
             names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            return f"the Triton kernels take {names}, and the {what} are {str(have).removeprefix('torch.')}"
+            return f"the Triton kernels take {names}, and the {side.side} are {str(side.dtype).removeprefix('torch.')}"
     page_size = spec.keys.page_size
     if page_size < 16 or page_size & (page_size - 1):
         return f"the Triton kernels take pages of a power of two of at least 16 tokens, got {page_size}"
@@ -90,16 +82,7 @@ def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None
         most, size = MAX_DIMS.get(side.side, (MAX_DIM, "head_dim"))
         if side.head_dim > most:
             return f"the Triton kernels take {size} up to {most}, and the {side.side} have {side.head_dim}"
-    reason = unread_groups(spec, _reads, "the Triton kernels do")
-    if reason:
-        return reason
-    if spec.is_latent:
-        reason = _why_not_latents(spec)
-        if reason:
-            return reason
-    if not 1 <= q_len <= MAX_QUERIES:
-        return f"the Triton kernels take 1 to {MAX_QUERIES} queries per row, got {q_len}"
-    return None
+    return unread_groups(spec, _reads, "the Triton kernels do") or _why_not_latents(spec)
 
 
 def _reads(side: SideSpec) -> bool:
@@ -118,6 +101,8 @@ def _reads(side: SideSpec) -> bool:
 
 
 def _why_not_latents(spec: PageSpec) -> str | None:
+    if not spec.is_latent:
+        return None
     scheme, rank = spec.keys.scheme, spec.keys.head_dim
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] < MIN_SIZE:
         return (
@@ -170,12 +155,12 @@ def _why_not_gpu(device: torch.device) -> str | None:
     return None
 
 
-def _why_not_shared(device: torch.device, dtype: torch.dtype, spec: PageSpec) -> str | None:
+def _why_not_shared(device: torch.device, spec: PageSpec) -> str | None:
     """Say so where not even the smallest tiles of latents fit into the device's shared memory; those of heads always do."""
-    have, isa = shared_memory(device), target_isa(device)
+    have, dtype = shared_memory(device), spec.keys.dtype
     if have is None or not spec.is_latent:
         return None
-    need = latent_bytes(spec, dtype, isa)
+    need = latent_bytes(spec, dtype, target_isa(device))
     if need <= have:
         return None
     remedy = "; float16 and bfloat16 take less" if in_float32(spec, dtype) else ""

@@ -70,12 +70,13 @@ class Fields(NamedTuple):
 
 
 # for triton.jit: numbers that change while a sequence grows must not make new kernels, and small tensors may begin anywhere
-# in a buffer that they share. Triton specializes what lies in tuples.
+# in a buffer that they share. Triton specializes what lies in tuples. Counters are not even known to be small: on AMD their
+# counts would be buffer instructions, of which Triton 3.6 forgets the release.
 STEPWISE = (
     "table_width mask_row mask_head mask_query most share from_tokens width sliding_window sink_tokens seen slots value_slots "
-    "q_len num_splits"
+    "q_len num_splits counters"
 )
-UNALIGNED = "block_table num_pages exact_lens padding mask sink_logits counters held_words chosen chosen_pages jobs damaged starts skips"
+UNALIGNED = "block_table num_pages exact_lens padding mask sink_logits held_words chosen chosen_pages jobs damaged starts skips"
 SPECIALIZED = {
     "do_not_specialize": STEPWISE.split(),
     "do_not_specialize_on_alignment": UNALIGNED.split(),

@@ -12,6 +12,7 @@ import torch
 from at_once import at_once
 from measure.models.packaged import resolve_model
 from tiny_models import make_model, make_sliding, shared_model, tokens
+from token_states import FULL, dense, feed, same, text
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +97,21 @@ def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
     del found
     gc.collect()
     assert store.arena.num_held == store.stats().pages
+
+
+def test_append_in_chunks_skips_what_a_row_of_a_longer_shared_prefix_holds():
+    store, plain = kv_hf.PrefixStore(), kv_hf.PagedCache(FULL, page_size=PAGE)
+    first = kv_hf.PagedCache(FULL, page_size=PAGE, prefix_store=store)
+    rows = [text(1), [*text(1)[:20], *text(2)[20:]]]
+    feed(first, rows[:1], 0, 36)
+    store.add(first, [rows[0][:36]])
+    cache = first.fresh()
+    assert store.attach(cache, (), rows, [0, 0]) == 4 + PAGE
+    for start in range(20, 55, 7):
+        feed(cache, rows, start, start + 7)
+        cache.check_integrity()
+    feed(plain, rows, 0, 55)
+    assert same(dense(cache), dense(plain))
 
 
 def test_later_calls_share_and_compute_only_what_is_new():
@@ -244,8 +260,8 @@ def test_full_store_gives_up_the_least_recently_used():
     page_bytes = 2 * 2 * 2 * PAGE * 16 * 4  # layers, sides, heads, tokens, channels, bytes
     store = kv_hf.PrefixStore(max_bytes=20 * page_bytes)
     texts = [words(4 + 6 * PAGE + 1, seed) for seed in range(20, 25)]
-    for text in texts[:3]:
-        run(model, [text], store)
+    for one in texts[:3]:
+        run(model, [one], store)
     space = store.bind_model(model)
     assert [store.known(space, text) for text in texts[:3]] == [100] * 3
     assert store.known(space, texts[0]) == 100  # used: now texts[1] is the oldest

@@ -17,7 +17,7 @@ from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, place_outside, same, text
 
 import kv_hf
-from kv_hf.pages.staging import SlotPlan, Staging
+from kv_hf.pages.staging import Copies, SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
 PAGE = 16
@@ -247,6 +247,29 @@ def test_every_buffer_is_kept_until_copies_into_it_are_done():
         assert copies.waiting
         assert copies.kept == [buffer.raw.data_ptr() for buffer in staging._buffers]
         assert len(copies.kept) == 2
+
+
+def check_slots(fields, layer, plan):
+    for side in fields:
+        found = side["codes"].flatten(1)[:, 0].tolist()
+        assert found == [1000 * layer.layer_idx + page for page in plan.ids]
+
+
+def test_failed_fetch_is_tried_again():
+    spec = make_spec()
+    staging, layer = Staging(Copies(torch.device("cpu"))), FakeLayer(3, spec)
+    staging.resize(8 * spec.page_bytes)
+    plan, fetch = plan_of([4, 5]), layer.fetch
+
+    def fail(*args):
+        raise RuntimeError("bad copy")
+
+    layer.fetch = fail
+    with pytest.raises(RuntimeError, match="bad copy"), staging.reading(layer, plan):
+        pass
+    layer.fetch = fetch
+    with staging.reading(layer, plan) as fields:
+        check_slots(fields, layer, plan)
 
 
 # -- failures ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ BUDGET_S ?= 480
 OUT ?= results/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-environments test-asan check format docs eval bench bench-mla bench-gpu plots clean
+.PHONY: help demo test test-all test-environments test-asan check format docs eval bench bench-mla bench-gpu check-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -147,6 +147,9 @@ bench-mla: $(VENV)/.bench ## measure decode steps of models with latent attentio
 
 bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network) into OUT=folder, at most 8 minutes; goes on where it was stopped
 	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench.py gpu --device cuda --workers 12 --budget-s $(BUDGET_S) --out $(OUT)
+
+check-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## the first hour on a CUDA GPU: whether kernels and graphs are right, in a minute and then all of them, and the fastest launch parameters, into OUT=folder; goes on where it was stopped
+	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench.py first gpu/pages gpu/logits tuning --device cuda --workers 12 --budget-s 3600 --out $(OUT)
 
 plots: $(VENV)/.bench ## draw the picture of docs/ from results/*.jsonl
 	$(BIN)/python scripts/plots.py

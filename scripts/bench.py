@@ -10,7 +10,7 @@ configuration ends; what failed is a row that says why, and the same command goe
 
 import sys
 
-from measure import attention, families, gpu, serving, steps, suites  # noqa: F401
+from measure import attention, check_gpu, families, gpu, serving, steps, suites  # noqa: F401
 from measure.runner import main
 
 if __name__ == "__main__":

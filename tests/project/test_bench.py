@@ -3,10 +3,11 @@
 import os
 import threading
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
-from measure import attention, gpu, runner, serving, shapes, steps  # noqa: F401
+from measure import attention, check_gpu, gpu, runner, serving, shapes, steps  # noqa: F401
 from measure.runner import FAILED, WORKLOADS, Contender, Verdict, Workload, in_turns, run
 from tiny_models import make_model, tokens
 
@@ -180,6 +181,14 @@ TINY = {
     "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": [False, True]},
     "serving/batches": {"model": "tiny", "load": ["mixed", "shared"]} | REQUESTS,
     "serving/steps": {"model": "tiny", "requests": 2, "prompt": 20, "answer": 4, "rounds": 1},
+    "first": {
+        "what": ["compiled", "generate", "paged_int4", "choice"],
+        "model": "tiny",
+        "shape": "tiny",
+        "context": 600,
+        "read_tokens": 256,
+    },
+    "tuning": gpu.PAGES | {"shape": "tiny", "context": 80, "dtype": "float32", "format": "int4"},
     "gpu/pages": gpu.PAGES | {"shape": "tiny", "context": 80},
     "gpu/logits": {"model": ["tiny", "tiny-latent"], "dtype": "float32"},
     "gpu/warm": GPU_STEP,
@@ -188,7 +197,7 @@ TINY = {
     "gpu/latents": GPU_STEP | {"model": "tiny-latent"},
     "gpu/kernels": gpu.KERNELS | {"shape": "tiny", "context": 70, "batch": 1, "format": FORMS},
 }
-MODULES = {f"measure.{name}" for name in ("attention", "gpu", "serving", "steps")}
+MODULES = {f"measure.{name}" for name in ("attention", "check_gpu", "gpu", "serving", "steps")}
 
 
 def tiny(name):
@@ -209,6 +218,8 @@ FIELDS = {
     "batch_steps": "cache generate_ms batch_ms ratio",
     "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
+    "first": "what contender",
+    "tuning": "num_warps num_stages parts ms_p50 best kernel",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "latents": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "kernels": "ms_p50 part_of_copy timing dtype",
@@ -220,6 +231,7 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
     monkeypatch.setattr(attention, "ROUNDS", 2)
     monkeypatch.setattr(steps, "ROUNDS", 2)
     monkeypatch.setattr(steps, "SHARES", (0.9,))
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
     monkeypatch.setitem(shapes.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1 << 10)
     monkeypatch.setattr(steps, "all_cache_names", lambda: ("dynamic", "static", "paged_int4"))
@@ -233,6 +245,32 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
         assert row["kind"].startswith(work.kind or name)
         assert row.get("ms_p50", 1.0) > 0 and row.get("step_ms_p50", 1.0) > 0
     assert runner.table(found.rows, work.columns.split())
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_tuning_launches_what_it_says(monkeypatch):
+    """On an emulated GPU: each number of warps is compiled and right, and the kernels' own choice comes back."""
+    from emulated_gpu import emulated_gpu
+
+    from kv_hf.backends import registry
+    from kv_hf.backends.triton import meta_params
+    from kv_hf.cache import store
+
+    own, triton = meta_params.launch_parameters, registry.load("triton")
+    for module, name, value in (
+        (check_gpu, "WARPS", (1, 2)), (check_gpu, "STAGES", (2,)), (check_gpu, "PARTS", (2,)), (check_gpu, "ROUNDS", 1),
+        (runner, "WARMUP", 0), (store, "choose", lambda *asked: triton),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1)
+    with emulated_gpu(90) as gpu:
+        rows = list(check_gpu.tuning(CPU, "tiny", 600, 1, "bfloat16", "int4", 64))
+    assert [(row["num_warps"], row["parts"]) for row in rows] == [(None, 1), (1, 2), (2, 2)]
+    assert sum(row["best"] for row in rows) == 1
+    assert gpu.variants["decode_kernel"] in (2, 3)  # that of the choice may be one of them
+    programs = {count for name, count in gpu.launches if name == "decode_kernel"}
+    assert len(programs) == 2
+    assert meta_params.launch_parameters is own
 
 
 def test_every_workload_has_a_tiny_run():

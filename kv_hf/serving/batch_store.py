@@ -67,7 +67,7 @@ class BatchStore(LayerStore):
                 f"{tuple(query.shape)} and keys {tuple(key.shape)}: this model changes them on the way. Use generate()"
             )
         # what transformers' batches hand down for attention of their own; functions drop the rest
-        given = {name: one for name, one in kwargs.items() if name not in ("cache", "is_causal")}
+        given = {name: one for name, one in kwargs.items() if name != "cache"}
         out = None
         for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
             keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))

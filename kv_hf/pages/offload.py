@@ -503,11 +503,11 @@ class OffloadArena(PageArena):
         """
         with self.pages_lock, persistent_tensors():
             room, most = _largest(self._capacities, capacities), _largest(self._slots, slots or {})
-            if (room, most) == (self._capacities, self._slots):
-                return
             storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
             held = {layer: (one.spec, one.device) for layer, one in storages.items()}
-            specs = {**self._specs, **(expected or {}), **held}
+            specs = {**self._specs, **(expected or {}), **held}  # heads may be others than expected
+            if (room, most, specs) == (self._capacities, self._slots, self._specs):
+                return
             demands = {
                 layer: Demand(
                     spec,

@@ -151,7 +151,8 @@ class SideStorage:
             names: the fields that are wanted; None takes all.
         """
         if self.host is None:
-            return {name: self.fields[name][list(pages)] for name in names or self.fields}
+            at = torch.tensor(list(pages), device=self.device)
+            return {name: self.fields[name][at] for name in names or self.fields}
         room = empty_fields(self.spec, len(pages), self.device)
         found = {name: room[name] for name in names or room}
         self.host.fetch(self.fields, runs_of(enumerate(pages)), found)

@@ -165,10 +165,11 @@ def _of_tokens(noise: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def _of_channels(noise: torch.Tensor, pages: torch.Tensor, side: SideSpec) -> torch.Tensor:
     """Return the mean damage of a head's channels, [n, num_kv_heads]."""
     noise = noise.mean(2)
-    power = pages.square().mean(2)
     if side.side == "keys":  # a constant of all keys shifts all scores alike
-        shared = pages.mean(2).square()
-        power = (power - shared).clamp(min=0) + FLOOR * shared
+        spread, shared = torch.var_mean(pages, 2, correction=0)
+        power = spread + FLOOR * shared.square()
+    else:
+        power = pages.square().mean(2)
     alive = power > DEAD * power.amax(-1, keepdim=True)
     damage = (noise / power.where(alive, 1.0)).clamp(max=CAP) * alive
     return damage.sum(-1) / alive.sum(-1).clamp(min=1)

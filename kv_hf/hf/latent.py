@@ -113,7 +113,7 @@ def why_not_absorbed(module: torch.nn.Module) -> str | None:
     name = type(projection).__name__
     if hasattr(projection, "base_layer"):
         return f"kv_b_proj is wrapped by an adapter ({name}); merge it into the weights"
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     heads = module.qk_nope_head_dim + module.v_head_dim  # type: ignore[operator]
     plain = (
         type(weight) in (torch.Tensor, torch.nn.Parameter)

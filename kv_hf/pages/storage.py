@@ -151,7 +151,7 @@ class SideStorage:
             names: the fields that are wanted; None takes all.
         """
         if self.host is None:
-            at = torch.tensor(list(pages), device=self.device)
+            at = torch.tensor(list(pages), dtype=torch.long, device=self.device)
             return {name: self.fields[name][at] for name in names or self.fields}
         room = empty_fields(self.spec, len(pages), self.device)
         found = {name: room[name] for name in names or room}

@@ -96,7 +96,15 @@ CALLS = {
     "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),
     "gemma3": (functools.partial(make_sliding, "gemma3", 40), FOUR, RAGGED, "int8", {}, {}, {}),
     # heads of full attention are larger than those that the first layer lets expect
-    "gemma4": (functools.partial(make_sliding, "gemma4_text", 40), FOUR, RAGGED, "int8", {}, {}, {}),
+    "gemma4": (
+        functools.partial(make_sliding, "gemma4_text", 40),
+        FOUR,
+        RAGGED,
+        "int8",
+        {},
+        {},
+        {},
+    ),
     "mistral": (functools.partial(make_sliding, "mistral", 40), FOUR, RAGGED, "int8", {}, {}, {}),
 }
 

@@ -18,6 +18,7 @@ from measure.family_models import build_config
 from safetensors.torch import save_file
 
 import kv_hf
+from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
 from kv_hf.errors import PlanError
 from kv_hf.model_fields import check_numbers
 from kv_hf.planner import meta_model, source
@@ -198,6 +199,9 @@ def test_vision_models_are_planned_with_their_tower():
         assert {(layer.kv_heads, layer.key_dim) for layer in planned.layers} == {(2, 16)}
 
 
+@pytest.mark.skipif(
+    CROP_TAKES_LENGTHS, reason="layers of transformers 5.17 pass shared keys on themselves"
+)
 def test_layers_that_share_keys_are_counted_as_readers():
     """Layers 4 and 5 of 6 read what 2 (sliding) and 3 (full) hold; of latents, 2 and 3 of 5 read 0 and 1."""
     for family in filter(tiny_models.is_there, tiny_models.SHARED):

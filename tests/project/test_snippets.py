@@ -25,6 +25,7 @@ from transformers import HfArgumentParser
 
 import kv_hf
 import kv_hf_cli
+from kv_hf.serving.batch_manager import fits_transformers
 from kv_hf.texts import load_text
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -226,6 +227,8 @@ def run_page(page: str) -> None:
 
 @pytest.mark.parametrize("page", PYTHON)
 def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
+    if page == "docs/serving.md" and not fits_transformers():
+        pytest.skip("transformers before 5.18")
     make_world(page, tmp_path, monkeypatch)
     trace = torch.compile
 

@@ -164,7 +164,7 @@ def _check_complete(cache: Any) -> None:
 
 
 def _told_options(cache: Any) -> dict[str, Any]:
-    """Return the options that mean the same in another process, by which layers have at once the formats that they were given."""
+    """Return the options for a file: none of this process alone, and for widened layers the formats of their pages."""
     options = cache.options
     overrides = dict(options.layers or {})
     for layer in cache.paged_layers:

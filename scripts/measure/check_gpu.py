@@ -5,7 +5,6 @@ package chooses by itself.
 """
 
 import itertools
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,17 +158,11 @@ def launch_parameters_of(
     def parameters(*asked: Any) -> Any:
         return rule(*asked)._replace(**given)
 
-    modules = [
-        one for key, one in list(sys.modules.items()) if key.startswith("kv_hf.backends.triton")
-    ]
-    own = [one for one in modules if vars(one).get("launch_parameters") is rule]
-    for module in own:
-        module.launch_parameters = parameters  # type: ignore[attr-defined]
+    meta_params.launch_parameters = parameters  # type: ignore[assignment]
     fewer = lambda plan, width: max(1, splits(plan, width) // parts)  # noqa: E731
     direct.Plan.splits = fewer  # type: ignore[method-assign]
     try:
         yield
     finally:
         direct.Plan.splits = splits  # type: ignore[method-assign]
-        for module in own:
-            module.launch_parameters = rule  # type: ignore[attr-defined]
+        meta_params.launch_parameters = rule

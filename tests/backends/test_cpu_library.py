@@ -1,6 +1,7 @@
 """The C library: its choice, its threads, and the processes and threads that call it or share a model."""
 
 import ctypes
+import itertools
 import os
 import pickle
 import subprocess
@@ -203,9 +204,13 @@ def test_threads_that_end_give_their_memory_back():
     torch.set_num_threads(1)
     try:
         in_threads(5)
-        before = resident()
-        in_threads(30)
-        grown = resident() - before
+        rounds = [resident()]
+        for _ in range(
+            3
+        ):  # what else happens in this process grows once, what threads leave every time
+            in_threads(30)
+            rounds.append(resident())
+        grown = min(later - earlier for earlier, later in itertools.pairwise(rounds))
     finally:
         torch.set_num_threads(before_threads)
     partials = 32 * 8 * 128 * (128 + 2) * 4  # splits, kv heads, queries, floats: what a call keeps

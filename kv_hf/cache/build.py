@@ -17,7 +17,7 @@ from ..config import CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
 from ..pages.forward import Forward
-from ..pages.offload import OffloadArena
+from ..pages.offload import Demand, OffloadArena
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageArena
 from ..read_budget import ReadBudget
@@ -189,8 +189,6 @@ def page_layers(
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
             made[index] = latent_class(index, *rest, options=options, config=config)
-    if isinstance(arena, OffloadArena):
-        arena.choose_from(index for index in paged if made[index].group.reading.usual is not None)
     return made, forward, arena
 
 
@@ -245,8 +243,7 @@ def make_room(
     """
     arena.check_device(keys.device)
     arena.check_process()
-    capacities: dict[int, int] = {}
-    slots: dict[int, int] = {}
+    demands: dict[int, Demand] = {}
     batch, q_len = keys.shape[0], keys.shape[2]
     for group in groups:
         count = group.plan(batch, q_len).num_pages
@@ -258,14 +255,10 @@ def make_room(
             most = budget.batch_width(most, batch, group.sizes.page_size)
         for layer in layers:
             if layer.group is group:
-                capacities[layer.layer_idx] = capacity
-                slots[layer.layer_idx] = most
-    expected = {
-        layer.layer_idx: (layer.formats.spec_of(keys, values), keys.device)
-        for layer in layers
-        if layer.store is None
-    }
-    arena.make_room(capacities, slots, expected)
+                spec = layer.spec or layer.formats.spec_of(keys, values)
+                device = layer.storage.device if layer.storage else keys.device
+                demands[layer.layer_idx] = Demand(spec, device, capacity, most, budget is not None)
+    arena.make_room(demands)
 
 
 def _reads_everything(group: Rows, q_len: int) -> bool:

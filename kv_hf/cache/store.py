@@ -12,7 +12,7 @@ from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.moved import persistent_tensors
-from ..pages.step import Numbers, SealJobs, Step, TableView
+from ..pages.step import Numbers, Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..quant.codec import decode
 from ..read_budget import ReadBudget
@@ -33,15 +33,10 @@ class Residual:
     def begin(self, tokens: Sequence[torch.Tensor | None], slots: int) -> None:
         """Make room for `slots` tokens of each row, and put `tokens` [num_kv_heads, n, head_dim] in front."""
         with persistent_tensors():
-            self.tokens = self._resized(len(tokens), slots)
+            self.resize(len(tokens), slots)
             for index, first in enumerate(tokens):
                 if first is not None:
                     self.tokens[index, :, : first.shape[1]] = first
-
-    def fit(self, rows: int, slots: int) -> torch.Tensor:
-        """Make room for `slots` tokens of `rows` rows; return the window [rows, num_kv_heads, slots, head_dim]."""
-        self.tokens = self._resized(rows, slots)
-        return self.tokens
 
     def over(self, tokens: torch.Tensor) -> "Residual":
         """Return windows like these in the memory of `tokens` [rows, num_kv_heads, slots, head_dim], until somebody replaces them."""
@@ -53,16 +48,13 @@ class Residual:
         """Hold a copy of `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
         self.tokens = tokens.to(self.tokens.device, copy=True)
 
-    def _resized(self, rows: int, slots: int) -> torch.Tensor:
-        """Return the tokens in a tensor of at least these sizes; new slots are zero."""
+    def resize(self, rows: int, slots: int) -> None:
+        """Make room for `slots` tokens of `rows` rows; new slots are zero."""
         old = self.tokens
-        if old.shape[0] == rows and old.shape[2] == slots:
-            return old
         with persistent_tensors():
-            new = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
+            self.tokens = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
         kept = (min(rows, old.shape[0]), min(slots, old.shape[2]))
-        new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
-        return new
+        self.tokens[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
 
     def drop_first(self, step: Step, sinks: int) -> None:
         """Take the tokens of the pages that were sealed before the append out of each row, behind its sinks."""
@@ -126,7 +118,7 @@ class Residual:
     def reopen(self, tokens: torch.Tensor, index: int, sinks: int) -> None:
         """Put the decoded tokens [num_kv_heads, n, head_dim] of a page back behind row `index`'s sinks."""
         slots = max(self.tokens.shape[2], sinks + tokens.shape[1])  # a loaded window may be shorter
-        self.tokens = self._resized(self.tokens.shape[0], slots)
+        self.resize(self.tokens.shape[0], slots)
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
 
 
@@ -148,9 +140,6 @@ def _picked(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return tokens.index_select(2, places[0])
     index = places[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
     return tokens.gather(2, index)
-
-
-_NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 
 class LayerStore:
@@ -182,7 +171,6 @@ class LayerStore:
         self.sink_tokens = sink_tokens
         self.launches: dict[Any, Any] = {}
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
-        self._fitted = _NOTHING  # windows, and the rows and slots that they have room for
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with persistent_tensors():
             self.residuals = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
@@ -203,13 +191,13 @@ class LayerStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
-        left_out = ("kernel", "launches", "_checked", "_fitted")
+        left_out = ("kernel", "launches", "_checked")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
-        vars(self).update(state, _room=0, launches={}, _checked=(), _fitted=_NOTHING)
+        vars(self).update(state, _room=0, launches={}, _checked=())
         self.device = self.residuals[0].tokens.device
         self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
@@ -263,16 +251,17 @@ class LayerStore:
             new = keys.detach(), values.detach()
         if step.capacity > self._room:
             self.make_room(step.capacity)
+        if step.fits and self.residuals[0].tokens.shape[::2] != (keys.shape[0], slots):
+            for window in self.residuals:
+                window.resize(keys.shape[0], slots)
         if step.plain:
-            return self._write(step, new, slots)
+            return self._write(step, None, new)
         with persistent_tensors(), self.pages.lock:
             if step.first is not None:
-                windows = self.residuals[0].tokens, self.residuals[1].tokens
-                self._seal(step.first, windows)
-                self._widen(step, step.first, windows)
+                self._widen(step, step.first, self._write(step, step.first, None))
                 for window in self.residuals:
                     window.drop_first(step, self.sink_tokens)
-            runs = self._write(step, new, slots) if step.fits else self._run(step, new)
+            runs = self._write(step, step.seal, new) if step.fits else self._run(step, new)
             if step.seal is not None:
                 self._widen(step, step.seal, runs)
             if not step.fits or step.moves_rest:
@@ -281,36 +270,12 @@ class LayerStore:
         self._look_for_damage()
         return runs
 
-    def _write(self, step: Step, new: Pair, slots: int) -> Pair:
-        """Append `new` to the windows in place, and seal what the step seals from them; return the windows."""
-        keys, values = self.residuals
-        own_keys, own_values, own_size = self._fitted
-        size = new[0].shape[0], slots
-        if keys.tokens is not own_keys or values.tokens is not own_values or size != own_size:
-            self._fitted = keys.fit(*size), values.fit(*size), size
-        windows, pages, view = (keys.tokens, values.tokens), self.pages, step.view
-        assert view is not None
-        if not self.on_host:
-            view = view.on(self.device)
-        if step.plain and pages.resident:
-            fields = pages.keys.fields, pages.values.fields
-            self.kernel.write(
-                PageWrite(
-                    windows, fields, pages.spec, self.damaged, self.launches, None, new, view.starts, view.skips
-                )
-            )  # fmt: skip
-        else:
-            pages.write_pair(
-                self.kernel, windows, new, view, step.seal, self.damaged, self.launches
-            )
-        return windows
-
     def _run(self, step: Step, new: Pair) -> Pair:
         """Return the windows with `new` behind them, and seal what the step seals from that."""
         keys, values = self.residuals
         runs = keys.run(step, new[0]), values.run(step, new[1])
         if step.seal is not None:
-            self._seal(step.seal, runs)
+            self._write(step, step.seal, None, runs)
         return runs
 
     def make_room(self, capacity: int) -> None:
@@ -320,10 +285,36 @@ class LayerStore:
                 self.pages.grow(capacity)
         self._room = capacity
 
-    def _seal(self, jobs: SealJobs, tokens: Pair) -> None:
-        self.pages.seal_pair(self.kernel, tokens, jobs, self.damaged, self.launches)
+    def _write(
+        self,
+        step: Step,
+        jobs: torch.Tensor | None,
+        new: Pair | None,
+        windows: Pair | None = None,
+    ) -> Pair:
+        """Append `new`, where there is any, to windows in place, and seal the pages of `jobs` from them; return the windows.
 
-    def _widen(self, step: Step, jobs: SealJobs, tokens: Pair) -> None:
+        Args:
+            windows: None: the layer's own.
+        """
+        pages, view = self.pages, step.view
+        assert view is not None
+        if not self.on_host:
+            view = view.on(self.device)
+        if windows is None:
+            windows = self.residuals[0].tokens, self.residuals[1].tokens
+        fields = pages.keys.fields, pages.values.fields
+        rest = pages.spec, self.damaged, self.launches
+        if jobs is None:
+            call = PageWrite(windows, fields, *rest, None, new, view.starts, view.skips)
+            self.kernel.write(call)
+        else:
+            here = step.tensor(("jobs", jobs is step.first), self.device, lambda: jobs)
+            call = PageWrite(windows, fields, *rest, here, new, view.starts, view.skips)
+            pages.write(self.kernel, call, jobs)
+        return windows
+
+    def _widen(self, step: Step, jobs: torch.Tensor, tokens: Pair) -> None:
         """Where the formats are too narrow for the very first pages, give all pages wider ones and seal these once more."""
         if not may_wait(self.device):
             return
@@ -333,7 +324,7 @@ class LayerStore:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
             if self.pages.wider is not None:
                 self.kernel = choose(self.asked_kernel, self.device, self.spec)
-                self._seal(jobs, tokens)
+                self._write(step, jobs, None, tokens)
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.sources[i]`."""

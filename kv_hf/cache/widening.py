@@ -10,7 +10,6 @@ from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once
 from ..pages import moved
-from ..pages.step import SealJobs
 from ..pages.storage import PageStorage, Pair, Wider
 from ..quant.strain import Sample, Strain, usual_damage
 from ..spec import PageSpec, SideSpec
@@ -89,7 +88,7 @@ def widen(
     asked: LayerFormats,
     pages: PageStorage,
     kernel: Backend,
-    jobs: SealJobs,
+    jobs: torch.Tensor,
     tokens: Pair,
 ) -> None:
     """Give a layer wider pages where those of `jobs`, its first, need them, under the storage's lock: they are to be sealed anew.
@@ -101,9 +100,10 @@ def widen(
         layer_idx: position in the model.
         asked: formats of the layer by its options.
         kernel: that reads the pages.
+        jobs: [n, 3], int32, as of `pages.step.seal_jobs`.
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     """
-    places = list(dict.fromkeys(map(tuple, jobs.jobs[[0, -1]].tolist())))
+    places = list(dict.fromkeys(map(tuple, jobs[[0, -1]].tolist())))
     sample = sample_of(tokens, places, asked.page_size)
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]

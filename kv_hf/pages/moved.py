@@ -24,12 +24,12 @@ def is_recorded(device: torch.device) -> bool:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `tensor` [any shape], which lies on the CPU, on `device`.
+    """Return `tensor` [any shape], which lies on the CPU or there already, on `device`.
 
     A copy from pageable memory to a GPU makes the host wait; one from pinned memory is queued. torch keeps the pinned
     block until the copy is done.
     """
-    if device.type == "cpu":
+    if tensor.device == device:
         return tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()

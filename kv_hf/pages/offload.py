@@ -9,7 +9,7 @@ buffers (staging.py), which all caches of an arena share.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,10 @@ from ..spec import PageFields, PageSpec, PageWrite, SideSpec
 from .cpu_memory import DiskMemory, HostMemory, Run, runs_of
 from .moved import persistent_tensors
 from .staging import Copies, SlotPlan, Staging
-from .step import SealJobs, TableView
+from .step import TableView
 from .storage import (
     PageArena,
     PageStorage,
-    Pair,
     ReadablePages,
     Sides,
     carve,
@@ -66,6 +65,11 @@ class Demand:
     def index_bytes(self) -> int:
         """Bytes on the device for pages that are offloaded."""
         return self.capacity * part_bytes(self.spec.keys) if self.index else 0
+
+    def joined(self, more: "Demand") -> "Demand":
+        """Return the demand of a layer that has this one and `more`, whose spec and device are the later known."""
+        capacity, slots = max(self.capacity, more.capacity), max(self.slots, more.slots)
+        return Demand(more.spec, more.device, capacity, slots, self.index or more.index)
 
 
 class Split(NamedTuple):
@@ -238,7 +242,6 @@ class OffloadedStorage(PageStorage):
         self.arena = arena
         self.written: Any = None
         self.index: PageIndex | None = None
-        self._none_here: Sides = self.fields
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock and events; pages of host memory are written out on the CPU."""
@@ -248,11 +251,6 @@ class OffloadedStorage(PageStorage):
     @property
     def _staging(self) -> Staging:
         return self.arena.staging(self.device)
-
-    @property
-    def fields(self) -> Sides:
-        """The tensors of keys and of values on the device; none once they have left."""
-        return self._none_here if self.is_offloaded else super().fields
 
     @property
     def index_bytes(self) -> int:
@@ -283,28 +281,27 @@ class OffloadedStorage(PageStorage):
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` pages, which may leave the device for it."""
         with self.lock, persistent_tensors():
-            if self.arena.room_for(self.layer_idx) < capacity:
-                self.arena.make_room({self.layer_idx: capacity})
+            known = self.arena.demands.get(self.layer_idx)
+            self._demand(capacity, known.slots if known else capacity)
             if self.has_left or self.arena.leaves(self.layer_idx):
                 self.leave(capacity)
             else:
                 super().grow(capacity)
 
-    def seal_pair(
-        self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
-    ) -> None:  # fmt: skip
-        """Seal pages of both sides from `tokens` [rows, heads, slots, channels]: some at a time on their way to host memory."""
-        host = self.values.host
-        if host is None:
-            return super().seal_pair(kernel, tokens, jobs, damaged, launches)
-        pages = jobs.jobs[:, 2].tolist()
+    def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
+        """Have `kernel` do `call`; offloaded pages are sealed some at a time on their way to host memory."""
+        host, on_device, pages = self.values.host, call.jobs, jobs[:, 2].tolist()
+        if host is None or on_device is None:
+            return super().write(kernel, call, jobs)
+        if call.new is not None:
+            kernel.write(replace(call, jobs=None))
         count = min(SEAL_PAGES, len(pages))
         keys, values = (empty_fields(side, count, self.device) for side in self.spec.sides)
         slots = torch.arange(count, dtype=torch.int32, device=self.device)
         for first in range(0, len(pages), count):
-            some = jobs.on(self.device)[first : first + count].clone()
+            some = on_device[first : first + count].clone()
             some[:, 2] = slots[: len(some)]
-            kernel.write(PageWrite(tokens, (keys, values), self.spec, damaged, {}, some))
+            kernel.write(PageWrite(call.windows, (keys, values), self.spec, call.damaged, {}, some))
             runs = runs_of(enumerate(pages[first : first + count]))
             for side, own in zip(self.sides, (keys, values), strict=True):
                 host.store(own, runs, side.fields)
@@ -330,7 +327,7 @@ class OffloadedStorage(PageStorage):
         def hold() -> Iterator[None]:
             with self.lock:
                 if not self._staging.holds(self.spec, len(plan.ids)):
-                    self.arena.make_room({}, {self.layer_idx: len(plan.ids)})
+                    self._demand(0, len(plan.ids))
                 with self._staging.reading(self, plan) as sides:
                     keys.update(sides[0])
                     values.update(sides[1])
@@ -342,9 +339,12 @@ class OffloadedStorage(PageStorage):
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
         if self.index is None:
             self.index = PageIndex(self.spec.keys, self.device)
-        room = max(self.arena.room_for(self.layer_idx), max(pages, default=-1) + 1)
-        self.index.cover(table, pages, room, self.keys.take)
+        self.index.cover(table, pages, self.capacity, self.keys.take)
         return self.index
+
+    def _demand(self, capacity: int, slots: int) -> None:
+        """Have the arena make room for `capacity` pages, of which one batch reads `slots`."""
+        self.arena.make_room({self.layer_idx: Demand(self.spec, self.device, capacity, slots)})
 
     def fetch(self, runs: Sequence[Run], targets: Sides) -> None:
         """Copy runs of offloaded pages of both sides to `targets`."""
@@ -401,10 +401,8 @@ class OffloadArena(PageArena):
         device_bytes: of sealed pages that may lie on the device; None: as few as possible do.
         folder: where files are made; None takes the system's folder for temporary files.
     Attributes:
-        chosen_from: layers of whose pages a step may choose some: their index counts as memory of the device.
+        demands: what room was made for, of each layer.
     """
-
-    chosen_from: frozenset[int] = frozenset()
 
     def __init__(
         self, max_pages: int | None, place: str, device_bytes: int | None, folder: str | None = None
@@ -416,24 +414,18 @@ class OffloadArena(PageArena):
     def _begin(self) -> None:
         self._host: HostMemory | None = None
         self._staging: dict[torch.device, Staging] = {}
-        self._specs: dict[int, tuple[PageSpec, torch.device]] = {}  # as far as is known
-        self._capacities: dict[int, int] = {}  # pages that room was made for
-        self._slots: dict[int, int] = {}
+        self.demands: dict[int, Demand] = {}
         self._split = Split()
         self._plans: dict[int, SlotPlan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but memory, buffers and locks: they are made anew where the pickle is read."""
         state = super().__getstate__()
-        return {name: one for name, one in state.items() if not name.startswith("_")}
+        return {n: one for n, one in state.items() if not (n.startswith("_") or n == "demands")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._begin()
-
-    def choose_from(self, layers: Iterable[int]) -> None:
-        """Note that steps may read a part of the pages of these layers."""
-        self.chosen_from = frozenset(layers)
 
     def check_process(self) -> None:
         """Raise OffloadError in a process that was forked from the one whose files the pages lie in."""
@@ -479,45 +471,26 @@ class OffloadArena(PageArena):
                 del self._plans[next(iter(self._plans))]
         return found
 
-    def room_for(self, layer: int) -> int:
-        """Return the pages of a layer that room was made for."""
-        return self._capacities.get(layer, 0)
-
     def leaves(self, layer: int) -> bool:
         """Say whether the pages of a layer are, or will be, offloaded."""
         return layer in self._split.offloaded
 
-    def make_room(
-        self,
-        capacities: Mapping[int, int],
-        slots: Mapping[int, int] | None = None,
-        expected: Mapping[int, tuple[PageSpec, torch.device]] | None = None,
-    ) -> None:
-        """Make room on the device and in host memory, before anything is written.
+    def make_room(self, more: Mapping[int, Demand]) -> None:
+        """Make room on the device and in host memory, before anything is written, for what is demanded besides.
 
         Args:
-            capacities: layer -> pages that its storage shall have room for, where that grows.
-            slots: layer -> most pages that one batch reads; where it was never said, as many as there is room for.
-            expected: spec and device of layers whose storage is still to be made, as far as is known.
+            more: by layer; of those whose storage is still to be made, as far as it is known.
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
         with self.pages_lock, persistent_tensors():
-            room, most = _largest(self._capacities, capacities), _largest(self._slots, slots or {})
-            storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
-            held = {layer: (one.spec, one.device) for layer, one in storages.items()}
-            specs = {**self._specs, **(expected or {}), **held}  # heads may be others than expected
-            if (room, most, specs) == (self._capacities, self._slots, self._specs):
-                return
-            demands = {
-                layer: Demand(
-                    spec,
-                    device,
-                    room.get(layer, 0),
-                    most.get(layer, room.get(layer, 0)),
-                    layer in self.chosen_from,
-                )
-                for layer, (spec, device) in specs.items()
+            known = self.demands
+            demands = known | {
+                layer: known[layer].joined(one) if layer in known else one
+                for layer, one in more.items()
             }
+            if demands == known:
+                return
+            storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
             devices = {demand.device for demand in demands.values()}
             buffers = max((self.staging(device).copies.buffers for device in devices), default=1)
             left = {layer for layer, one in storages.items() if one.has_left}
@@ -531,7 +504,7 @@ class OffloadArena(PageArena):
                 self.host_memory().check_room(needed)
             for layer in sorted(split.offloaded & set(storages)):
                 storages[layer].leave(max(demands[layer].capacity, storages[layer].capacity))
-            self._specs, self._capacities, self._slots, self._split = specs, room, most, split
+            self.demands, self._split = demands, split
             for device, size in split.staging.items():
                 self.staging(device).resize(size)
 
@@ -547,8 +520,3 @@ class OffloadArena(PageArena):
         super().clear()
         if not self.storages:
             self._begin()
-
-
-def _largest(known: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-    """Return the larger number for each layer."""
-    return {**known, **{layer: max(n, known.get(layer, 0)) for layer, n in more.items()}}

@@ -20,7 +20,7 @@ from ..read_budget import ReadBudget, Reading
 from ..row_pages import page_capacity, reserved_pages
 from .moved import give_back_replaced
 from .pool import PagePool
-from .step import Numbers, PageIds, Row, SealJobs, Step, Tables, TableView
+from .step import Numbers, PageIds, Row, Step, Tables, TableView, seal_jobs
 
 
 @dataclass(frozen=True)
@@ -424,7 +424,7 @@ class Rows:
                 self._shown = before.pages
             step.columns = self.max_length or step.seen_after
             return step, after, ()
-        size, sinks = self.sizes.page_size, self.sizes.sink_tokens
+        size = self.sizes.page_size
         found, kept, leaving = list(before.pages), list(before.pages), []
         first, last = {}, {}
         gone = after.dropped - before.dropped - plan.passed
@@ -444,14 +444,14 @@ class Rows:
         step.columns = self.max_length or step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * size
         step.fits = int(exact_read.max()) <= self.sizes.slots
-        step.moves_rest = bool(((step.leaving > 0) & (after.exact > sinks)).any())
+        step.moves_rest = bool(((step.leaving > 0) & (after.exact > self.sizes.sink_tokens)).any())
         if sealed_first:
-            step.first = SealJobs.build(first, size, sinks)
+            step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
             step.first_leaving = plan.first * size
-        step.seal = SealJobs.build(last, size, sinks, plan.passed)
+        step.seal = seal_jobs(last, self.sizes, plan.passed)
         step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
-        step.plain, self._shown = stays and not (step.seal or step.first), ()
+        step.plain, self._shown = stays and step.seal is None and step.first is None, ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)
 
     # -- past recording ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..geometry import page_start
+from ..geometry import Geometry, page_start
 from ..read_budget import ReadBudget
 from ..spec import TABLE_DTYPE
 from .moved import moved, persistent_tensors
@@ -181,39 +181,21 @@ class TableView:
         return self._moved[device]
 
 
-@dataclass(frozen=True, eq=False)
-class SealJobs:
-    """Pages to seal: [n, 3] int32 of (row, first slot of the row's run, page id), on the CPU."""
+def seal_jobs(
+    pages: Mapping[int, PageIds], sizes: Geometry, passed: Numbers
+) -> torch.Tensor | None:
+    """Return the pages to seal, [n, 3] int32 of (row, first slot of the page's tokens, page id), on the CPU; None without any.
 
-    jobs: torch.Tensor
-    _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def build(
-        cls,
-        pages: Mapping[int, PageIds],
-        page_size: int,
-        sink_tokens: int,
-        passed: Numbers | None = None,
-    ) -> "SealJobs | None":
-        """Seal `pages` (row -> ids, in the order of its tokens) behind the sinks; None without any.
-
-        `passed`: [rows], pages behind the sinks that are left out.
-        """
-        jobs = [
-            (row, page_start(place, page_size=page_size, sink_tokens=sink_tokens), page)
-            for row, ids in pages.items()
-            for place, page in enumerate(ids, 0 if passed is None else int(passed[row]))
-        ]
-        return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the jobs [n, 3] on `device` (moved once, then remembered)."""
-        if device == self.jobs.device:
-            return self.jobs
-        if device not in self._moved:
-            self._moved[device] = moved(self.jobs, device)
-        return self._moved[device]
+    Args:
+        pages: row -> ids, in the order of its tokens, which lie behind the sinks.
+        passed: [rows], pages behind the sinks that are left out in front of them.
+    """
+    jobs = [
+        (row, page_start(place, page_size=sizes.page_size, sink_tokens=sizes.sink_tokens), page)
+        for row, ids in pages.items()
+        for place, page in enumerate(ids, int(passed[row]))
+    ]
+    return torch.tensor(jobs, dtype=torch.int32) if jobs else None
 
 
 @dataclass(eq=False)
@@ -236,7 +218,8 @@ class Step:
         budget: how much of a row the forward reads; None for everything.
         fits: whether the window has room for the new tokens.
         moves_rest: whether tokens stay in the window that lie behind those that leave it.
-        first, first_leaving: pages sealed before the new tokens are appended (past recording), and [rows], their tokens.
+        first, first_leaving: pages sealed before the new tokens are appended (past recording), as of `seal_jobs`, and [rows],
+            their tokens.
         seal: pages sealed after them.
         checked: the last mask that was found to hide left padding.
 
@@ -260,9 +243,9 @@ class Step:
     budget: ReadBudget | None = None
     fits: bool = True
     moves_rest: bool = False
-    first: SealJobs | None = None
+    first: torch.Tensor | None = None
     first_leaving: Any = None
-    seal: SealJobs | None = None
+    seal: torch.Tensor | None = None
     checked: torch.Tensor | None = None
     sources: Sequence[int] = ()
     reopened: Sequence[tuple[int, int, int]] = ()
@@ -296,7 +279,7 @@ class FixedStep:
         with persistent_tensors():
             lengths = torch.zeros((5, -(-rows // 4) * 4), dtype=torch.int32, device=device)
             table = torch.zeros((rows, pages), dtype=TABLE_DTYPE, device=device)
-            self._jobs = SealJobs(torch.full((rows, 3), -1, dtype=torch.int32, device=device))
+            self._jobs = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._lengths, self._sealed = lengths, False
         self._shown: torch.Tensor | None = None
@@ -317,15 +300,15 @@ class FixedStep:
         """Take the numbers of `step` over; kernels of earlier steps have read theirs, in the order of the stream."""
         view, device = step.view, self._lengths.device
         assert view is not None and view._lengths is not None
-        table, rows = view.block_table, self._jobs.jobs.shape[0]
+        table = view.block_table
         self._lengths.copy_(moved(view._lengths, device))
         self.seen.fill_(step.seen_before)
         if table is not self._shown and table.shape[1]:
             self.view.block_table[:, : table.shape[1]].copy_(moved(table, device))
             self._shown = table
         if step.seal is not None or self._sealed:
-            jobs = torch.full((rows, 3), -1, dtype=torch.int32)
+            jobs = torch.full(self._jobs.shape, -1, dtype=torch.int32)
             if step.seal is not None:
-                jobs[: len(step.seal.jobs)] = step.seal.jobs
-            self._jobs.jobs.copy_(moved(jobs, device))
+                jobs[: len(step.seal)] = step.seal
+            self._jobs.copy_(moved(jobs, device))
             self._sealed = step.seal is not None

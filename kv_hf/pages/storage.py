@@ -19,7 +19,7 @@ from .cpu_memory import AHEAD, HostMemory, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
-from .step import SealJobs, TableView
+from .step import TableView
 
 ALIGNMENT = 64  # bytes, of every field in a piece of memory
 
@@ -229,11 +229,6 @@ class PageStorage:
         return self.keys, self.values
 
     @property
-    def fields(self) -> Sides:
-        """The tensors of keys and of values."""
-        return self.keys.fields, self.values.fields
-
-    @property
     def capacity(self) -> int:
         """Pages that there is room for in every field of both sides."""
         return min(self.keys.capacity, self.values.capacity)
@@ -256,57 +251,9 @@ class PageStorage:
         grown = self.keys.grown(capacity), self.values.grown(capacity)
         self.keys.fields, self.values.fields = grown
 
-    def write_pair(
-        self,
-        kernel: Any,
-        windows: Pair,
-        new: Pair,
-        view: TableView,
-        jobs: SealJobs | None,
-        damaged: torch.Tensor,
-        launches: dict[Any, Any],
-    ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pages.py).
-
-        Offloaded pages are sealed by themselves.
-
-        Args:
-            kernel: a Backend.
-            windows: keys and values [rows, heads, slots, channels], written in place.
-            new: keys and values [rows, heads, q_len, channels] of this forward.
-            damaged: [], uint8; set to 1 where numbers had to be made finite.
-            launches: what the backend keeps for this layer.
-        """
-        table = None if jobs is None or self.is_offloaded else jobs.on(self.device)
-        kernel.write(
-            PageWrite(
-                windows,
-                self.fields,
-                self.spec,
-                damaged,
-                launches,
-                table,
-                new,
-                view.starts,
-                view.skips,
-            )
-        )
-        if jobs is not None and self.is_offloaded:
-            self.seal_pair(kernel, windows, jobs, damaged, launches)
-
-    def seal_pair(
-        self, kernel: Any, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
-    ) -> None:  # fmt: skip
-        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pages.py).
-
-        Args:
-            kernel: a Backend.
-            tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
-            damaged: [], uint8; set to 1 where numbers had to be made finite.
-        """
-        kernel.write(
-            PageWrite(tokens, self.fields, self.spec, damaged, launches, jobs.on(self.device))
-        )
+    def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
+        """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` on the device."""
+        kernel.write(call)
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""

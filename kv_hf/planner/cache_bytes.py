@@ -290,7 +290,7 @@ class Pages:
         for window, specs in self.groups.items():
             capacity = uses[window].capacity(self.reserved(window, rows))
             for layer, spec in specs.items():
-                chosen, slots = layer in arena.chosen_from, capacity
+                chosen, slots = self.cache.layers[layer].group.reading.usual is not None, capacity
                 if reading is not None and chosen:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)

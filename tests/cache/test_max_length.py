@@ -96,7 +96,9 @@ def test_indexers_score_as_many_columns_as_masks_have(kind):
 
 def addresses(cache):
     stores = [layer.store for layer in cache.layers]
-    return [one.data_ptr() for s in stores for side in s.pages.fields for one in side.values()]
+    return [
+        one.data_ptr() for s in stores for side in s.pages.sides for one in side.fields.values()
+    ]
 
 
 def test_all_pages_are_made_at_the_first_forward_and_never_move():

@@ -101,7 +101,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
     ).sequences  # fmt: skip
     cache = kv_hf.PagedCache(model.config, keys="int4")
     model.generate(tokens(1, 80), past_key_values=cache, max_new_tokens=4, **OPTIONS)
-    rows = [layer.rows_held for layer in cache.layers]
+    rows = [layer.residuals[0].tokens.shape[0] for layer in cache.layers]
     return {**found, "rows": rows, "lengths": [cache.get_seq_length(i) for i in range(len(rows))]}
 
 

@@ -129,7 +129,6 @@ ONE_FORMAT = {
     "paged_fp8": "fp8",
     "paged_int8": "int8",
     "paged_int4": "int4",
-    "paged_int2_v1": "int2",
 }
 NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
 

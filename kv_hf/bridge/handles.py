@@ -62,7 +62,7 @@ class LayerView(KVView):
     def handle(self, side: str) -> "LazyKV":
         """Return the handle [rows, num_kv_heads, seen, head_dim] of one side."""
         layer, spec = self.layer, getattr(self.layer.spec, side)
-        return LazyKV(self, side, spec, layer.rows_held, layer.get_seq_length(), layer.device)
+        return LazyKV(self, side, spec, len(layer.group), layer.get_seq_length(), layer.device)
 
 
 class _ReadOnly(torch.Tensor):

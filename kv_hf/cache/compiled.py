@@ -4,6 +4,7 @@ A compiled step holds no Python object. It finds its cache by a number in a tens
 when the step runs: rows are planned, pages sealed and attended to as in any other forward. So one graph serves all steps.
 """
 
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,8 +22,8 @@ for _schema in (
     # the number counts as written, so that steps stay in order and none is left out
     "append(Tensor(a!) number, Tensor keys, Tensor values, int layer) -> Tensor",
     "columns(Tensor number, Device device) -> Tensor",
-    "attend(Tensor number, Tensor handle, Tensor query, Tensor? mask, float softmax_scale, float? softcap, "
-    "Tensor? sink_logits, int out_dim, int layer) -> Tensor",
+    "attend(Tensor number, Tensor handle, int layer, int out_dim, Tensor query, Tensor? mask, float softmax_scale, "
+    "float? softcap, Tensor? sink_logits) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_UNSAFE)
 _caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -59,34 +60,13 @@ def update(
     if not cache.started:
         return keys, values
     rows, heads, _, key_dim = keys.shape
-
-    def attend(
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.kv_hf.attend(
-            cache.number,
-            handle,
-            query,
-            mask,
-            scale,
-            softcap,
-            sink_logits,
-            values.shape[3],
-            layer_idx,
-        )
-        return found
-
-    return hand_over(
-        TracedView(
-            handle.expand(rows, heads, cache.max_length, key_dim),
-            handle.to(values.dtype).expand(rows, heads, cache.max_length, values.shape[3]),
-            attend,
-        )
+    out_dim, most = values.shape[3], cache.max_length
+    stand_ins = (
+        handle.expand(rows, heads, most, key_dim),
+        handle.to(values.dtype).expand(rows, heads, most, out_dim),
     )
+    attend = partial(torch.ops.kv_hf.attend, cache.number, handle, layer_idx, out_dim)
+    return hand_over(TracedView(*stand_ins, attend))
 
 
 def _check_traceable(cache: Any, keys: torch.Tensor) -> None:
@@ -131,13 +111,13 @@ def _columns(number: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _attend(
     number: torch.Tensor,
     handle: torch.Tensor,
+    layer: int,
+    out_dim: int,
     query: torch.Tensor,
     mask: torch.Tensor | None,
     softmax_scale: float,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
-    out_dim: int,
-    layer: int,
 ) -> torch.Tensor:
     cache = _caches[int(number)]
     view = cache.views[layer]
@@ -184,6 +164,6 @@ def _fake_columns(number, device):  # type: ignore[no-untyped-def]
 
 
 @register_fake("kv_hf::attend", lib=_LIBRARY)
-def _fake_attend(number, handle, query, mask, scale, softcap, sinks, out_dim, layer):  # type: ignore[no-untyped-def]
+def _fake_attend(number, handle, layer, out_dim, query, *rest):  # type: ignore[no-untyped-def]
     rows, heads, q_len, _ = query.shape
     return query.new_empty(rows, q_len, heads, out_dim)

@@ -211,11 +211,6 @@ class PagedLayer(DynamicLayer):
         """The exact tokens of keys and values; None before the first keys."""
         return self.store.residuals if self.store else None
 
-    @property
-    def rows_held(self) -> int:
-        """Rows that this layer holds (0 before the first update)."""
-        return self.store.residuals[0].tokens.shape[0] if self.store else 0
-
     def follow(self, step: Step) -> None:
         """Do to the tensors what another order of rows, or a crop, has done to the rows."""
         self.revision += 1

@@ -20,23 +20,18 @@ class LayerFormats:
 
     Attributes:
         keys, values: of an ordinary attention layer.
-        page_size: tokens in a page.
+        options: of the cache.
         rank: kv_lora_rank of a layer with multi-head latent attention (MLA), None of any other.
         latent: format of its latents.
         k_rope: name of the format of the RoPE keys beside them.
-        key_group_size, value_group_size: as in CacheConfig, for formats in place of those of `keys` and `values`.
-        widen: as in CacheConfig.
     """
 
     keys: Scheme
     values: Scheme
-    page_size: int
+    options: CacheConfig
     rank: int | None = None
     latent: Scheme | None = None
     k_rope: str = "exact"
-    key_group_size: int | None = None
-    value_group_size: int | None = None
-    widen: str = "auto"
 
     @classmethod
     def of(
@@ -45,14 +40,7 @@ class LayerFormats:
         """Return what `options` say about a layer. Raises CacheOptionError where they do not fit it."""
         keys, values = options.schemes(layer_idx, num_layers)
         if rank is None:
-            return cls(
-                keys,
-                values,
-                options.page_size,
-                key_group_size=options.key_group_size,
-                value_group_size=options.value_group_size,
-                widen=options.widen,
-            )
+            return cls(keys, values, options)
         if options.value_group_size is not None:
             raise CacheOptionError(
                 f"value_group_size={options.value_group_size}: a model with latent attention stores no values; its latents "
@@ -61,7 +49,12 @@ class LayerFormats:
         latent = options.latent_scheme(layer_idx, num_layers)
         latent.resolve(options.page_size, rank, "latent")
         k_rope = options.k_rope_format(latent)
-        return cls(keys, values, options.page_size, rank, latent, k_rope)
+        return cls(keys, values, options, rank, latent, k_rope)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.options.page_size
 
     def spec(self, **sizes: Any) -> PageSpec:
         """Return what pages of such keys and values are like; transformers hands latents over as keys of one head.
@@ -81,7 +74,7 @@ class LayerFormats:
     def if_widening(self) -> "LayerFormats | None":
         """These formats where a side may get a wider one: latents keep theirs, and nothing is wider than exact."""
         exact = self.keys.is_exact and self.values.is_exact
-        return None if exact or self.widen != "auto" or self.latent is not None else self
+        return None if exact or self.options.widen != "auto" or self.latent is not None else self
 
     def widened_spec(
         self, names: Mapping[str, str], like: PageSpec, device: torch.device
@@ -92,9 +85,11 @@ class LayerFormats:
         """
         made = self
         if "keys" in names:
-            made = replace(made, keys=key_scheme(names["keys"], self.key_group_size))
+            made = replace(made, keys=key_scheme(names["keys"], self.options.key_group_size))
         if "values" in names:
-            made = replace(made, values=value_scheme(names["values"], self.value_group_size))
+            made = replace(
+                made, values=value_scheme(names["values"], self.options.value_group_size)
+            )
         keys, values = like.sides
         return made.spec(
             num_kv_heads=keys.num_kv_heads,
@@ -143,38 +138,19 @@ def planned_specs(
 
 
 FEW = 2  # bits
-
-
-# formats of keys and values -> (cache, facts found) of 20 that were planted in 2,048 tokens; DynamicCache finds all. A test compares
-# the rows of results/long_context.jsonl
-MEASURED = {
-    ("int2_mixed", "int2_rotated"): ("paged_int2", 14),
-    ("int2", "int2"): ("paged_int2_v1", 4),
-}
-
-
-def _figures(names: tuple[str, str]) -> str:
-    cache, found = MEASURED[names]
-    return (
-        f"{cache} ({names[0]} keys, {names[1]} values) found {found} of 20 facts that were planted in 2,048 tokens "
-        "(smollm2-135m), DynamicCache 20"
-    )
+# of 20 facts that were planted in 2,048 tokens; a test compares the rows of results/long_context.jsonl
+FOUND = {"paged_int2": 14, "dynamic": 20}
 
 
 def warn_of_two_bits(layers: Sequence[LayerFormats]) -> None:
     """Warn once where keys and values of most layers have codes of 2 bits (latents: where these have)."""
-    few = [one for one in layers if _is_few(one)]
-    if 2 * len(few) <= len(layers):
-        return
-    names = [one.names for one in few]
-    keys, values = most = max(names, key=names.count)
-    other = f"{keys} and {values} were not measured, {_figures(next(iter(MEASURED)))}"
-    figures = _figures(most) if most in MEASURED else other
-    warn_once(
-        f"two bits {keys} {values}",
-        f"Keys and values of 2 bits lose single facts of a text: {figures}. int8 is the safe choice, int4 where memory is "
-        "short (docs/formats.md)",
-    )
+    if 2 * sum(map(_is_few, layers)) > len(layers):
+        warn_once(
+            "two bits",
+            f"Keys and values of 2 bits lose single facts of a text: paged_int2 found {FOUND['paged_int2']} of 20 facts that "
+            f"were planted in 2,048 tokens (smollm2-135m), DynamicCache {FOUND['dynamic']}. int8 is the safe choice, int4 where "
+            "memory is short (docs/formats.md)",
+        )
 
 
 def _is_few(formats: LayerFormats) -> bool:

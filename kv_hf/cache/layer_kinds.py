@@ -112,13 +112,6 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         """Bytes of the indexer keys, room to grow included."""
         return 0 if self._index is None else self._index.nbytes
 
-    @property
-    def rows_held(self) -> int:
-        """Rows that this layer holds (0 before the first update)."""
-        if self.store is None and self._index is not None:
-            return self._index.shape[0]
-        return super().rows_held
-
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append indexer keys [batch, q_len, index_head_dim]; return all of them, with max_length as many columns as masks have.
 

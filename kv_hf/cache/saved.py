@@ -273,12 +273,14 @@ def load(
             _check_ids(token_ids, found.groups[0])
         options = replace(_claimed_options(found.options, kernel), max_length=max_length)
         cache = kind.from_options(model.config, options)
-        _check_fits(cache, found.groups, tensors)
+        _check_fits(cache, found.groups)
         for group, rows in zip(cache.groups, found.groups, strict=True):
             group.restore(rows)
         for layer in cache.paged_layers:
             rows = found.groups[cache.groups.index(layer.group)]
             _fill(layer, tensors, rows, chosen or _device_of(model, layer.layer_idx))
+        if tensors:
+            raise CacheFileError(f"it holds tensors that belong to no cache: {short(min(tensors))}")
         cache.resume()
         if token_ids is not None:
             cache.note_text(token_ids, 0, cache.group.seen)
@@ -349,10 +351,8 @@ def _check_ids(found: torch.Tensor, group: RowsState) -> None:
         raise CacheFileError(f"it has {found.shape[1]} token_ids per row, but more were seen")
 
 
-def _check_fits(
-    cache: Any, groups: Sequence[RowsState], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise CacheMismatchError unless rows and tensors are those of such a cache, and nothing else is there."""
+def _check_fits(cache: Any, groups: Sequence[RowsState]) -> None:
+    """Raise CacheMismatchError unless rows are those of such a cache."""
     windows, claimed = [group.window for group in cache.groups], [one.window for one in groups]
     if windows != claimed:
         raise CacheMismatchError(
@@ -367,26 +367,6 @@ def _check_fits(
         for index, row in enumerate(theirs.rows):
             if (row.pages or row.dropped) and row.exact < group.sizes.sink_tokens:
                 raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
-    left = set(tensors)
-    for layer in cache.paged_layers:
-        rows = groups[cache.groups.index(layer.group)]
-        for side in layer.formats.spec_of(*_windows(layer, tensors)).sides:
-            expected = {
-                field: (dtype, [rows.num_pages, *shape])
-                for field, (shape, dtype) in replace(side, layout=ROWS).fields.items()
-            }
-            window = [len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim]
-            expected["window"] = (side.dtype, window)
-            for field, wanted in expected.items():
-                name = _named(layer.layer_idx, side.side, field)
-                held = _held(tensors, name)
-                if (held.dtype, list(held.shape)) != wanted:
-                    raise CacheMismatchError(
-                        f"tensor {name!r} is {(held.dtype, list(held.shape))}, expected {wanted}"
-                    )
-                left.discard(name)
-    if left:
-        raise CacheMismatchError(f"it holds tensors that belong to no cache: {short(min(left))}")
 
 
 def _held(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -409,24 +389,42 @@ def _windows(layer: Any, tensors: Mapping[str, torch.Tensor]) -> Pair:
 
 
 def _fill(
-    layer: Any, tensors: Mapping[str, torch.Tensor], rows: RowsState, device: torch.device
+    layer: Any, tensors: dict[str, torch.Tensor], rows: RowsState, device: torch.device
 ) -> None:
-    """Give an empty layer its pages and exact tokens, on `device`."""
+    """Give an empty layer its pages and exact tokens, on `device`; they are taken out of `tensors`.
+
+    Raises: CacheMismatchError where they are not of such a layer; no memory was asked for that the file does not have itself.
+    """
     keys, values = (window[:1, :, :0].to(device) for window in _windows(layer, tensors))
     layer.lazy_initialization(keys, values)
-    layer.storage.grow(page_capacity(rows.num_pages))
-    for side, window in zip(layer.storage.sides, layer.residuals, strict=True):
-        for field in side.fields:
-            piece = tensors[_named(layer.layer_idx, side.spec.side, field)]
-            if field == "order" and not is_order(piece):
-                raise CacheMismatchError(
-                    f"the order of channels in pages of {side.spec.side} must name each channel 0 to {side.spec.head_dim - 1} "
-                    "of a head once, and does not; the file was damaged or forged: make it anew"
-                )
-            if field == "codes":
-                piece = _relaid(piece, replace(side.spec, layout=ROWS), side.spec.layout)
-            side.put(range(rows.num_pages), field, piece)
-        window.hold(tensors[_named(layer.layer_idx, side.spec.side, "window")])
+
+    def taken(side: SideSpec, field: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        name = _named(layer.layer_idx, side.side, field)
+        held, wanted = _held(tensors, name), (dtype, [*shape])
+        if (held.dtype, [*held.shape]) != wanted:
+            raise CacheMismatchError(
+                f"tensor {name!r} is {(held.dtype, [*held.shape])}, expected {wanted}"
+            )
+        return tensors.pop(name)
+
+    count, pages = rows.num_pages, []
+    for side in layer.spec.sides:
+        fields = replace(side, layout=ROWS).fields.items()
+        pages.append({name: taken(side, name, of, count, *shape) for name, (shape, of) in fields})
+    layer.storage.grow(page_capacity(count))
+    for held, storage, residual in zip(pages, layer.storage.sides, layer.residuals, strict=True):
+        side = storage.spec
+        if "order" in held and not is_order(held["order"]):
+            raise CacheMismatchError(
+                f"the order of channels in pages of {side.side} must name each channel 0 to {side.head_dim - 1} "
+                "of a head once, and does not; the file was damaged or forged: make it anew"
+            )
+        for name, piece in held.items():
+            if name == "codes":
+                piece = _relaid(piece, replace(side, layout=ROWS), side.layout)
+            storage.put(range(count), name, piece)
+        sizes = len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim
+        residual.hold(taken(side, "window", side.dtype, *sizes))
 
 
 def _check_claims(claimed: Description) -> None:

@@ -131,7 +131,6 @@ for _name, _keys, _values, _latent in (
     ("paged_k5v3", "int4_mixed", "int3_rotated", "int4"),
     ("paged_int3", "int2_mixed", "int3_rotated", None),
     ("paged_int2", "int2_mixed", "int2_rotated", "int2"),
-    ("paged_int2_v1", "int2", "int2", None),  # what paged_int2 was at first
 ):
     _options = {"keys": _keys, "values": _values, **({"latent": _latent} if _latent else {})}
     named.ship(_name, _options)

@@ -24,7 +24,7 @@ from tiny_models import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kv_hf
-from kv_hf.cache.layer_formats import MEASURED
+from kv_hf.cache.layer_formats import FOUND
 from kv_hf.formats import cache_options, key_scheme, value_scheme
 from kv_hf.quant.strain import Sample, usual_damage
 from kv_hf.spec import LANES, ROWS, predict_memory
@@ -131,7 +131,6 @@ def test_no_stress_triples_the_divergence(stress, name):
 @pytest.mark.parametrize(
     ("stress", "name", "least"),
     [
-        ("value channel x100", "paged_int2_v1", 5),
         ("value channel x100", "paged_int2", 4),
         ("value channel x100", "paged_int3", 8),
         ("value channel x100", "paged_int4", 40),
@@ -304,19 +303,15 @@ def is_two_bits(name):
 
 def test_warning_quotes_the_rows():
     counted = needles()
-    for (keys, values), (name, found) in MEASURED.items():
+    for name, found in FOUND.items():
         assert counted[(name, "smollm2-135m", 2048)] == (found, 20)
-        options = cache_options(name)
-        assert (options["keys"], options["values"]) == (keys, values)
-    assert counted[("dynamic", "smollm2-135m", 2048)] == (20, 20)
-    quoted = {name for name, _ in MEASURED.values()}
-    assert {name for name, _, _ in counted if is_two_bits(name)} <= quoted
+    assert {name for name, _, _ in counted if is_two_bits(name)} <= FOUND.keys()
 
 
 # options -> parts of what is said, at the first use alone; None where nothing is
 SAID = {
-    "the pair of a name": (TWO_BITS, ("found 4 of 20 facts", "DynamicCache 20", "2,048 tokens (smollm2-135m)", "int8 is the safe choice")),
-    "another pair": ({"keys": "int2", "values": "int2_rotated"}, ("int2 and int2_rotated were not measured, paged_int2 (int2_mixed keys",)),
+    "two sides": (TWO_BITS, ("found 14 of 20 facts", "DynamicCache 20", "2,048 tokens (smollm2-135m)", "int8 is the safe choice")),
+    "another pair": ({"keys": "int2", "values": "int2_rotated"}, ("paged_int2 found 14 of 20 facts",)),
     "int2 values": ({"keys": "int4", "values": "int2"}, None),
     "int2 keys": ({"keys": "int2", "values": "int4"}, None),
     "half of the layers": ({**TWO_BITS, "layers": {"0": "int4"}}, None),

@@ -214,8 +214,8 @@ def accuracy(out, model, caches, **changes):
 
 def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
-    rows, outcome = accuracy(out, model, ["paged_exact", "offloaded", "paged_int2_v1"])
-    assert [row["cache"] for row in rows] == ["paged_exact", "paged_int2_v1"]
+    rows, outcome = accuracy(out, model, ["paged_exact", "offloaded", "paged_int2"])
+    assert [row["cache"] for row in rows] == ["paged_exact", "paged_int2"]
     assert rows[0]["kl_mean"] < 1e-6 < 1e-3 < rows[1]["kl_mean"]
     assert rows[0]["tokens"] == 60
     assert rows[1]["stored_bits"] < rows[0]["stored_bits"]
@@ -223,7 +223,7 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     (failed,) = [row for row in read_rows(out) if row["kind"] == FAILED]
     assert failed["cache"] == "offloaded" and "cannot run here" in failed["failed"]
     monkeypatch.setattr(quality, "held", lambda *args, **how: pytest.fail("measured again"))
-    again, outcome = accuracy(out, model, ["paged_exact", "paged_int2_v1"])
+    again, outcome = accuracy(out, model, ["paged_exact", "paged_int2"])
     assert again == rows and not outcome.failed
 
 

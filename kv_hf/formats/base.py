@@ -5,7 +5,7 @@ Knows no page layout, no cache and no kernel.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -179,30 +179,28 @@ class Scheme:
     wide_channels: int = 0
 
     def __post_init__(self) -> None:
-        for what, group in (("scale_group", self.scale_group), ("offset_group", self.offset_group)):
-            if group is not None and not _is_group(group):
+        for what, fits, rule in self._rules():
+            if not fits:
                 raise CacheOptionError(
-                    f"format {self.name!r}: {what} must be (tokens, channels), two whole numbers, or None, got {group!r}"
+                    f"format {self.name!r}: {what} must be {rule}, got {getattr(self, what)!r}"
                 )
-        if (
-            isinstance(self.clip, bool)
-            or not isinstance(self.clip, (int, float))
-            or not 0 < self.clip <= 1
-        ):
-            raise CacheOptionError(
-                f"format {self.name!r}: clip must be a part of a group's range, above 0 and at most 1, got {self.clip!r}"
-            )
-        if self.scale_bits not in SCALE_DTYPES or isinstance(self.scale_bits, float):
-            raise CacheOptionError(
-                f"format {self.name!r}: scale_bits must be 16 or 32, got {self.scale_bits!r}"
-            )
-        if self.wide_bits and not (
-            self.wide_bits in (4, 8) and self.wide_bits > self.bits and 0 < self.wide_part < 1
-        ):
-            raise CacheOptionError(
-                f"format {self.name!r}: wide_bits must be 4 or 8 and more than the {self.bits} bits of other channels, with "
-                f"wide_part between 0 and 1, got {self.wide_bits!r} and {self.wide_part!r}"
-            )
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield attributes, whether they fit, and the rule."""
+        pair = "(tokens, channels), two whole numbers, or None"
+        yield "scale_group", self.scale_group is None or _is_group(self.scale_group), pair
+        yield "offset_group", self.offset_group is None or _is_group(self.offset_group), pair
+        part = type(self.clip) in (int, float) and 0 < self.clip <= 1
+        yield "clip", part, "a part of a group's range, above 0 and at most 1"
+        yield (
+            "scale_bits",
+            type(self.scale_bits) is int and self.scale_bits in SCALE_DTYPES,
+            "16 or 32",
+        )
+        wide = self.wide_bits in (4, 8) and self.wide_bits > self.bits
+        yield "wide_bits", wide or not self.wide_bits, f"4 or 8 and more than {self.bits}, or 0"
+        part = 0 < self.wide_part < 1
+        yield "wide_part", part or not self.wide_bits, "between 0 and 1 where there are wide_bits"
 
     @property
     def is_exact(self) -> bool:
@@ -297,11 +295,7 @@ class Scheme:
 
 def _is_group(group: object) -> bool:
     """Say whether this is a pair of whole numbers."""
-    return (
-        isinstance(group, tuple)
-        and len(group) == 2
-        and all(isinstance(size, int) and not isinstance(size, bool) for size in group)
-    )
+    return isinstance(group, tuple) and [type(size) for size in group] == [int, int]
 
 
 def _size(asked: int, whole: int) -> int:

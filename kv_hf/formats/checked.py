@@ -5,7 +5,7 @@ Pages are written by index, where a result of another shape may fit by broadcast
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -20,45 +20,32 @@ _PAGE, _DIM = 64, 128  # of the trial, or multiples where groups are larger or d
 
 def check_attributes(made: Format, k_ropes: Collection[str]) -> None:
     """Raise CacheOptionError for attributes that no format can have; `k_ropes`: the formats of RoPE keys."""
-    name = getattr(made, "name", None)
-    where = f"format {name!r}"
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise CacheOptionError(
-            f"name of a format must be lower-case letters, digits or underscores, a letter first, got {name!r}"
-        )
-    if name in _CODES:
-        raise CacheOptionError(
-            f"name of a format must not be one of {', '.join(_CODES)}, by which backends know the codes of shipped "
-            f"formats, got {name!r}"
-        )
-    bits = getattr(made, "bits", None)
-    if type(bits) is not int or bits not in (1, 2, 3, 4, 8):
-        raise CacheOptionError(f"{where}: bits must be 1, 2, 3, 4 or 8, got {bits!r}")
-    signed = made.code_dtype == torch.int8 and bits == 8
-    if made.code_dtype != torch.uint8 and not signed:
-        raise CacheOptionError(
-            f"{where}: code_dtype must be torch.uint8 (or torch.int8 for codes of 8 bits), got {made.code_dtype}"
-        )
-    sides = made.sides if isinstance(made.sides, (tuple, list)) else ()
-    if not sides or any(side not in SIDES for side in sides):
-        raise CacheOptionError(
-            f"{where}: sides must be some of {', '.join(SIDES)}, got {made.sides!r}"
-        )
-    if not isinstance(made.group_options, Mapping):
-        raise CacheOptionError(
-            f"{where}: group_options must map sides to options, got {made.group_options!r}"
-        )
-    for side, option in made.group_options.items():
-        if side not in made.sides or option not in GROUP_OPTIONS:
-            raise CacheOptionError(
-                f"{where}: group_options must map some of {', '.join(made.sides)} to one of {', '.join(GROUP_OPTIONS)}, "
-                f"got {side!r}: {option!r}"
-            )
-    known = (*k_ropes, name) if "k_rope" in made.sides else tuple(k_ropes)
-    if made.k_rope not in known:
-        raise CacheOptionError(
-            f"{where}: k_rope must be a format of RoPE keys, one of {', '.join(known)}, got {made.k_rope!r}"
-        )
+    for what, fits, rule in _rules(made, k_ropes):
+        if not fits:
+            got = getattr(made, what, None)
+            name = getattr(made, "name", None)
+            raise CacheOptionError(f"format {name!r}: {what} must be {rule}, got {got!r}")
+
+
+def _rules(made: Format, k_ropes: Collection[str]) -> Iterator[tuple[str, bool, str]]:
+    """Yield each attribute, whether it fits, and the rule; what comes later relies on what came before."""
+    name, bits = getattr(made, "name", None), getattr(made, "bits", None)
+    sides, options = made.sides, made.group_options
+    letters = "lower-case letters, digits or underscores, a letter first"
+    yield "name", isinstance(name, str) and bool(_NAME.fullmatch(name)), letters
+    yield "name", name not in _CODES, f"none of {', '.join(_CODES)}, kernels' words for arithmetics"
+    yield "bits", type(bits) is int and bits in (1, 2, 3, 4, 8), "1, 2, 3, 4 or 8"
+    dtypes = (torch.uint8, torch.int8) if bits == 8 else (torch.uint8,)
+    yield "code_dtype", made.code_dtype in dtypes, f"one of {listed(map(str, dtypes))}"
+    is_list = isinstance(sides, (tuple, list)) and bool(sides)
+    yield "sides", is_list and {*sides} <= {*SIDES}, f"some of {', '.join(SIDES)}"
+    pairs = options.items() if isinstance(options, Mapping) else [(None, None)]
+    known = all(side in sides and option in GROUP_OPTIONS for side, option in pairs)
+    rule = f"a mapping of some of {', '.join(sides)} to one of {', '.join(GROUP_OPTIONS)}"
+    yield "group_options", known, rule
+    formats = (*k_ropes, str(name)) if "k_rope" in sides else tuple(k_ropes)
+    rule = f"a format of RoPE keys, one of {', '.join(formats)}"
+    yield "k_rope", made.k_rope in formats, rule
 
 
 def check_arithmetic(made: Format) -> None:

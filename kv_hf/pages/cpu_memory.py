@@ -16,7 +16,6 @@ reserved before they are written: a write into a mapping of a full disk would en
 """
 
 import ctypes
-import errno
 import functools
 import math
 import mmap
@@ -46,7 +45,6 @@ Fields = Mapping[str, torch.Tensor]
 Run = tuple[int, int, int]  # first place, first id, count: of pages and places that are consecutive
 
 MANY_RUNS = 5  # of pages, which are gathered field by field in place of copied one by one
-CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 ZEROS = bytes(1 << 20)
 AROUND = 2 << 20  # bytes, aligned: reading one memory page may map others of the same page table
 
@@ -242,12 +240,10 @@ class DiskMemory(HostMemory):
 
 def _reserve(file: int, nbytes: int) -> None:
     """Have the blocks of an empty file reserved, by writing them where the system knows no other way."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            return os.posix_fallocate(file, 0, nbytes)
-        except OSError as error:
-            if error.errno not in CANNOT_RESERVE:
-                raise
+    if hasattr(
+        os, "posix_fallocate"
+    ):  # which writes by itself where the file system cannot reserve
+        return os.posix_fallocate(file, 0, nbytes)
     left = nbytes
     while left:
         left -= os.write(file, ZEROS[:left])

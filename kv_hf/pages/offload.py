@@ -29,7 +29,7 @@ from .storage import (
     Sides,
     carve,
     carved_bytes,
-    empty_fields,
+    new_fields,
 )
 
 SEAL_PAGES = 8  # pages that are encoded, or moved, at a time on their way to host memory
@@ -211,14 +211,8 @@ class PageIndex:
         self._covered = table
 
     def _room(self, pages: int) -> PageFields:
-        shapes = part_fields(self.spec).items()
         with persistent_tensors():
-            return PageFields(
-                {
-                    name: torch.zeros((pages, *shape), dtype=dtype, device=self.device)
-                    for name, (shape, dtype) in shapes
-                }
-            )
+            return new_fields(part_fields(self.spec), pages, self.device)
 
 
 class OffloadedStorage(PageStorage):
@@ -289,14 +283,14 @@ class OffloadedStorage(PageStorage):
                 super().grow(capacity)
 
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
-        """Have `kernel` do `call`; offloaded pages are sealed some at a time on their way to host memory."""
+        """Have `kernel` do `call`; offloaded pages, those of `jobs` [n, 3], are sealed some at a time on their way to host memory."""
         host, on_device, pages = self.values.host, call.jobs, jobs[:, 2].tolist()
         if host is None or on_device is None:
             return super().write(kernel, call, jobs)
         if call.new is not None:
             kernel.write(replace(call, jobs=None))
         count = min(SEAL_PAGES, len(pages))
-        keys, values = (empty_fields(side, count, self.device) for side in self.spec.sides)
+        keys, values = (new_fields(side.fields, count, self.device) for side in self.spec.sides)
         slots = torch.arange(count, dtype=torch.int32, device=self.device)
         for first in range(0, len(pages), count):
             some = on_device[first : first + count].clone()

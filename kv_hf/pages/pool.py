@@ -112,11 +112,8 @@ class PagePool:
     def check_integrity(self) -> None:
         """Raise ValueError where a page that somebody holds could be handed out, or was never handed out."""
         with self.lock:
-            held = self.held()
-            free = set(self._free)
-            if len(free) != len(self._free) or free & held or free - set(range(self.num_ids)):
-                raise ValueError(f"pages {sorted(free & held)} are held, and free to be handed out")
-            if held - set(range(self.num_ids)):
+            every = sorted([*self._free, *self.held()])
+            if len({*every}) != len(every) or not {*every} <= {*range(self.num_ids)}:
                 raise ValueError(
-                    f"pages beyond the {self.num_ids} that there are are held: {max(held)}"
+                    f"of {self.num_ids} pages some are held and free at once, or beyond them: {every[-1]} is the last"
                 )

@@ -130,12 +130,6 @@ def held_pages(rows: Sequence[Row]) -> list[int]:
     return list(dict.fromkeys(page for row in rows for page in row.pages))
 
 
-def renumbered(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows with their places in `held_pages` as page ids."""
-    new = {page: place for place, page in enumerate(held_pages(rows))}
-    return tuple(replace(row, pages=tuple(new[page] for page in row.pages)) for row in rows)
-
-
 @dataclass(eq=False)
 class Append:
     """An append of columns to rows, planned and not in force: arrays [rows].
@@ -554,10 +548,10 @@ class Rows:
 
     def state(self) -> RowsState:
         """Return rows and lengths as they are between two steps; see `restore`."""
-        rows, held = self.rows, held_pages(self.rows)
-        return RowsState(
-            self.window, len(held), renumbered(rows), self.seen, self.confirmed, self.sizes.recording, self._padding_seen
-        )  # fmt: skip
+        new = {page: place for place, page in enumerate(held_pages(self.rows))}
+        rows = [replace(row, pages=tuple(new[page] for page in row.pages)) for row in self.rows]
+        numbers = self.seen, self.confirmed, self.sizes.recording, self._padding_seen
+        return RowsState(self.window, len(new), tuple(rows), *numbers)
 
     def restore(self, state: RowsState) -> None:
         """Let these rows, which are empty and new, stand where others stood; the pool hands out the ids 0 .. num_pages - 1."""

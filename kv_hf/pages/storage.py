@@ -25,6 +25,7 @@ ALIGNMENT = 64  # bytes, of every field in a piece of memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 Sides = tuple[PageFields, PageFields]
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # (shape in a page, dtype) by name
 
 
 # -- both sides in one piece of memory: [ field 0 of pages 0 .. n ) [ field 1 of pages 0 .. n ) ...  keys before values -----
@@ -64,12 +65,12 @@ def carve(raw: torch.Tensor, spec: PageSpec, pages: int) -> Sides:
     )
 
 
-def empty_fields(spec: SideSpec, pages: int, device: torch.device) -> PageFields:
-    """Return new fields of one side for `pages` pages on `device`; they hold anything."""
+def new_fields(fields: Fields, pages: int, device: torch.device) -> PageFields:
+    """Return new tensors for `pages` pages on `device`, zero; `fields`: as of SideSpec.fields."""
     return PageFields(
         {
-            name: torch.empty((pages, *shape), dtype=dtype, device=device)
-            for name, (shape, dtype) in spec.fields.items()
+            name: torch.zeros((pages, *shape), dtype=dtype, device=device)
+            for name, (shape, dtype) in fields.items()
         }
     )
 
@@ -99,7 +100,7 @@ class SideStorage:
 
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
-        self.fields = empty_fields(spec, 0, device)
+        self.fields = new_fields(spec.fields, 0, device)
         self._mapped: dict[str, torch.Tensor] = {}  # fields in memory with addresses for more pages
 
     @property
@@ -142,19 +143,12 @@ class SideStorage:
         new[:held] = old
         return new
 
-    def take(
-        self, pages: Sequence[int], names: Sequence[str] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device.
-
-        Args:
-            names: the fields that are wanted; None takes all.
-        """
+    def take(self, pages: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
         if self.host is None:
             at = torch.tensor(list(pages), dtype=torch.long, device=self.device)
-            return {name: self.fields[name][at] for name in names or self.fields}
-        room = empty_fields(self.spec, len(pages), self.device)
-        found = {name: room[name] for name in names or room}
+            return {name: field[at] for name, field in self.fields.items()}
+        found = new_fields(self.spec.fields, len(pages), self.device)
         self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
         return found
 
@@ -252,7 +246,7 @@ class PageStorage:
         self.keys.fields, self.values.fields = grown
 
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
-        """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` on the device."""
+        """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` [n, 3] on the device."""
         kernel.write(call)
 
     def readable(self, view: TableView) -> ReadablePages:

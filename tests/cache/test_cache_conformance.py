@@ -331,8 +331,8 @@ def test_observe_padding_counts_leading_zeros_only(dtype):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda group: group.pool._free.append(0), "free to be handed out"),
-        (lambda group: setattr(group.pool, "num_ids", 1), "that there are are held"),
+        (lambda group: group.pool._free.append(0), "free at once"),
+        (lambda group: setattr(group.pool, "num_ids", 1), "free at once"),
         (lambda group: setattr(group, "seen", group.seen + 1), "lack tokens"),
     ],
     ids=["free-but-held", "never-handed-out", "length"],

@@ -38,10 +38,10 @@ def same_bytes(one, other):
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
         for side, like in zip(mine.storage.sides, theirs.storage.sides, strict=True):
-            for name in side.fields:
-                for a, b in zip(one.group.rows, other.group.rows, strict=True):
-                    got, wanted = side.take(a.pages, [name]), like.take(b.pages, [name])
-                    assert got[name].numpy().tobytes() == wanted[name].numpy().tobytes()
+            for a, b in zip(one.group.rows, other.group.rows, strict=True):
+                got, wanted = side.take(a.pages), like.take(b.pages)
+                for name, field in got.items():
+                    assert field.numpy().tobytes() == wanted[name].numpy().tobytes()
 
 
 @pytest.mark.parametrize("recent", [0, 20])

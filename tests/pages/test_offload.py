@@ -326,12 +326,8 @@ def test_disk_that_fills_up_while_the_text_grows_changes_nothing(monkeypatch):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_filesystem_that_cannot_reserve_is_written_to(monkeypatch, code):
-    def cannot(*args):
-        raise OSError(code, "not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", cannot)
+def test_system_that_cannot_reserve_is_written_to(monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
     logits = [
         forward(five_layers(), make_cache(**options), tokens(1, 200))
         for options in ({}, {"offload": "disk"})

@@ -11,33 +11,27 @@ from ..formats import format_names
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.storage import PageStorage, Pair, Wider
-from ..quant.strain import Sample, Strain, usual_damage
+from ..quant.strain import Sample, usual_damage
 from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats
 
 HEALTHY = 8.0  # times the usual damage of the format that is too narrow: what a wider one may do
-LOST = 0.5  # damage of a rotated format: errors lie evenly in all channels then, and lose 1 of those that are drowned
-SHRUNK = 2.0  # times the damage at an ordinary size: numbers too small for 16-bit scales
+# damage at which a format has lost the channels, by Scheme.rotated: behind a rotation errors lie evenly in all of them, and
+# drown the small ones before
+LOST = {False: 0.9, True: 0.5}
+WHY = (
+    "channels far larger than others of their group, or numbers too small for 16-bit scales, which multiply the usual damage "
+    "of rounding"
+)
 
 
 def limit(side: SideSpec) -> float:
     """Return the damage from which a format is too narrow: 2 bits and a quarter of its own lost beside the usual.
 
-    Each bit that is lost multiplies the damage by 4. Behind a rotation LOST is a limit as well: few bits lose all of a small
-    channel before they lose 2 more. docs/formats.md has the figures of a real model.
+    Each bit that is lost multiplies the damage by 4. LOST is a limit as well: few bits lose all before they lose 2 more.
+    docs/formats.md has the figures of a real model.
     """
-    bits = usual_damage(side) * 4.0 ** (2 + side.scheme.bits / 4)
-    return min(bits, LOST) if side.scheme.rotated else bits
-
-
-def complaint(found: Strain, side: SideSpec) -> str | None:
-    """Return why the format of `side` is too narrow for numbers of this strain, or None."""
-    if found.shrinkage > SHRUNK:
-        return "numbers so small that 16-bit scales lose digits, or become zero"
-    if found.level > limit(side):
-        times = found.level / usual_damage(side)
-        return f"channels far larger than others of their group, which multiply the usual damage of rounding by {times:,.0f}"
-    return None
+    return min(usual_damage(side) * 4.0 ** (2 + side.scheme.bits / 4), LOST[side.scheme.rotated])
 
 
 def choose(asked: LayerFormats, pages: PageStorage, kernel: str, sample: Sample) -> Wider | None:
@@ -48,17 +42,16 @@ def choose(asked: LayerFormats, pages: PageStorage, kernel: str, sample: Sample)
     """
     found = start = Wider()
     for place, side in enumerate(pages.spec.sides):
-        why = complaint(sample.strain(pages.spec, place), side)
-        if why is None:
+        usual, damage, chosen = usual_damage(side), sample.damage(pages.spec, place), "exact"
+        if damage <= limit(side):
             continue
-        healthy, chosen = HEALTHY * usual_damage(side), "exact"
         candidates = _candidates(asked, pages, kernel, place, found)
         for name, made in sorted(candidates, key=lambda pair: pair[1].bits_per_element):
-            strain = sample.strain(made, place)
-            if strain.damage <= healthy and complaint(strain, made.sides[place]) is None:
+            if sample.damage(made, place) <= min(HEALTHY * usual, limit(made.sides[place])):
                 chosen = name
                 break
         change = f"{side.side} {asked.names[place]} -> {chosen}"
+        why = f"{WHY} by {damage / usual:,.0f}"
         found = found.and_also(side.side, chosen, f"{change}: {why}")
     return None if found is start else found
 

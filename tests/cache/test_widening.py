@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kv_hf
 from kv_hf.cache.layer_formats import FOUND
+from kv_hf.cache.widening import limit
 from kv_hf.formats import cache_options, key_scheme, value_scheme
 from kv_hf.quant.strain import Sample, usual_damage
 from kv_hf.spec import LANES, ROWS, predict_memory
@@ -341,16 +342,13 @@ def test_random_numbers_take_the_usual_damage(name, layout):
     sample = Sample(pages(1) + 8, pages(2))  # a constant of all keys shifts all scores alike
     assert sample.says_something
     for side in range(2):
-        found = sample.strain(made, side)
-        assert found.level == pytest.approx(usual_damage(made.sides[side]), rel=0.25)
-        assert found.shrinkage == 1
+        assert sample.damage(made, side) == pytest.approx(usual_damage(made.sides[side]), rel=0.25)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_numbers_too_small_for_scales_shrink(name):
-    found = Sample(pages(1), pages(2) * 1e-8).strain(spec(name), 1)
-    assert found.shrinkage > 2
-    assert found.damage > usual_damage(spec(name).values)
+def test_numbers_too_small_for_scales_are_damaged(name):
+    found = Sample(pages(1), pages(2) * 1e-8).damage(spec(name), 1)
+    assert found > limit(spec(name).values)
 
 
 @pytest.mark.parametrize("different", [1, 2])
@@ -366,8 +364,8 @@ def test_pages_beyond_float16_say_nothing(bad):
     keys = pages(1)
     sample = Sample(keys, values)
     assert sample.counts.tolist() == [False, True]
-    found = sample.strain(spec("int4"), 1)
-    expected = Sample(keys[1:], values[1:]).strain(spec("int4"), 1)
-    assert found.level == pytest.approx(expected.level, rel=1e-4)
+    found = sample.damage(spec("int4"), 1)
+    expected = Sample(keys[1:], values[1:]).damage(spec("int4"), 1)
+    assert found == pytest.approx(expected, rel=1e-4)
     values[1, 0, 0, 0] = bad
     assert not Sample(keys, values).says_something

@@ -145,6 +145,6 @@ def place_outside(place, monkeypatch):
         )  # a few pages of these layers at a time
         return {"offload": "disk"}
     copies = {"eager": EagerCopies, "late": LateCopies}[place]
-    monkeypatch.setattr(offload.OffloadArena, "make_copies", lambda self, device: copies())
+    monkeypatch.setattr(offload, "Copies", lambda device: copies())
     monkeypatch.setattr(offload.OffloadArena, "check_device", lambda self, device: None)
     return {"offload": "cpu"}

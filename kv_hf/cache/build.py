@@ -199,19 +199,14 @@ def _rows(
     return Rows(sizes, arena.pool(window), options.reserve_tokens, budget, options.max_length)
 
 
-def make_arena(options: CacheConfig) -> PageArena:
-    """Return the arena that `options` ask for."""
-    if options.offload is None:
-        return PageArena(options.max_pages)
-    folder = None if options.offload_dir is None else str(options.offload_dir)
-    return OffloadArena(options.max_pages, options.offload, options.device_bytes, folder)
-
-
 def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageArena:
     """Return an arena of the cache's own, or the one that its prefix store shares among caches."""
     store = options.prefix_store
+    if options.offload is not None:  # which no store goes with
+        folder = None if options.offload_dir is None else str(options.offload_dir)
+        return OffloadArena(options.max_pages, options.offload, options.device_bytes, folder)
     if store is None:
-        return make_arena(options)
+        return PageArena(options.max_pages)
     if not isinstance(store, PrefixStore):
         raise CacheOptionError(
             f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"

@@ -104,7 +104,7 @@ class PagedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
         pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
-        store = LayerStore.of(self, pages)
+        store = LayerStore(self, pages)
         self.is_initialized = True
         self._take(store)
 
@@ -231,7 +231,7 @@ class PagedLayer(DynamicLayer):
         self.group.touched = True
         pages = self.arena.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
-        store = LayerStore.of(self, pages)
+        store = LayerStore(self, pages)
         for side, window in enumerate(store.residuals):
             window.begin(
                 [None if one is None else one[side] for one in sinks], self.group.sizes.slots
@@ -248,10 +248,6 @@ class PagedLayer(DynamicLayer):
             for window in self.store.residuals
         )
         return keys, values
-
-    def outdate(self) -> None:
-        """Make the handles of before stale."""
-        self.revision += 1
 
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now.
@@ -285,17 +281,15 @@ class PagedLayer(DynamicLayer):
         self.group.stores[self.layer_idx] = store
         self.store = store
 
-    def _read(self, side: str) -> torch.Tensor | None:
-        """Return one side as a dense tensor, a copy."""
-        return self._dense(side)
-
     def _dense(self, side: str) -> torch.Tensor | None:
+        """Return one side as a dense tensor, a copy."""
         if self.store is None:
             return None
         if not self.seen:  # a crop took everything: as DynamicCache, tensors without tokens
             window = self.store.residuals[0 if side == "keys" else 1].tokens
             return window[:, :, :0].clone()
-        dense = self._view_of(self.current_kv()).dense(side)
+        view = KVView(self.current_kv(), self, self.revision, self.store.kernel, self.window)
+        dense = view.dense(side)
         if self.group.max_length is not None:
             dense = dense[:, :, : self.seen]
         if self.window is None:
@@ -304,9 +298,7 @@ class PagedLayer(DynamicLayer):
         doubtful = self.seen - self.group.confirmed if self.group.sizes.recording else 0
         return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
 
-    def _view_of(self, kv: PagedKV) -> KVView:
-        assert self.store is not None
-        return KVView(kv, self, self.revision, self.store.kernel, self.window)
+    _read = _dense
 
     def _check_unchanged(self, side: str, value: Any) -> None:
         if value is not None:
@@ -316,12 +308,10 @@ class PagedLayer(DynamicLayer):
 class HandleLayer(PagedLayer):
     """A paged layer that answers `keys` and `values` with a pair of handles, which attention over pages takes."""
 
-    attention_of: Any = None  # the config that names the model's attention
+    attention_of: Any = (
+        None  # the config that names the attention by which `keys` and `values` are read
+    )
     _view: Any = None  # a weak reference to a LayerView: a cache that is gone holds no pages
-
-    def read_by(self, config: Any) -> None:
-        """Note the `config` that names the attention by which `keys` and `values` are read."""
-        self.attention_of = config
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the view out: it refers to tensors and a kernel of this process."""

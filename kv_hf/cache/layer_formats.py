@@ -1,7 +1,7 @@
 """The formats of one layer: of its keys and values, or of its latents and RoPE keys."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class LayerFormats:
 
     Attributes:
         keys, values: of an ordinary attention layer.
-        options: of the cache.
+        options: of the cache, the same for all of its layers.
         rank: kv_lora_rank of a layer with multi-head latent attention (MLA), None of any other.
         latent: format of its latents.
         k_rope: name of the format of the RoPE keys beside them.
@@ -28,7 +28,7 @@ class LayerFormats:
 
     keys: Scheme
     values: Scheme
-    options: CacheConfig
+    options: CacheConfig = field(compare=False)
     rank: int | None = None
     latent: Scheme | None = None
     k_rope: str = "exact"

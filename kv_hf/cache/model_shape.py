@@ -185,27 +185,26 @@ def latent_ranks(config: Any, count: int) -> list[int | None]:
 
 
 def page_sizes(config: Any) -> dict[str, Any] | None:
-    """Return the sizes of a page as LayerFormats.spec takes them, or None where `config` states no single ones.
-
-    Heads are alike, so that one stands for all.
-    """
+    """Return the sizes of a page as LayerFormats.spec takes them, or None where `config` states no single ones."""
     if _read(config, "kv_lora_rank") is not None:
         rank, rope = latent_rank(config), _read(config, "qk_rope_head_dim")
         if rank is None or not isinstance(rope, int):
             return None
         return {"num_kv_heads": 1, "key_dim": rank, "value_dim": rope}
     num_heads = _read(config, "num_attention_heads")
+    own = (_read(config, "num_key_value_heads"), num_heads)
+    kv_heads = next((count for count in own if isinstance(count, int)), None)
     hidden = _read(config, "hidden_size")
     head_dim = _read(config, "head_dim")
     if not isinstance(head_dim, int) and head_dim != VARIES:
         head_dim = _read(config, "d_kv")  # T5 and its kin: heads need not add up to hidden_size
-    if head_dim == VARIES:
+    if head_dim == VARIES or kv_heads is None:
         return None
     if not isinstance(head_dim, int):
         if not isinstance(num_heads, int) or not isinstance(hidden, int):
             return None
         head_dim = hidden // num_heads
-    return {"num_kv_heads": 1, "key_dim": head_dim, "value_dim": head_dim}
+    return {"num_kv_heads": kv_heads, "key_dim": head_dim, "value_dim": head_dim}
 
 
 def rotates_by_length(config: Any) -> bool:

@@ -49,7 +49,6 @@ from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, one_line, report_layers
 
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
-HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
 
 
 def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
@@ -433,7 +432,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
         """
         if attention_mask is not None:
-            self._check_padding(attention_mask)
+            check_padding_mask(attention_mask, self.num_rows, not self.group.needs_padding())
             self.learn_padding(attention_mask)
 
     def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
@@ -446,26 +445,19 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             for group in self.groups:
                 group.observe_padding(attention_mask)
 
-    def _check_padding(self, mask: Any) -> None:
-        check_padding_mask(mask, len(self.group.rows), not self.group.needs_padding())
-
     def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
         """Return the most bytes that pages and exact windows of a batch of `rows` take within max_length.
 
         None where the config does not say it.
         """
         formats = [layer.formats for layer in self.paged_layers]
-        specs = planned_specs(page_sizes(self._config), formats, dtype)  # of one head
-        named = (self.model_signature.get(name) for name in HEAD_COUNTS)
-        heads = next((count for count in named if isinstance(count, int)), None)
-        if not specs or heads is None:
-            return None
-        groups = (layer.group for layer in self.paged_layers)
-        return sum(
-            (1 if one.is_latent else heads)
-            * (rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.sizes.slots))
-            for one, group in zip(specs, groups, strict=True)
-        )
+        specs = planned_specs(page_sizes(self._config), formats, dtype)
+        groups = [layer.group for layer in self.paged_layers]
+        found = [
+            rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.sizes.slots)
+            for one, group in zip(specs, groups, strict=False)
+        ]
+        return sum(found) if found else None
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part."""
@@ -591,7 +583,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         """
         with self.forward.change():
             for layer in self.paged_layers:
-                layer.outdate()
+                layer.revision += 1
             self.group.replace_pages(row, pages)
 
     # -- models and files ----
@@ -664,4 +656,4 @@ class CrossCache(PagedCache):
         self._attention_config = attention_config(config)
         for layer in self.layers:
             if isinstance(layer, HandleLayer):
-                layer.read_by(self._attention_config)
+                layer.attention_of = self._attention_config

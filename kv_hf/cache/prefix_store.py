@@ -176,19 +176,15 @@ class PrefixStore:
 
     # -- sharing -----------------------------------------------------------------------------------------
 
-    def known(self, space: Hashable, tokens: Sequence[int]) -> int:
-        """Return how many of the first of `tokens` lie in pages of the store (0 or sinks + whole pages)."""
-        with self.tree.pool.lock:
-            return self._prefix(self.tree.find(space, tokens)).tokens
-
     def find(self, space: Hashable, tokens: Sequence[int], recent_tokens: int = 0) -> KnownPrefix:
-        """Return what is known of a prompt, without its last tokens; under the pool's lock.
+        """Return what is known of a prompt, without its last tokens; whoever goes on with its pages holds the pool's lock.
 
         Args:
             space: what besides tokens the keys and values depend on.
             recent_tokens: of the cache: these stay exact, so that they are computed, and one token at least.
         """
-        return self._prefix(self._nodes(space, tokens, recent_tokens))
+        with self.tree.pool.lock:
+            return self._prefix(self._nodes(space, tokens, recent_tokens))
 
     def _nodes(self, space: Hashable, tokens: Sequence[int], recent_tokens: int) -> list[Prefix]:
         return self.tree.find(space, tokens[: max(0, len(tokens) - max(1, recent_tokens))])

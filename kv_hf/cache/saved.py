@@ -270,7 +270,7 @@ def load(
         tensors = _tensors(file, found.tensors)
         token_ids = tensors.pop(TOKEN_IDS, None)
         if token_ids is not None:
-            _check_ids(token_ids, found.groups[0])
+            check_token_ids(token_ids, len(found.groups[0].rows), found.groups[0].seen)
         options = replace(_claimed_options(found.options, kernel), max_length=max_length)
         cache = kind.from_options(model.config, options)
         _check_fits(cache, found.groups)
@@ -340,15 +340,6 @@ def _tensors(file: Any, described: Mapping[str, str]) -> dict[str, torch.Tensor]
                 f"the file is damaged: tensor {short(name)} does not fit its checksum"
             )
     return found
-
-
-def _check_ids(found: torch.Tensor, group: RowsState) -> None:
-    """Raise CacheFileError for token ids of another number of rows, or fewer columns than were seen."""
-    rows = len(group.rows)
-    if found.dtype != torch.int64 or found.ndim != 2 or found.shape[0] != rows:
-        raise CacheFileError(f"its token_ids are {found.dtype} {list(found.shape)} of {rows} rows")
-    if found.shape[1] < group.seen:
-        raise CacheFileError(f"it has {found.shape[1]} token_ids per row, but more were seen")
 
 
 def _check_fits(cache: Any, groups: Sequence[RowsState]) -> None:

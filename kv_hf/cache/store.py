@@ -146,29 +146,23 @@ class LayerStore:
     """Pages and windows of one layer.
 
     Args:
-        layer_idx: position in the model, for messages.
-        sink_tokens: slots at the front of the windows that are never sealed.
+        layer: the PagedLayer whose tensors these are.
         pages: storage of the sealed pages, which other caches may share.
-        kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
+    Attributes:
         formats: of the layer, which its first pages may find too narrow; None: it keeps those that it has.
+        sink_tokens: slots at the front of the windows that are never sealed.
+    Raises: CacheOptionError where the kernel that was asked for cannot run on these pages.
     """
 
-    def __init__(
-        self,
-        layer_idx: int,
-        pages: PageStorage,
-        sink_tokens: int,
-        kernel: str = "auto",
-        formats: LayerFormats | None = None,
-    ) -> None:
+    def __init__(self, layer: Any, pages: PageStorage) -> None:
         device = self.device = pages.device
         self.on_host = device.type == "cpu"
-        self.asked_kernel = kernel
-        self.formats = formats
-        self.kernel = choose(kernel, device, pages.spec)
-        self.layer_idx = layer_idx
+        self.asked_kernel: str = layer.kernel
+        self.formats: LayerFormats | None = layer.formats.if_widening
+        self.kernel = choose(layer.kernel, device, pages.spec)
+        self.layer_idx: int = layer.layer_idx
         self.pages = pages
-        self.sink_tokens = sink_tokens
+        self.sink_tokens: int = layer.group.sizes.sink_tokens
         self.launches: dict[Any, Any] = {}
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
@@ -177,17 +171,6 @@ class LayerStore:
             self.damaged = torch.zeros(
                 (), dtype=torch.uint8, device=device
             )  # 1: numbers were made finite
-
-    @classmethod
-    def of(cls, layer: Any, pages: PageStorage) -> "LayerStore":
-        """Return the tensors of a PagedLayer with these pages, watched as the layer's formats say."""
-        return cls(
-            layer.layer_idx,
-            pages,
-            layer.group.sizes.sink_tokens,
-            layer.kernel,
-            layer.formats.if_widening,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""

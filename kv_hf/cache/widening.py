@@ -1,6 +1,6 @@
 """Wider pages for a layer whose formats are too narrow: when it is looked for, which ones, done, and said."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -40,29 +40,29 @@ def choose(asked: LayerFormats, pages: PageStorage, kernel: str, sample: Sample)
     Args:
         kernel: name of the backend that reads the pages, and shall read wider ones.
     """
-    found = start = Wider()
+    formats, reasons = dict[str, str](), dict[str, str]()
     for place, side in enumerate(pages.spec.sides):
         usual, damage, chosen = usual_damage(side), sample.damage(pages.spec, place), "exact"
         if damage <= limit(side):
             continue
-        candidates = _candidates(asked, pages, kernel, place, found)
+        candidates = _candidates(asked, pages, kernel, place, formats)
         for name, made in sorted(candidates, key=lambda pair: pair[1].bits_per_element):
             if sample.damage(made, place) <= min(HEALTHY * usual, limit(made.sides[place])):
                 chosen = name
                 break
         change = f"{side.side} {asked.names[place]} -> {chosen}"
         why = f"{WHY} by {damage / usual:,.0f}"
-        found = found.and_also(side.side, chosen, f"{change}: {why}")
-    return None if found is start else found
+        formats[side.side], reasons[side.side] = chosen, f"{change}: {why}"
+    return Wider(formats, reasons) if formats else None
 
 
 def _candidates(
-    asked: LayerFormats, pages: PageStorage, kernel: str, place: int, before: Wider
+    asked: LayerFormats, pages: PageStorage, kernel: str, place: int, before: Mapping[str, str]
 ) -> Iterator[tuple[str, PageSpec]]:
     """Yield (format, pages with it) for all formats wider than that of a side which the kernel reads, but exact."""
     side = pages.spec.sides[place]
     for name in format_names(side.side):
-        formats = {**before.formats, side.side: name}
+        formats = {**before, side.side: name}
         try:
             made = asked.widened_spec(formats, pages.spec, pages.device)
         except CacheOptionError:  # its groups do not fit these sizes
@@ -107,13 +107,13 @@ def widen(
     wider = choose(asked, pages, kernel.name, sample)
     if wider is None:
         return
-    if pages.keeps is not None:
-        return say_kept(layer_idx, wider, pages.keeps)
+    kept = pages.keeps
     try:
-        pages.widen(asked.widened_spec(wider.formats, pages.spec, pages.device), wider)
+        if kept is None:
+            pages.widen(asked.widened_spec(wider.formats, pages.spec, pages.device), wider)
     except (torch.OutOfMemoryError, MemoryError):
-        return say_kept(layer_idx, wider, NO_MEMORY)
-    say_widened(layer_idx, wider)
+        kept = NO_MEMORY
+    say(layer_idx, wider, kept)
 
 
 def may_wait(device: torch.device) -> bool:
@@ -131,24 +131,20 @@ def sample_of(tokens: Pair, places: Sequence[Sequence[int]], page_size: int) -> 
     return Sample(keys, values)
 
 
-def say_widened(layer_idx: int, wider: Wider) -> None:
-    """Say which layer got wider formats and why; once for each change of formats."""
-    for reason in wider.reasons.values():
-        change, _, why = reason.partition(": ")
-        warn_once(
-            f"widened {change}",
-            f"Layer {layer_idx} has {why}: its pages are wider than asked ({change}). More layers may get wider pages "
-            'without a word; cache.report() names all of them, and widen="never" keeps the formats that were asked for',
-        )
-
-
-def say_kept(layer_idx: int, wider: Wider, why_kept: str) -> None:
-    """Say why a layer keeps formats that are too narrow; once for each side and reason."""
+def say(layer_idx: int, wider: Wider, kept: str | None) -> None:
+    """Say which layer got wider formats and why, or why it has `kept` its own; once for each change, or side and reason."""
     for side, reason in wider.reasons.items():
         change, _, why = reason.partition(": ")
         asked, _, chosen = change.partition(" -> ")
-        warn_once(
-            f"strained {side} {why_kept}",
-            f"Layer {layer_idx} has {why}, and it keeps {asked}: {why_kept}. Give such layers {chosen!r} by the "
-            "option `layers`",
-        )
+        if kept is None:
+            warn_once(
+                f"widened {change}",
+                f"Layer {layer_idx} has {why}: its pages are wider than asked ({change}). More layers may get wider pages "
+                'without a word; cache.report() names all of them, and widen="never" keeps the formats that were asked for',
+            )
+        else:
+            warn_once(
+                f"strained {side} {kept}",
+                f"Layer {layer_idx} has {why}, and it keeps {asked}: {kept}. Give such layers {chosen!r} by the "
+                "option `layers`",
+            )

@@ -169,11 +169,10 @@ def attach_prefix(
     store = cache.prefix_store
     assert store is not None
     common = common_tokens(prompt.rows, cache.options.page_size, cache.options.sink_tokens)
-    known = store.known(space, common)
-    if len(prompt.rows) > 1 and len(common) > known:
+    alone = prompt.rows[0][: len(common) + 1]
+    if len(prompt.rows) > 1 and len(common) > store.find(space, alone).tokens:
         lead = cache.fresh(recent_tokens=0)  # all that is common goes into pages
-        alone = Prompt([[*common, prompt.rows[0][len(common)]]], [0])
-        store.attach(lead, space, alone.rows, alone.padding, counted=False)
+        store.attach(lead, space, [alone], [0], counted=False)
         ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
         with lead.reading_everything():
             for part in ids.split(chunk or ids.shape[1], dim=1):

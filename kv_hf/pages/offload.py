@@ -445,14 +445,10 @@ class OffloadArena(PageArena):
             self._host = DiskMemory(self.folder) if self.place == "disk" else HostMemory()
         return self._host
 
-    def make_copies(self, device: torch.device) -> Copies:
-        """Return how copies to `device` run."""
-        return Copies(device)
-
     def staging(self, device: torch.device) -> Staging:
         """Return the staging buffers of a device."""
         if device not in self._staging:
-            self._staging[device] = Staging(self.make_copies(device))
+            self._staging[device] = Staging(Copies(device))
         return self._staging[device]
 
     def plan(self, view: TableView, device: torch.device) -> SlotPlan:

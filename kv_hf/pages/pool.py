@@ -7,19 +7,10 @@ cache that is gone, leaves nothing to put in order.
 
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import PagePoolExhaustedError
 from ..row_pages import page_capacity
-
-
-class PageHolder(Protocol):
-    """Whoever holds pages of a pool: the rows of a cache, or a store of prefixes."""
-
-    def held_pages(self) -> Iterable[Iterable[int]]:
-        """Return the page ids that it holds, as lists; an id as often as it is held."""
-        ...
 
 
 class PagePool:
@@ -52,8 +43,11 @@ class PagePool:
         vars(self).update(state)
         self._prepare()
 
-    def register(self, holder: PageHolder) -> None:
-        """Keep what `holder` holds as long as it lives."""
+    def register(self, holder: Any) -> None:
+        """Keep what `holder` holds as long as it lives: the rows of a cache, or a store of prefixes.
+
+        Its `held_pages()` returns the page ids that it holds, as lists; an id as often as it is held.
+        """
         with self.lock:
             self.holders.add(holder)
 
@@ -103,10 +97,8 @@ class PagePool:
             return [self._free.pop() for _ in range(count)]
 
     def clear(self) -> None:
-        """Forget all ids. Raises ValueError where somebody holds one."""
+        """Forget all ids, none of which anybody holds."""
         with self.lock:
-            if held := self.num_held:
-                raise ValueError(f"{held} pages are held and cannot be forgotten")
             self.num_ids, self._free = 0, []
 
     def check_integrity(self) -> None:

@@ -563,7 +563,7 @@ class Rows:
         self._padding_seen = state.padding_seen
 
     def held_pages(self) -> list[PageIds]:
-        """Return the page ids that the rows hold (see PageHolder)."""
+        """Return the page ids that the rows hold (see PagePool.register)."""
         return [*self.batch.pages, *self._leaving]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -172,10 +172,6 @@ class Wider:
     formats: Mapping[str, str] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
 
-    def and_also(self, side: str, name: str, reason: str) -> "Wider":
-        """Return this with the format of one more side, or another one of the same side."""
-        return Wider({**self.formats, side: name}, {**self.reasons, side: reason})
-
 
 class PageStorage:
     """Both sides of one layer's pages.

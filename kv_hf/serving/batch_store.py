@@ -31,10 +31,7 @@ class BatchStore(LayerStore):
     revision = 0  # attention reads a part before the layer changes again (KVView)
 
     def __init__(self, layer: PagedLayer, pages: PageStorage, rows: int, slots: int) -> None:
-        formats = layer.formats.if_widening
-        super().__init__(
-            layer.layer_idx, pages, layer.group.sizes.sink_tokens, layer.kernel, formats
-        )
+        super().__init__(layer, pages)
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.windows = self.residuals

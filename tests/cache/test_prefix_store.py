@@ -263,12 +263,12 @@ def test_full_store_gives_up_the_least_recently_used():
     for one in texts[:3]:
         run(model, [one], store)
     space = store.bind_model(model)
-    assert [store.known(space, text) for text in texts[:3]] == [100] * 3
-    assert store.known(space, texts[0]) == 100  # used: now texts[1] is the oldest
+    assert [store.find(space, [*text, 0]).tokens for text in texts[:3]] == [100] * 3
+    assert store.find(space, [*texts[0], 0]).tokens == 100  # used: now texts[1] is the oldest
     run(model, [texts[3]], store)
     gc.collect()
     run(model, [texts[4]], store)
-    known = [store.known(space, text) for text in texts]
+    known = [store.find(space, [*text, 0]).tokens for text in texts]
     assert known[0] == known[4] == 100 and known[1] == 0
     stats = store.stats()
     assert stats.pages <= 20 and stats.evictions > 0
@@ -316,7 +316,7 @@ def test_store_of_another_model_or_format_is_refused():
         (lambda: kv_hf.PrefixStore(max_bytes=0.5), "max_bytes must be a size"),
         (lambda: kv_hf.PrefixStore(keep_answers=1), "keep_answers must be True or False, got 1"),
         (lambda: kv_hf.PrefixStore().for_tenant(3), "salt must be a string, got 3"),
-        (lambda: kv_hf.PrefixStore().known((), [1]), "not used by any cache yet"),
+        (lambda: kv_hf.PrefixStore().find((), [1]), "not used by any cache yet"),
     ],
 )
 def test_store_names_the_rule_that_an_argument_breaks(ask, says):

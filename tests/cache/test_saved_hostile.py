@@ -237,7 +237,7 @@ def set_at(*where):
         ),
         (set_at("groups", 0, "window", 25), "windows"),
         (set_at("groups", []), "at least 1 item"),
-        (set_at("groups", 0, "seen", 10**6), "but more were seen"),
+        (set_at("groups", 0, "seen", 10**6), "at least 1000000"),
         (set_at("groups", 0, "confirmed", 10**5), "impossible"),
         (set_at("groups", 0, "recording", 1), "valid boolean"),
         (set_at("groups", 0, {}), "groups.0.window: Field required"),

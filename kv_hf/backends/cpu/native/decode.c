@@ -7,19 +7,35 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
+#define MAX_WORDS 64    /* words of a sum: 256 codes of 8 bits times LARGEST_INTEGER stay below 2^31 */
 #define WINDOW_TILE 64  /* exact tokens of a softmax step */
 #define ALONE 0x20000   /* multiply-adds that one thread does sooner than others are woken up for them */
-#define LARGEST_INTEGER 32639 /* that integers.inc rounds a coefficient to: 127 * 256 + 127 */
+#define LARGEST_INTEGER 32767 /* that a coefficient is rounded to */
 
 typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
     int64_t weights, scales, joined; /* floats of scratch */
-    int integers;             /* 16-bit queries: sums over codes may use integers */
-    int8_t *bytes;
 } Sizes;
+
+typedef uint32_t __attribute__((may_alias)) Bits;
+
+/* A sum over words for 4 rows of coefficients at most. */
+typedef struct {
+    const uint32_t *words; /* the word of r = 0 and lane 0 */
+    int64_t num_words, stride; /* stride: lanes of the whole page */
+    int64_t ahead;             /* how many words further on the next page lies, which is fetched meanwhile */
+    int64_t run;               /* coefficients of one place */
+    const Bits *from[4];       /* each row's coefficients: floats, or pairs of integers */
+    float step[4], *to[4];
+} Sum;
+
+/* Whether codes are summed as integers. */
+INLINE int is_integer(int format) { return format == INT8 || format == UINT8 || format == UINT4 || format == UINT2; }
+
+/* Coefficients of a word and place: floats, or pairs of integers. */
+INLINE int steps_in_word(int format) { return is_integer(format) ? 2 : codes_in_word(format); }
 
 typedef struct {
     const Decode *a;
@@ -31,10 +47,10 @@ typedef struct {
 
 typedef void (*Merge)(const Call *, int64_t row, int64_t head, int64_t splits);
 
-/* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. Into the second
- * cache: it takes more requests at a time than the nearest one. */
+/* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. These are loads, which
+ * wait for nobody: processors drop prefetches of memory whose address they have to look up first. */
 static void fetch(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) (void)*((const volatile char *)from + i);
 }
 
 static void fetch_scales(const Side *side, int64_t at) {
@@ -175,7 +191,6 @@ END_TARGET
 TARGET(VNNI_FEATURES)
 #define NAME(x) CAT(vnni_, x)
 #define VNNI 1
-#include "integers.inc"
 #include "lanes.inc"
 #undef NAME
 #undef VL
@@ -223,8 +238,7 @@ static void size_scratch(Call *call) {
     z->weights = largest_of(z->queries * z->lanes, 2 * page); /* also where scales change places */
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
     if (a->values.format == UINT3) z->joined = largest_of(z->joined, words_in(UINT4, page) * a->values.dim + 16);
-    z->integers = a->query_dtype != F32;
-    call->scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
+    call->scratch_floats = (2 * z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
                            2 * largest_of(a->keys.dim, page) + 64;
 }
 

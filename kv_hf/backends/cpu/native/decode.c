@@ -16,8 +16,19 @@ typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
-    int64_t weights, scales, joined; /* floats of scratch */
+    int64_t scales, joined;   /* floats of scratch */
 } Sizes;
+
+/* Four rows of four floats, which become columns. */
+INLINE void transpose4(const float *a, const float *b, const float *c, const float *d, float *to, int64_t row) {
+#if X86
+    __m128 x[4] = {_mm_loadu_ps(a), _mm_loadu_ps(b), _mm_loadu_ps(c), _mm_loadu_ps(d)};
+    _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+    for (int n = 0; n < 4; n++) _mm_storeu_ps(to + n * row, x[n]);
+#else
+    for (int n = 0; n < 4; n++, to += row) to[0] = a[n], to[1] = b[n], to[2] = c[n], to[3] = d[n];
+#endif
+}
 
 typedef uint32_t __attribute__((may_alias)) Bits;
 
@@ -235,11 +246,10 @@ static void size_scratch(Call *call) {
     z->queries = a->group * a->q_len;
     z->row = (a->keys.dim + 15) / 16 * 16;
     z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
-    z->weights = largest_of(z->queries * z->lanes, 2 * page); /* also where scales change places */
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
     if (a->values.format == UINT3) z->joined = largest_of(z->joined, words_in(UINT4, page) * a->values.dim + 16);
-    call->scratch_floats = (2 * z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
-                           2 * largest_of(a->keys.dim, page) + 64;
+    call->scratch_floats = (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes +
+                           3 * z->scales + z->joined + 4 * largest_of(a->keys.dim, page) + 128;
 }
 
 /* Returns 0 or a number of enum Status. */

@@ -24,7 +24,7 @@ EXP_ROUNDINGS = (
 )
 SUM_ROUNDINGS = 8.0  # of a sum beside its terms': decoding, scaling, rescaling, the division by the weights' sum
 LOWEST = -1e30  # a float mask of less hides a token, unless all are hidden so: then all weigh alike
-INTEGER_STEPS = 16256.0  # of coefficients that the C kernel rounds to integers of 15 bits
+INTEGER_STEPS = 16383.0  # of coefficients that the C kernel rounds to integers of 15 bits
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rounding:
         """Return where the kernel of that name (see registry.py) rounds for queries of `dtype`.
 
         Args:
-            integers: the C kernel sums codes in integers where queries have 16 bits (AVX-512 VNNI).
+            integers: the C kernel rounds coefficients of codes to integers where queries have 16 bits; pages of latents are decoded.
         """
         if kernel == "c":
             return cls(dtype, integers=integers and dtype != torch.float32)

@@ -31,7 +31,7 @@ from rounding import Rounding
 
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library
+from kv_hf.backends.cpu import decode
 from kv_hf.backends.cpu import unsupported as unsupported_in_c
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.pages import TILE_TOKENS, dense_side
@@ -40,7 +40,6 @@ from kv_hf.spec import LANES, PageFields
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
-VNNI = "AVX-512 VNNI"
 GROUPED = [("int4", "int2"), ("int2", "int4"), ("int2_mixed", "int2_rotated")]
 
 
@@ -50,13 +49,12 @@ class Kernel:
     def __init__(self, isa=None):
         self.is_c = isa is not None
         self.layout = LANES if self.is_c else ROWS_LAYOUT
-        self.integers = self.is_c and library.ISA_NAMES[isa] == VNNI
         self.attend = decode.paged_attention if self.is_c else reference.paged_attention
 
     def check(self, query, kv, attend=None, **options):
         """Compare with fp64: no error beyond what rounding in this kernel explains."""
         name = "c" if self.is_c else "reference"
-        integers = self.integers and not kv.spec.is_latent
+        integers = self.is_c and not kv.spec.is_latent
         rounding = Rounding.of(name, query.dtype, integers=integers)
         paged_inputs.check(query, kv, attend or self.attend, rounding, **options)
 
@@ -431,7 +429,7 @@ def exact_and_allowed(query, kv, scale, integers):
     if integers:
         score = score + 6 * budget
         products = (weights * ranges).square().sum(-1, keepdim=True).sqrt()
-        total = total + 6 * products * (kv.page_size / 12) ** 0.5 / 32639
+        total = total + 6 * products * (kv.page_size / 12) ** 0.5 / 32767
     own = weights.square().sum(-1, keepdim=True).sqrt()
     spread = (weights.square() @ values.square()).sqrt() + out.abs() * own
     allowed = budget * out.abs() + score * spread + total
@@ -448,15 +446,14 @@ def test_kernel_keeps_its_digits_beside_outlier_channels(c_kernel, side, dtype, 
     for size in (1, 10, 100, 1_000, 10_000):
         kv = planted_kv(name, dtype, size, side)
         query, scale = make_query(kv, 1, 4, dtype, size), kv.spec.keys.head_dim**-0.5
-        integers = c_kernel.integers and dtype != FP32
-        expected, allowed = exact_and_allowed(query, kv, scale, integers)
+        expected, allowed = exact_and_allowed(query, kv, scale, dtype != FP32)
         out = decode.paged_attention(AttentionCall(query, kv, scale))[0].double()
         assert float(((out - expected).abs() / allowed).max()) <= 1, size
 
 
 @pytest.mark.parametrize("name", ["int4", "int4_mixed"])
 def test_kernel_rounds_each_query_by_itself(c_kernel, name):
-    """Of the queries of a kv head some are summed in integers and others as floats: the same bits as alone."""
+    """Of the queries of a kv head some become one integer for each coefficient and others two: the same bits as alone."""
     kv = planted_kv(name, FP16, 1_000, "keys")
     query = make_query(kv, 1, 7, FP16)
     for head in (1, 2, 5, 9):

@@ -23,10 +23,10 @@ _ATTEND, _CHOOSE, _CHOOSE_BY_INDEX = "c attend", "c choose", "c choose by index"
 def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
 
-    Sums are kept in fp32. For bf16 and fp16 queries a processor with AVX-512 VNNI multiplies 4- and 8-bit codes as
-    integers, with queries and probabilities rounded to 16 bits of the largest number of a head (page), where the error
-    of that is bounded by the rounding of the output. Pages of latents are written out as fp32, a few dozen tokens at a
-    time, and multiplied as such.
+    Codes are multiplied as integers. Queries and probabilities of bf16 and fp16 queries are rounded to 16 bits of the largest
+    number of a head (page), where the error of that is bounded by the rounding of the output; elsewhere to 31 bits. Exact numbers
+    and fp8 are multiplied and summed in fp32. Pages of latents are written out as fp32, a few dozen tokens at a time, and
+    multiplied as such.
 
     Args:
         call: with a query in fp32, bf16 or fp16; `call.kv.launches` keep the packed arguments for the next call.

@@ -7,19 +7,46 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
+#define MAX_WORDS 64    /* words of a sum: 256 codes of 8 bits times LARGEST_INTEGER stay below 2^31 */
 #define WINDOW_TILE 64  /* exact tokens of a softmax step */
 #define ALONE 0x20000   /* multiply-adds that one thread does sooner than others are woken up for them */
-#define LARGEST_INTEGER 32639 /* that integers.inc rounds a coefficient to: 127 * 256 + 127 */
+#define LARGEST_INTEGER 32767 /* that a coefficient is rounded to */
 
 typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
-    int64_t weights, scales, joined; /* floats of scratch */
-    int integers;             /* 16-bit queries: sums over codes may use integers */
-    int8_t *bytes;
+    int64_t scales, joined;   /* floats of scratch */
 } Sizes;
+
+/* Four rows of four floats, which become columns. */
+INLINE void transpose4(const float *a, const float *b, const float *c, const float *d, float *to, int64_t row) {
+#if X86
+    __m128 x[4] = {_mm_loadu_ps(a), _mm_loadu_ps(b), _mm_loadu_ps(c), _mm_loadu_ps(d)};
+    _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+    for (int n = 0; n < 4; n++) _mm_storeu_ps(to + n * row, x[n]);
+#else
+    for (int n = 0; n < 4; n++, to += row) to[0] = a[n], to[1] = b[n], to[2] = c[n], to[3] = d[n];
+#endif
+}
+
+typedef uint32_t __attribute__((may_alias)) Bits;
+
+/* A sum over words for 4 rows of coefficients at most. */
+typedef struct {
+    const uint32_t *words; /* the word of r = 0 and lane 0 */
+    int64_t num_words, stride; /* stride: lanes of the whole page */
+    int64_t ahead;             /* how many words further on the next page lies, which is fetched meanwhile */
+    int64_t run;               /* coefficients of one place */
+    const Bits *from[4];       /* each row's coefficients: floats, or pairs of integers */
+    float step[4], *to[4];
+} Sum;
+
+/* Whether codes are summed as integers. */
+INLINE int is_integer(int format) { return format == INT8 || format == UINT8 || format == UINT4 || format == UINT2; }
+
+/* Coefficients of a word and place: floats, or pairs of integers. */
+INLINE int steps_in_word(int format) { return is_integer(format) ? 2 : codes_in_word(format); }
 
 typedef struct {
     const Decode *a;
@@ -37,10 +64,15 @@ static void fetch(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
 }
 
+/* The few lines of scales: loads, as a processor drops prefetches of memory whose address it has to look up first. */
+static void load(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) (void)*((const volatile char *)from + i);
+}
+
 static void fetch_scales(const Side *side, int64_t at) {
-    if (side->scale) fetch((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2);
-    if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
-    if (side->wide) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride);
+    if (side->scale) load((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2);
+    if (side->offset) load((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
+    if (side->wide) load((const uint8_t *)side->order + at * side->order_stride, side->order_stride);
 }
 
 typedef struct {
@@ -175,7 +207,6 @@ END_TARGET
 TARGET(VNNI_FEATURES)
 #define NAME(x) CAT(vnni_, x)
 #define VNNI 1
-#include "integers.inc"
 #include "lanes.inc"
 #undef NAME
 #undef VL
@@ -220,12 +251,10 @@ static void size_scratch(Call *call) {
     z->queries = a->group * a->q_len;
     z->row = (a->keys.dim + 15) / 16 * 16;
     z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
-    z->weights = largest_of(z->queries * z->lanes, 2 * page); /* also where scales change places */
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
     if (a->values.format == UINT3) z->joined = largest_of(z->joined, words_in(UINT4, page) * a->values.dim + 16);
-    z->integers = a->query_dtype != F32;
-    call->scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
-                           2 * largest_of(a->keys.dim, page) + 64;
+    call->scratch_floats = (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes +
+                           3 * z->scales + z->joined + 4 * largest_of(a->keys.dim, page) + 128;
 }
 
 /* Returns 0 or a number of enum Status. */

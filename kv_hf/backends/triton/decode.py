@@ -4,7 +4,8 @@ The definition of the result is backends/reference/attention.py. What a tile is,
 latent.py; here is what both share: which tokens a program sees, where its result goes, and how a call is launched. Query
 columns are query heads of the kv head times q_len. Launches refuse to look into device tensors.
 
-A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The program that
+A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The exact window
+is a split of its own, the last: it counts as much as several pages, and its values are never rotated. The program that
 arrives last merges the splits. Over latents a kernel of its own does: at batch 1 a few blocks of query rows are split into
 hundreds of programs, and one program that merged a block would read megabytes alone.
 """
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..base import AttentionCall, empty_output, mask_strides
-from .dequant import row_of
+from .dequant import row_of, unrotate
 from .direct import (
     SPECIALIZED,
     At,
@@ -29,7 +30,7 @@ from .direct import (
     rows_of,
     step_of,
 )
-from .heads import Window, attend_heads, store_parts
+from .heads import Window, attend_heads, attend_window, store_parts
 from .latent import attend_latents, store_runs
 from .meta_params import MIN_TILES, constants, most_splits, query_blocks
 from .softmax import Visibility, add_sink, arrive_last, finite
@@ -44,25 +45,13 @@ class Results(NamedTuple):
 
     Attributes:
         out: [rows, q_len, heads * group, dim].
-        partial: [programs of one split, splits, Splits.columns, dim], fp32; not read where there is one split.
+        partial: [programs of one split, splits, Splits.columns, dim], fp32; of rotated values, but in the last split.
         bests: [programs of one split, splits, 2, Splits.columns], fp32: maxima in log2, and sums of weights.
     """
 
     out: Any
     partial: Any
     bests: Any
-
-
-@triton.jit
-def _store(pointers, acc, norm, seen, held, KEYS: tl.constexpr, VALUES: tl.constexpr):
-    """Store sums of values times norm [columns], zeros where not `seen`, where `held`, at `pointers` [columns]."""
-    # by names of their own: triton 3.6 hands an attribute on as plain numbers
-    if VALUES is None:
-        K_CUT: tl.constexpr = KEYS.cut
-        store_runs(pointers, acc, norm, seen, held, K_CUT)
-    else:
-        V_CUT: tl.constexpr = VALUES.cut
-        store_parts(pointers, acc, norm, seen, held, V_CUT)
 
 
 @triton.jit(**SPECIALIZED)
@@ -92,14 +81,15 @@ def decode_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Attend the query columns of one (row, kv head, block of columns) to one split of the row's tokens.
 
-    Grid: (rows, heads * blocks of columns, splits). The last split also attends to the window; the program that
-    arrives last merges the splits (over latents, combine_kernel does). QUERIES, SPLITS, LAUNCH: meta_params.Queries, Splits
-    and Launch. KEYS, VALUES: meta_params.Operand, or meta_params.Latents and None.
+    Grid: (rows, heads * blocks of columns, splits); the last split is the window. The program that arrives last merges the
+    splits (over latents, combine_kernel does). QUERIES, WINDOW, SPLITS, LAUNCH: those of meta_params. KEYS, VALUES:
+    meta_params.Operand, or meta_params.Latents and None.
     """
     if not QUERIES.chunk:
         q_len = 1
@@ -112,6 +102,7 @@ def decode_kernel(
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
     STAGES: tl.constexpr = LAUNCH.num_stages
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
+    M_COLUMNS: tl.constexpr = SPLITS.columns
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
     split = tl.program_id(2)
@@ -132,84 +123,109 @@ def decode_kernel(
     visible = Visibility(
         kv_len - q_len + token_of, masks, left, sink_tokens, sliding_window, softcap
     )
-
-    # the tiles of this split; those of pages that no query's sliding window reaches are left out
-    first = 0
-    tiles = pages * TILES_PER_PAGE
-    if QUERIES.windowed:
-        first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
-        first = tl.minimum(first * TILES_PER_PAGE, tiles)
-    # the last split attends to the window, which counts as window_cost times as much work per token as a page
-    work = tiles - first + exact * SPLITS.window_cost // KEYS.tile
-    begin = tl.minimum(first + work * split // num_splits, tiles)
-    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
-
     queries = query.pointer + wide_row * query.row + query_head_of * query.head
     queries += token_of * query.token
-    table = block_table + wide_row * table_width
-    window = Window(
-        row_of(window_keys, wide_row, head), window_keys.token, row_of(window_values, wide_row, head), window_values.token,
-        exact, pages * PAGE, split == num_splits - 1,
-    )  # fmt: skip
-    if VALUES is None:
-        best, total, acc = attend_latents(
-            keys, values, queries, real, table, begin, end, window, visible, softmax_scale, KEYS, QUERIES, STAGES
-        )  # fmt: skip
-    else:
-        best, total, acc = attend_heads(
-            keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, KEYS, VALUES, QUERIES,
-            STAGES,
-        )  # fmt: skip
 
-    seen = total > 0
-    if num_splits == 1:
-        norm = add_sink(best, total, sink_logits + query_head_of, QUERIES.sinks)
-        at = (wide_row * q_len + token_of) * (HEADS * GROUP) + query_head_of
-        _store(results.out + at * V_DIM, acc, norm, seen, real, KEYS, VALUES)
+    group = wide_row * tl.num_programs(1) + tl.program_id(1)
+    place = tl.arange(0, COLUMNS)
+    kept = real & (place < M_COLUMNS)
+    partial = results.partial + ((group * num_splits + split) * M_COLUMNS + place) * V_DIM
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    if split < num_splits - 1:
+        # the tiles of this split; those of pages that no query's sliding window reaches are left out
+        first = 0
+        tiles = pages * TILES_PER_PAGE
+        if QUERIES.windowed:
+            first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
+            first = tl.minimum(first * TILES_PER_PAGE, tiles)
+        begin = tl.minimum(first + (tiles - first) * split // (num_splits - 1), tiles)
+        end = tl.minimum(first + (tiles - first) * (split + 1) // (num_splits - 1), tiles)
+        table = block_table + wide_row * table_width
+        if begin < end:
+            if VALUES is None:
+                best, total, acc = attend_latents(
+                    keys, values, queries, real, table, begin, end, visible, softmax_scale, KEYS, QUERIES, STAGES
+                )  # fmt: skip
+                # by names of their own: triton 3.6 hands an attribute on as plain numbers
+                K_CUT: tl.constexpr = KEYS.cut
+                store_runs(partial, acc, kept, K_CUT)
+            else:
+                best, total, acc = attend_heads(
+                    keys, values, queries, real, table, begin, end, head, visible, softmax_scale, KEYS, VALUES, QUERIES, STAGES
+                )  # fmt: skip
+                V_CUT: tl.constexpr = VALUES.cut
+                store_parts(partial, acc, kept, V_CUT)
     else:
-        M_COLUMNS: tl.constexpr = SPLITS.columns
-        group = wide_row * tl.num_programs(1) + tl.program_id(1)
-        bests = results.bests + group * num_splits * (2 * M_COLUMNS)
-        partial = results.partial + group * num_splits * (M_COLUMNS * V_DIM)
-        place = tl.arange(0, COLUMNS)
-        kept = real & (place < M_COLUMNS)
-        slot = split * M_COLUMNS + place
-        tl.store(bests + split * M_COLUMNS + slot, best, mask=kept)
-        tl.store(bests + (split + 1) * M_COLUMNS + slot, total, mask=kept)
-        one = tl.full([COLUMNS], 1.0, tl.float32)
-        _store(partial + slot * V_DIM, acc, one, seen, kept, KEYS, VALUES)
-        if VALUES is not None and arrive_last(counters, group, num_splits, LAUNCH.threads):
-            merged = first_column + tl.arange(0, M_COLUMNS)
-            head_of = head * GROUP + merged % GROUP
-            to = (wide_row * q_len + merged // GROUP) * (HEADS * GROUP) + head_of
-            merge_splits(
-                partial, bests, sink_logits + head_of, results.out + to * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
-                merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, SPLITS.merged,
-                QUERIES.sinks,
-            )  # fmt: skip
+        window = Window(
+            row_of(window_keys, wide_row, head), window_keys.token, row_of(window_values, wide_row, head),
+            window_values.token, exact, pages * PAGE,
+        )  # fmt: skip
+        best, total, exact_acc = attend_window(
+            queries, real, window, visible, softmax_scale, WINDOW, QUERIES
+        )
+        OUT: tl.constexpr = WINDOW.out
+        store_parts(partial, exact_acc, kept, OUT)
+    bests = results.bests + (group * num_splits + split) * (2 * M_COLUMNS) + place
+    tl.store(bests, best, mask=kept)
+    tl.store(bests + M_COLUMNS, total, mask=kept)
+
+    if VALUES is not None and arrive_last(counters, group, num_splits, LAUNCH.threads):
+        merged = first_column + tl.arange(0, M_COLUMNS)
+        head_of = head * GROUP + merged % GROUP
+        out_row = (wide_row * q_len + merged // GROUP) * (HEADS * GROUP) + head_of
+        merge_splits(
+            results, group, sink_logits + head_of, results.out + out_row * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
+            merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, SPLITS.merged,
+            VALUES.side.rotated, QUERIES.sinks,
+        )  # fmt: skip
 
 
 @triton.jit
 def merge_splits(
-    partial, bests, sink_logits, out, num_splits, column, real, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    results, group, sink_logits, out, num_splits, column, real, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of some query columns and store the result.
 
     Args:
-        partial, bests: of a block of query columns, [num_splits, COLUMNS, DIM] and [num_splits, 2, COLUMNS], fp32: maxima in
-            log2, and sums of weights. From the second-level cache: another multiprocessor wrote them.
+        results: Results; group: number (int64) of the block of query columns.
         sink_logits, out: [columns], pointers to the columns' own.
         column, real: [columns], places in the block that are wanted, which of them exist; channel: [channels].
-        SPLITS: splits that are read at once.
+        SPLITS: splits that are read at once; ROTATED: channels of a block of rotated numbers in all but the last, or 0.
     """
+    bests = results.bests + group * num_splits * (2 * COLUMNS)
+    partial = results.partial + group * num_splits * (COLUMNS * DIM)
     best = tl.full(column.shape, float("-inf"), tl.float32)
     total = tl.zeros(column.shape, tl.float32)
     acc = tl.zeros([column.shape[0], channel.shape[0]], tl.float32)
+    last = num_splits
+    if ROTATED > 0:
+        last = num_splits - 1
+    best, total, acc = _add_splits(
+        best, total, acc, partial, bests, 0, last, column, channel, DIM, COLUMNS, SPLITS
+    )
+    if ROTATED > 0:
+        acc = unrotate(acc, ROTATED, 1)
+        best, total, acc = _add_splits(
+            best, total, acc, partial, bests, last, num_splits, column, channel, DIM, COLUMNS, 1
+        )
+    norm = add_sink(best, total, sink_logits, SINKS)
+    result = (acc * norm[:, None]).to(out.dtype.element_ty)
+    inside = real[:, None] & (channel < DIM)[None, :]
+    tl.store(out[:, None] + channel[None, :], result, mask=inside)
+
+
+@triton.jit
+def _add_splits(
+    best, total, acc, partial, bests, begin, end, column, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Add splits `begin` to `end` to (best, total, acc); they are read from the second-level cache: other multiprocessors wrote them."""
     inside = channel < DIM
-    for first in tl.range(0, num_splits, SPLITS):
+    for first in tl.range(begin, end, SPLITS):
         split = first + tl.arange(0, SPLITS)
-        held = split < num_splits
+        held = split < end
         at = split[:, None] * COLUMNS + column[None, :]
         where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
         others = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
@@ -217,6 +233,7 @@ def merge_splits(
         where = partial + at[:, :, None] * DIM + channel[None, None, :]
         there = held[:, None, None] & inside[None, None, :]
         x = tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
+        x = tl.where(sums[:, :, None] > 0, x, 0.0)  # a split without tokens writes nothing
         top = tl.maximum(best, tl.max(others, 0))
         shift = finite(top)
         keep = tl.exp2(best - shift)
@@ -224,9 +241,7 @@ def merge_splits(
         total = total * keep + tl.sum(sums * weights, 0)
         acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], 0)
         best = top
-    norm = add_sink(best, total, sink_logits, SINKS)
-    result = (acc * norm[:, None]).to(out.dtype.element_ty)
-    tl.store(out[:, None] + channel[None, :], result, mask=real[:, None] & inside[None, :])
+    return best, total, acc
 
 
 @triton.jit(**SPECIALIZED)
@@ -248,12 +263,12 @@ def combine_kernel(
     row = tl.program_id(0) // queries
     column = tl.program_id(0) % queries
     blocks = (queries + COLUMNS - 1) // COLUMNS
-    group = (row * blocks + column // COLUMNS).to(tl.int64) * num_splits
+    group = (row * blocks + column // COLUMNS).to(tl.int64)
     one = tl.arange(0, 1)
     merge_splits(
-        results.partial + group * (COLUMNS * V_DIM), results.bests + group * (2 * COLUMNS), sink_logits + column % HEADS + one,
+        results, group, sink_logits + column % HEADS + one,
         results.out + tl.program_id(0).to(tl.int64) * V_DIM + one, num_splits, column % COLUMNS + one, one == 0,
-        tl.program_id(1) * COMBINED + tl.arange(0, COMBINED), V_DIM, COLUMNS, COMBINED_SPLITS, SINKS,
+        tl.program_id(1) * COMBINED + tl.arange(0, COMBINED), V_DIM, COLUMNS, COMBINED_SPLITS, 0, SINKS,
     )  # fmt: skip
 
 
@@ -285,8 +300,8 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     )  # fmt: skip
     plan = kept(kv.launches, key, lambda: _prepare(call))
     out = empty_output(query, kv)
-    splits = plan.splits(kv.block_table.shape[1])
-    room = plan.scratch.parts() if splits > 1 else plan.scratch.nothing  # alive until the launch
+    splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
+    room = plan.scratch.parts()  # alive until the launch
     sinks = out if sink_logits is None else sink_logits
     shown = out if mask is None else mask
 
@@ -301,7 +316,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         )  # fmt: skip
 
     plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
-    if splits > 1 and plan.combine is not None:
+    if plan.combine is not None:
         rows, heads, q_len, dim = out.shape
         plan.combine.launch(
             rows * heads * q_len, -(-dim // COMBINED.value), 1, index,
@@ -317,7 +332,7 @@ def _prepare(call: AttentionCall) -> Plan:
     dim, blocks, plain = spec.out_dim, query_blocks(spec, step), constants(spec, step)
     most = most_splits(spec, rows * blocks)
     columns = plain["SPLITS"].columns
-    parts = rows * blocks * columns * most  # of all splits
+    parts = rows * blocks * columns * (most + 1)  # of all splits
     combine = None
     if spec.is_latent:
         merging = {"HEADS": step.heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": step.sinks}

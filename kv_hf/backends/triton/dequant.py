@@ -304,13 +304,6 @@ def stages(SIZE):
     return SIZE.bit_length() - 1
 
 
-@triton.constexpr_function
-def _partner(p, STAGE, CUT):
-    """Return the part that part p is summed with in a stage across parts."""
-    places = [part.place for part in CUT.parts]
-    return places.index(places[p] ^ (CUT.parts[0].held << STAGE))
-
-
 @triton.jit
 def _sum_apart(x, APART: tl.constexpr):
     """Replace numbers of x [any shape] that lie APART in memory order by their sum and their difference."""
@@ -326,22 +319,3 @@ def unrotate(x, SIZE: tl.constexpr, STEP: tl.constexpr):
     for stage in tl.static_range(stages(SIZE)):
         x = _sum_apart(x, STEP << stage)
     return x
-
-
-@triton.jit
-def unrotate_parts(parts, CUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Transform neighbouring runs of BLOCK channels of sums [channels, columns] that lie in parts, alike (see heads.py)."""
-    SIZE: tl.constexpr = CUT.parts[0].held
-    new = ()
-    for p in tl.static_range(len(parts)):
-        new = new + (unrotate(parts[p], SIZE, parts[p].shape[1]),)
-    for stage in tl.static_range(stages(BLOCK // SIZE)):
-        old = new
-        new = ()
-        for p in tl.static_range(len(old)):
-            other = old[_partner(p, stage, CUT)]
-            if CUT.parts[p].place & (SIZE << stage):
-                new = new + (other - old[p],)
-            else:
-                new = new + (old[p] + other,)
-    return new

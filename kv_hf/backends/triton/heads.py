@@ -12,48 +12,32 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, run_unit, tile_unit, unpack, unpack_planes, unrotate_parts
+from .dequant import dtype_of, run_unit, tile_unit, unpack, unpack_planes
 from .direct import Fields
-from .softmax import LOG2E, bend, near_one, weigh, window_slots
+from .softmax import LOG2E, bend, near_one, weigh
 
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 
 
-class Window(NamedTuple):
-    """The exact tokens of a row: pointers to slot 0 of keys and values of one head, and their strides by slot.
-
-    Attributes:
-        exact: slots that hold tokens; page_tokens: tokens in pages.
-        mine: whether this program attends to them.
-    """
-
-    key_tokens: Any
-    key_slot: Any
-    value_tokens: Any
-    value_slot: Any
-    exact: Any
-    page_tokens: Any
-    mine: Any
-
-
 @triton.jit
 def attend_heads(
-    keys, values, queries, real, table, begin, end, head, window, visible, softmax_scale, KEYS: tl.constexpr,
+    keys, values, queries, real, table, begin, end, head, visible, softmax_scale, KEYS: tl.constexpr,
     VALUES: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend the query columns of one head to tiles `begin` to `end` of a row's pages, and to its window.
+    """Attend the query columns of one head to tiles `begin` to `end` of a row's pages.
 
     Args:
         keys, values: Fields; queries: [columns], pointers to channel 0, where `real`.
-        table: pointer to the row's page ids; window: a Window; visible: a Visibility.
-    Returns: maxima in log2, sums of weights [columns], and parts of the weighted values [size, columns].
+        table: pointer to the row's page ids; visible: a Visibility.
+    Returns: maxima in log2, sums of weights [columns], and parts of the weighted values [size, columns], rotated where the
+        pages' are.
     """
     COLUMNS: tl.constexpr = real.shape[0]
     PAGE: tl.constexpr = KEYS.side.page
     TILE: tl.constexpr = KEYS.tile
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
     K_CUT: tl.constexpr = KEYS.cut
-    W_CUT: tl.constexpr = KEYS.window
+    O_CUT: tl.constexpr = KEYS.offsets
     V_CUT: tl.constexpr = VALUES.cut
     K_DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
     if VALUES.offset != 1.0:
@@ -69,80 +53,102 @@ def attend_heads(
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
         whole_q = q
         if KEYS.fold == "tile":
-            whole_q = load_query(queries, real, shrink, (), W_CUT, K_DTYPE)
-    if begin < end:
-        lane = tl.arange(0, TILE)
-        # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
-        # copies that hide the latency of the codes' loads.
-        last = end - 1
-        block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64) * QUERIES.heads + head
-        page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
-        token = (begin % TILES_PER_PAGE) * TILE
-        key_factors = load_key_factors(keys, block, token, KEYS)
-        value_factors = load_value_factors(values, block * PAGE + token + lane, VALUES)
-        for tile in tl.range(begin, end, num_stages=STAGES):
-            token = (tile % TILES_PER_PAGE) * TILE
-            k_factors = key_factors
-            v_factors = value_factors
-            # carried as a sum: Triton does not pipeline loops that hand a value on for two rounds
-            next_block = page.to(tl.int64) * QUERIES.heads + head
-            page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
-            next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
-            tile_q = q
-            if KEYS.side.wide > 0:
-                tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
-            key_factors = load_key_factors(keys, next_block, next_token, KEYS)
-            value_factors = load_value_factors(
-                values, next_block * PAGE + next_token + lane, VALUES
-            )
-            scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
-            at = visible.sink_tokens + tile * TILE + lane
-            scores = bend(scores, factor, at, lane, visible, QUERIES, False)
-            weights, keep, best = weigh(
-                scores, factor, best, QUERIES.bent, QUERIES.hides, VALUES.lift
-            )
-            totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
-            acc, offsets = add_values(
-                values, v_factors, block, token, weights, keep, acc, offsets, VALUES
-            )
-            block = next_block
+            whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
+    lane = tl.arange(0, TILE)
+    # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+    # copies that hide the latency of the codes' loads.
+    last = end - 1
+    block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64) * QUERIES.heads + head
+    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
+    token = (begin % TILES_PER_PAGE) * TILE
+    key_factors = load_key_factors(keys, block, token, KEYS)
+    value_factors = load_value_factors(values, block * PAGE + token + lane, VALUES)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        token = (tile % TILES_PER_PAGE) * TILE
+        k_factors = key_factors
+        v_factors = value_factors
+        # carried as a sum: Triton does not pipeline loops that hand a value on for two rounds
+        next_block = page.to(tl.int64) * QUERIES.heads + head
+        page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
+        next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
+        tile_q = q
+        if KEYS.side.wide > 0:
+            tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
+        key_factors = load_key_factors(keys, next_block, next_token, KEYS)
+        value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
+        scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
+        at = visible.sink_tokens + tile * TILE + lane
+        scores = bend(scores, factor, at, lane, visible, QUERIES, False)
+        weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides, VALUES.lift)
+        totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
+        acc, offsets = add_values(
+            values, v_factors, block, token, weights, keep, acc, offsets, VALUES
+        )
+        block = next_block
     total = tl.sum(totals, 0) * (1.0 / 2.0**VALUES.lift)
-    acc = settle(acc, offsets, VALUES)
-    if VALUES.side.rotated > 0:  # the window's tokens, which follow, are not rotated
-        acc = unrotate_parts(acc, V_CUT, VALUES.side.rotated)
-    if window.mine:
-        best, total, acc = attend_window(
-            queries, real, window, visible, softmax_scale, best, total, acc, KEYS, VALUES, QUERIES
-        )  # fmt: skip
-    return best, total, acc
+    return best, total, settle(acc, offsets, VALUES)
+
+
+# -- the exact window --------------------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """The exact tokens of a row: pointers to slot 0 of keys and values of one head, and their strides by slot.
+
+    Attributes:
+        exact: slots that hold tokens; page_tokens: tokens in pages.
+    """
+
+    key_tokens: Any
+    key_slot: Any
+    value_tokens: Any
+    value_slot: Any
+    exact: Any
+    page_tokens: Any
 
 
 @triton.jit
 def attend_window(
-    queries, real, window, visible, softmax_scale, best, total, acc, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    QUERIES: tl.constexpr,
-):  # fmt: skip
-    """Add the window's tokens to the running softmax (best, total, acc) and return it.
+    queries, real, window, visible, softmax_scale, WINDOW: tl.constexpr, QUERIES: tl.constexpr
+):
+    """Attend query columns to a Window, of one head or of latents; WINDOW: a meta_params.ExactWindow.
 
-    acc: parts of the pages' values, settled (see `settle`); () where VALUES is None and values are not read.
+    Slots below `sink_tokens` lie in front of the tokens in pages, the others behind them.
+    Returns: as `attend_heads`, in parts of WINDOW.out; without values (), and with WINDOW.out None.
     """
-    CUT: tl.constexpr = KEYS.window
-    TILE: tl.constexpr = KEYS.window_tile
-    K_DTYPE: tl.constexpr = dtype_of(KEYS.window_dtype)
-    one = tl.full([total.shape[0]], 1.0, tl.float32)
-    query = load_query(queries, real, one, (), CUT, K_DTYPE)
+    K_CUT: tl.constexpr = WINDOW.keys
+    R_CUT: tl.constexpr = WINDOW.rope
+    V_CUT: tl.constexpr = WINDOW.out
+    TILE: tl.constexpr = WINDOW.tile
+    K_DTYPE: tl.constexpr = dtype_of(WINDOW.key_dtype)
+    V_DTYPE: tl.constexpr = dtype_of(WINDOW.value_dtype)
+    COLUMNS: tl.constexpr = real.shape[0]
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = ()
+    if V_CUT is not None:
+        acc = zeros(V_CUT, COLUMNS)
+    one = tl.full([COLUMNS], 1.0, tl.float32)
     factor = one * (softmax_scale * LOG2E)
-    for first in tl.range(0, window.exact, TILE, num_stages=2):
-        slot, held, at = window_slots(first, window, visible.sink_tokens, TILE)
-        scores = score_exact(window.key_tokens + slot * window.key_slot, held, query, CUT, True)
+    query = load_query(queries, real, one, (), K_CUT, K_DTYPE)
+    if R_CUT is not None:
+        rope = load_query(queries + WINDOW.rank, real, one, (), R_CUT, V_DTYPE)
+    for first in tl.range(0, window.exact, TILE, num_stages=WINDOW.num_stages):
+        slot = first + tl.arange(0, TILE)
+        held = slot < window.exact
+        at = slot + tl.where(slot < visible.sink_tokens, 0, window.page_tokens)
+        keys = window.key_tokens + slot * window.key_slot
+        values = window.value_tokens + slot * window.value_slot
+        scores = score_exact(keys, held, query, K_CUT, True)
+        if R_CUT is not None:
+            scores += score_exact(values, held, rope, R_CUT, True)
+            values = keys
         scores = bend(scores, factor, at, held, visible, QUERIES, True)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
-        if VALUES is not None:
-            rows = window.value_tokens + slot * window.value_slot
-            V_CUT: tl.constexpr = VALUES.cut
-            DTYPE: tl.constexpr = dtype_of(VALUES.window_dtype)
-            acc = add_exact(rows, held, weights, rescale(acc, keep), V_CUT, True, DTYPE)
+        if V_CUT is not None:
+            acc = rescale(acc, keep)
+            acc = add_exact(values, held, weights, acc, V_CUT, True, V_DTYPE, R_CUT is not None)
     return best, total, acc
 
 
@@ -220,14 +226,13 @@ def rescale(acc, keep):
 
 
 @triton.jit
-def store_parts(pointers, acc, norm, seen, held, CUT: tl.constexpr):
-    """Store the parts of acc [channels, columns] times norm [columns], zeros where not `seen`, where `held`."""
+def store_parts(pointers, acc, held, CUT: tl.constexpr):
+    """Store the parts of acc [channels, columns] where `held` [columns]."""
     for p in tl.static_range(len(acc)):
         lane = tl.arange(0, CUT.parts[p].size)
-        result = tl.where(seen[None, :], acc[p] * norm[None, :], 0.0)
         where = pointers[None, :] + (CUT.parts[p].place + lane)[:, None]
         inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
-        tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)
+        tl.store(where, acc[p], mask=inside)
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -272,7 +277,7 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
 
     Args:
         keys, block, token: as in `load_key_factors`, which returned `factors`.
-        query: parts of [size, columns]; whole_query: the same numbers as KEYS.window cuts them.
+        query: parts of [size, columns]; whole_query: the same numbers as KEYS.offsets cuts them.
     """
     CUT: tl.constexpr = KEYS.cut
     PIECES: tl.constexpr = KEYS.pieces
@@ -421,8 +426,14 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
 
 
 @triton.jit
-def add_exact(rows, held, weights, acc, CUT: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr):
-    """Add weights [tokens, columns] times exact values to the parts of acc; `rows` [tokens] points to channels."""
+def add_exact(
+    rows, held, weights, acc, CUT: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr, TURNED: tl.constexpr = False
+):  # fmt: skip
+    """Add weights [tokens, columns] times exact values to the parts of acc; `rows` [tokens] points to channels.
+
+    TURNED: whether columns lie on the rows of products, too few for those of a group of four warps, which would take as much
+    shared memory again.
+    """
     w = weights.to(DTYPE)
     new = ()
     for p in tl.static_range(len(CUT.parts)):
@@ -433,7 +444,12 @@ def add_exact(rows, held, weights, acc, CUT: tl.constexpr, HELD: tl.constexpr, D
             x = tl.load(where, mask=held[None, :] & inside, other=0.0)
         else:
             x = load_held(where, lane[:, None], CUT.parts[p].held)
-        new = new + (tl.dot(x.to(DTYPE), w, acc[p], input_precision="ieee"),)
+        x = x.to(DTYPE)
+        if TURNED:
+            part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(acc[p]), input_precision="ieee")
+            new = new + (tl.trans(part),)
+        else:
+            new = new + (tl.dot(x, w, acc[p], input_precision="ieee"),)
     return new
 
 

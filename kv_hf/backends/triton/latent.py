@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from .dequant import dtype_of, stages, tile_unit, unpack
-from .softmax import LOG2E, bend, near_one, weigh, window_slots
+from .softmax import bend, near_one, weigh
 
 
 @triton.jit
 def attend_latents(
-    keys, values, queries, real, table, begin, end, window, visible, softmax_scale, LATENTS: tl.constexpr,
+    keys, values, queries, real, table, begin, end, visible, softmax_scale, LATENTS: tl.constexpr,
     QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend query rows to tiles `begin` to `end` of a row's pages of latents, and to its window.
+    """Attend query rows to tiles `begin` to `end` of a row's pages of latents.
 
     Arguments are those of heads.attend_heads; `keys` are latents, `values` RoPE keys.
     Returns: maxima in log2, sums of weights [columns], and runs of the weighted latents [chunks, columns, wide].
@@ -59,150 +59,99 @@ def attend_latents(
     shrink, factor = near_one(size, softmax_scale, True)
     q = times(q, shrink[None, :, None], DTYPE)
     q_rope = (q_rope.to(tl.float32) * shrink[None, :, None]).to(dtype_of(LATENTS.rope_dtype))
-    if begin < end:
-        lane = tl.arange(0, ROWS)
-        row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
-        if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.side.bits < 8:
-            shift = lane // LATENTS.words * LATENTS.side.bits % 8
-            row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
-        # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
-        # copies that hide the latency of the words' loads.
-        last = end - 1
-        block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64)
-        page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
-        token = (begin % TILES_PER_PAGE) * ROWS + lane
-        scales = load_scales(keys.scale, block, token, LATENTS)
-        for tile in tl.range(begin, end, num_stages=STAGES):
-            start = (tile % TILES_PER_PAGE) * ROWS
-            token = start + lane  # of place 0
-            words = keys.codes + block * (LATENTS.words * RANK)
-            words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
-            numbers = load_numbers(words, LATENTS)
-            ropes = values.codes + (block * PAGE + token) * ROPE.dim
-            r_scale = 1.0
-            bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
-            if R_CODE != "none":
-                r_scale = tl.load(values.scale + block).to(tl.float32)
-                bias = score_offsets(bias, q_rope, values.offset + block * ROPE.dim, 0, ROPE)
+    lane = tl.arange(0, ROWS)
+    row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
+    if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.side.bits < 8:
+        shift = lane // LATENTS.words * LATENTS.side.bits % 8
+        row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+    # copies that hide the latency of the words' loads.
+    last = end - 1
+    block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64)
+    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
+    token = (begin % TILES_PER_PAGE) * ROWS + lane
+    scales = load_scales(keys.scale, block, token, LATENTS)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        start = (tile % TILES_PER_PAGE) * ROWS
+        token = start + lane  # of place 0
+        words = keys.codes + block * (LATENTS.words * RANK)
+        words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
+        numbers = load_numbers(words, LATENTS)
+        ropes = values.codes + (block * PAGE + token) * ROPE.dim
+        r_scale = 1.0
+        bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+        if R_CODE != "none":
+            r_scale = tl.load(values.scale + block).to(tl.float32)
+            bias = score_offsets(bias, q_rope, values.offset + block * ROPE.dim, 0, ROPE)
 
-            next_block = page.to(tl.int64)
-            page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
-            tile_scales = scales
-            next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
-            scales = load_scales(keys.scale, next_block, next_token, LATENTS)
+        next_block = page.to(tl.int64)
+        page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
+        tile_scales = scales
+        next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
+        scales = load_scales(keys.scale, next_block, next_token, LATENTS)
 
-            for phase in tl.static_range(LATENTS.places // STEP):
-                scores = ()
+        for phase in tl.static_range(LATENTS.places // STEP):
+            scores = ()
+            for i in tl.static_range(0, STEP, SHARE):
+                if LATENTS.fold == "channel":
+                    at = first_factor(block, start + (phase * STEP + i) * STRIDE, LATENTS)
+                    scores = scores + score_channels(
+                        numbers, q, bias, keys.scale + at, keys.offset + at, row_unit, phase * STEP + i, LATENTS
+                    )  # fmt: skip
+                else:
+                    s = bias
+                    for r in tl.static_range(RUNS):
+                        k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
+                        if LATENTS.fold == "token":
+                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                            product = tl.dot(q[r], k, input_precision="ieee")
+                            s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
+                        else:
+                            s = tl.dot(q[r], k, s, input_precision="ieee")
+                    scores = scores + (s,)
+            turned = ()
+            for i in tl.static_range(STEP):
+                rope = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
+                s = score_rope(scores[i], q_rope, rope, r_scale, ROPE, R_CODE, LATENTS.isa)
+                turned = turned + (s,)
+            # loaded apart from what scores take: their registers would be in the way there
+            factors = load_factors(keys, block, start + phase * STEP * STRIDE, LATENTS)
+            n = tl.arange(0, ROWS * STEP)
+            at_page = tile // TILES_PER_PAGE * PAGE + start
+            position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
+            whole = tl.trans(tl.sum(side_by_side(turned), 0))
+            whole = bend(whole, factor, visible.sink_tokens + position, n, visible, QUERIES, False)
+            weights, keep, best = weigh(whole, factor, best, QUERIES.bent, QUERIES.hides)
+            parts = apart(tl.trans(weights), STEP)
+            total = total * keep
+            sums = ()  # of weights, group by group
+            for i in tl.static_range(0, STEP, SHARE):
+                added = parts[i]
+                for other in tl.static_range(i + 1, i + SHARE):
+                    added += parts[other]
+                sums = sums + (tl.sum(added, 1),)
+                total += sums[i // SHARE]
+            new = ()
+            for r in tl.static_range(RUNS):
+                part = acc[r] * keep[None, :, None]
                 for i in tl.static_range(0, STEP, SHARE):
                     if LATENTS.fold == "channel":
-                        at = first_factor(block, start + (phase * STEP + i) * STRIDE, LATENTS)
-                        scores = scores + score_channels(
-                            numbers, q, bias, keys.scale + at, keys.offset + at, row_unit, phase * STEP + i, LATENTS
+                        part = add_channels(
+                            part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
+                            factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, LATENTS,
                         )  # fmt: skip
                     else:
-                        s = bias
-                        for r in tl.static_range(RUNS):
-                            k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
-                            if LATENTS.fold == "token":
-                                by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
-                                product = tl.dot(q[r], k, input_precision="ieee")
-                                s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
-                            else:
-                                s = tl.dot(q[r], k, s, input_precision="ieee")
-                        scores = scores + (s,)
-                turned = ()
-                for i in tl.static_range(STEP):
-                    rope = ropes + (phase * STEP + i) * (STRIDE * ROPE.dim)
-                    s = score_rope(
-                        scores[i], q_rope, rope, r_scale, lane, ROPE, R_CODE, False, LATENTS.isa
-                    )
-                    turned = turned + (s,)
-                # loaded apart from what scores take: their registers would be in the way there
-                factors = load_factors(keys, block, start + phase * STEP * STRIDE, LATENTS)
-                n = tl.arange(0, ROWS * STEP)
-                at_page = tile // TILES_PER_PAGE * PAGE + start
-                position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
-                whole = tl.trans(tl.sum(side_by_side(turned), 0))
-                whole = bend(
-                    whole, factor, visible.sink_tokens + position, n, visible, QUERIES, False
-                )
-                weights, keep, best = weigh(whole, factor, best, QUERIES.bent, QUERIES.hides)
-                parts = apart(tl.trans(weights), STEP)
-                total = total * keep
-                sums = ()  # of weights, group by group
-                for i in tl.static_range(0, STEP, SHARE):
-                    added = parts[i]
-                    for other in tl.static_range(i + 1, i + SHARE):
-                        added += parts[other]
-                    sums = sums + (tl.sum(added, 1),)
-                    total += sums[i // SHARE]
-                new = ()
-                for r in tl.static_range(RUNS):
-                    part = acc[r] * keep[None, :, None]
-                    for i in tl.static_range(0, STEP, SHARE):
-                        if LATENTS.fold == "channel":
-                            part = add_channels(
-                                part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
-                                factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, LATENTS,
-                            )  # fmt: skip
-                        else:
-                            w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
-                            if LATENTS.fold == "token":
-                                by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
-                                w = w * (by * LATENTS.boost)[:, None, :]
-                            v = numbers[r][phase * STEP + i]
-                            part = tl.dot(w.to(DTYPE), v, part, input_precision="ieee")
-                    new = new + (part,)
-                acc = new
-            block = next_block
+                        w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
+                        if LATENTS.fold == "token":
+                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                            w = w * (by * LATENTS.boost)[:, None, :]
+                        v = numbers[r][phase * STEP + i]
+                        part = tl.dot(w.to(DTYPE), v, part, input_precision="ieee")
+                new = new + (part,)
+            acc = new
+        block = next_block
     if LATENTS.side.code != "none":
         acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
-    if window.mine:
-        best, total, acc = attend_latent_window(
-            queries, real, window, visible, softmax_scale, best, total, acc, LATENTS, QUERIES
-        )  # fmt: skip
-    return best, total, acc
-
-
-@triton.jit
-def attend_latent_window(
-    queries, real, window, visible, softmax_scale, best, total, acc, LATENTS: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """Add the window's tokens to the running softmax (best, total, acc) and return it; see heads.attend_window.
-
-    acc: runs of [chunks, columns, wide].
-    """
-    CUT: tl.constexpr = LATENTS.cut
-    ROPE: tl.constexpr = LATENTS.rope
-    TILE: tl.constexpr = LATENTS.window_tile
-    DTYPE: tl.constexpr = dtype_of(LATENTS.window_dtype)
-    CHUNKS: tl.constexpr = acc[0].shape[0]
-    COLUMNS: tl.constexpr = acc[0].shape[1]
-    q = load_runs(queries, real, CUT, True)
-    q_rope = load_tile(queries + CUT.dim, real, 0, ROPE, True)
-    q_rope = q_rope.to(dtype_of(LATENTS.window_rope_dtype))
-    factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
-    for first in tl.range(0, window.exact, TILE, num_stages=1):
-        slot, held, at = window_slots(first, window, visible.sink_tokens, TILE)
-        scores = tl.zeros([CHUNKS, COLUMNS, TILE], tl.float32)
-        numbers = ()
-        for r in tl.static_range(len(acc)):
-            x = load_tile(window.key_tokens + slot * window.key_slot, held, r, CUT, True)
-            numbers = numbers + (x.to(DTYPE),)
-            k = tl.trans(numbers[r], (0, 2, 1))
-            scores = tl.dot(q[r].to(DTYPE), k, scores, input_precision="ieee")
-        rope = window.value_tokens + slot * window.value_slot
-        scores = score_rope(scores, q_rope, rope, 1.0, held, ROPE, "none", True, 0)
-        scores = tl.trans(tl.sum(scores, 0))
-        scores = bend(scores, factor, at, held, visible, QUERIES, True)
-        weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
-        total = total * keep + tl.sum(weights, 0)
-        w = tl.broadcast_to(tl.trans(weights)[None, :, :], [CHUNKS, COLUMNS, TILE]).to(DTYPE)
-        new = ()
-        for r in tl.static_range(len(acc)):
-            part = acc[r] * keep[None, :, None]
-            new = new + (tl.dot(w, numbers[r], part, input_precision="ieee"),)
-        acc = new
     return best, total, acc
 
 
@@ -355,15 +304,15 @@ def load_scales(scale, block, token, LATENTS: tl.constexpr):
 
 @triton.jit
 def score_rope(
-    scores, query, keys, scale, held, CUT: tl.constexpr, CODE: tl.constexpr, HELD: tl.constexpr, ISA: tl.constexpr
-):  # fmt: skip
+    scores, query, keys, scale, CUT: tl.constexpr, CODE: tl.constexpr, ISA: tl.constexpr
+):
     """Add the products of RoPE keys to scores [chunks, columns, rows]: each chunk takes its part of the channels.
 
     Args:
         query: [chunks, columns, wide]; keys: [rows], pointers to channel 0 of each token.
-        scale: of encoded keys, whose offsets are added elsewhere; held: [rows], which exist (read where HELD).
+        scale: of encoded keys, whose offsets are added elsewhere.
     """
-    x = load_tile(keys, held, 0, CUT, HELD)
+    x = load_tile(keys, keys, 0, CUT, False)
     if CODE == "none":
         k = tl.trans(x.to(query.dtype), (0, 2, 1))
         return tl.dot(query, k, scores, input_precision="ieee")
@@ -375,14 +324,13 @@ def score_rope(
 
 
 @triton.jit
-def store_runs(pointers, acc, norm, seen, held, CUT: tl.constexpr):
-    """Store runs of acc [chunks, columns, wide] times norm [columns], zeros where not `seen`, where `held`."""
+def store_runs(pointers, acc, held, CUT: tl.constexpr):
+    """Store runs of acc [chunks, columns, wide] where `held` [columns]."""
     for r in tl.static_range(len(acc)):
         channel, inside = piece(r, CUT)
-        result = tl.where(seen[None, :, None], acc[r] * norm[None, :, None], 0.0)
         where = pointers[None, :, None] + channel[:, None, :]
         inside = held[None, :, None] & inside[:, None, :]
-        tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)
+        tl.store(where, acc[r], mask=inside)
 
 
 @triton.jit

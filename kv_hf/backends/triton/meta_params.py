@@ -179,9 +179,9 @@ class Operand(NamedTuple):
         by_rows: whether the offsets of channel groups are summed by one matrix product, a group on each row: one group is
             summed with fewer instructions number by number, beside the weights.
         lift: the weights are multiplied by 2^lift; boost: they, times scales, are multiplied by.
-        dtype, window_dtype: of the products with pages and with the exact window, by name.
+        dtype: of the products, by name.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
-        cut: of the codes; offsets: of the keys' offsets; window: of the exact window, window_tile: its tokens at once.
+        cut: of the codes; offsets: of the keys' offsets.
     """
 
     side: SideLayout
@@ -194,12 +194,9 @@ class Operand(NamedTuple):
     lift: int
     boost: float
     dtype: str
-    window_dtype: str
     isa: int
     cut: Cut
     offsets: Cut
-    window: Cut
-    window_tile: int
 
 
 MAX_TILE = 64  # tokens
@@ -260,14 +257,6 @@ def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> in
     while tile > MIN_SIZE and tile * token_bytes > most:
         tile //= 2
     return tile
-
-
-def window_tile(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the tokens of a tile of the window."""
-    if spec.is_latent:
-        return 32 if tile_tokens(spec, query_dtype) >= 32 else MIN_SIZE
-    token_bytes = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
-    return W_TILE if W_TILE * token_bytes <= TILE_BYTES else MIN_SIZE
 
 
 class Step(NamedTuple):
@@ -379,13 +368,11 @@ def _keys_of(spec: PageSpec, step: Step) -> Operand:
     fold = "none" if scheme.is_exact else "page"
     if scheme.code == "unsigned":
         fold = "tile" if group >= MIN_SIZE else "element"
-    cut, window = Cut.of(side.runs, chunks), whole(side)
-    dtype, _, window_dtype, _ = compute_types(spec, step.query_dtype)
+    cut, dtype = Cut.of(side.runs, chunks), compute_types(spec, step.query_dtype)[0]
     return Operand(
         side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
-        by_rows=False, lift=0, boost=1.0, dtype=dtype, window_dtype=window_dtype,
-        isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut, offsets=cut if layout.wide else window, window=window,
-        window_tile=window_tile(spec, step.query_dtype),
+        by_rows=False, lift=0, boost=1.0, dtype=dtype, isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut,
+        offsets=cut if layout.wide else whole(side),
     )  # fmt: skip
 
 
@@ -401,18 +388,16 @@ def _values_of(spec: PageSpec, step: Step) -> Operand:
             pieces = partial(_chunks_of_groups, group=group)
         else:
             fold = "element"
-    if scheme.rotated:
-        pieces = partial(rotated_chunks, group=group if fold == "token" else width)
     groups = side.head_dim // group
     by_rows = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
-    _, dtype, _, window_dtype = compute_types(spec, step.query_dtype)
+    dtype = compute_types(spec, step.query_dtype)[1]
     exact = dtype == "fp32"
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
         side=layout, tile=tile_tokens(spec, step.query_dtype), fold=fold, groups=groups, pieces=1,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
-        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, window_dtype=window_dtype, isa=0 if exact or fold == "element" else step.isa,
-        cut=Cut.of(side.runs, pieces), offsets=whole(side), window=whole(side), window_tile=window_tile(spec, step.query_dtype),
+        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, isa=0 if exact or fold == "element" else step.isa,
+        cut=Cut.of(side.runs, pieces), offsets=whole(side),
     )  # fmt: skip
 
 
@@ -426,15 +411,36 @@ def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int], ...]:
     return tuple(cut for start in range(0, width, group) for cut in chunks(group, start))
 
 
-def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int], ...]:
-    """Cut `width` places of rotated values into (start, size): equal powers of two of places that lie within `group`.
+class ExactWindow(NamedTuple):
+    """How the exact window is multiplied.
 
-    The transform then sums pairs within chunks, or pairs of chunks. Sizes are at least 16, places need not be.
+    Attributes:
+        keys: how their channels are cut; rope: the same of RoPE keys, the second side of latents, or None.
+        out: the same of what the weights are multiplied by: values, latents, or nothing (None).
+        rank: channels of a latent, behind which a query has those for RoPE keys.
+        tile, num_stages: tokens at once, and tiles on their way.
+        key_dtype, value_dtype: of the products with either side, by name.
     """
-    places = width & -width
-    if group < width:
-        places = min(places, group & -group)
-    return tuple((start, max(places, MIN_SIZE)) for start in range(0, width, places))
+
+    keys: Cut
+    rope: Cut | None
+    out: Cut | None
+    rank: int
+    tile: int
+    num_stages: int
+    key_dtype: str
+    value_dtype: str
+
+    @classmethod
+    def of(cls, spec: PageSpec, step: Step, *, chooses: bool = False) -> "ExactWindow":
+        """Return that of a step, or of the choice of pages before it, which reads no values."""
+        keys, values = (whole(side) for side in spec.sides)
+        bytes_ = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
+        tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
+        types = compute_types(spec, step.query_dtype)[2:]
+        if spec.is_latent:
+            return cls(keys, values, keys, spec.keys.head_dim, tile, 1, *types)
+        return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
 
 
 # -- latents -----------------------------------------------------------------------------------------------------------
@@ -497,8 +503,8 @@ class Latents(NamedTuple):
         cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both runs of a chunk, or None.
         rope_code: as `code`, of RoPE keys.
         boost: weights are multiplied by it.
-        dtype, rope_dtype, window_dtype, window_rope_dtype: of the products, by name.
-        window_tile, isa: as in meta_params.Operand.
+        dtype, rope_dtype: of the products, by name.
+        isa: as in meta_params.Operand.
     """
 
     side: SideLayout
@@ -519,9 +525,6 @@ class Latents(NamedTuple):
     boost: float
     dtype: str
     rope_dtype: str
-    window_dtype: str
-    window_rope_dtype: str
-    window_tile: int
     isa: int
 
 
@@ -583,8 +586,7 @@ def latents(spec: PageSpec, step: Step) -> Latents:
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
-        dtype=dtypes[0], rope_dtype=dtypes[1], window_dtype=dtypes[2], window_rope_dtype=dtypes[3],
-        window_tile=window_tile(spec, step.query_dtype), isa=0 if exact else step.isa,
+        dtype=dtypes[0], rope_dtype=dtypes[1], isa=0 if exact else step.isa,
     )  # fmt: skip
 
 
@@ -608,11 +610,9 @@ class Splits(NamedTuple):
     """How a row's tokens are split over programs of the decode kernel, and their results merged.
 
     Attributes:
-        window_cost: work of a token of the window, in units of a page's tokens.
         columns: of a program, that hold query heads; merged: splits that are merged at once.
     """
 
-    window_cost: int
     columns: int
     merged: int
 
@@ -623,8 +623,7 @@ class Splits(NamedTuple):
         if not queries.chunk:
             columns = min(columns, power_of_two(queries.group))
         merged = num_warps * MERGED_NUMBERS // (columns * power_of_two(spec.out_dim))
-        cost = max(1, round(16 / spec.bits_per_element))
-        return cls(cost, columns, max(1, min(MERGED, merged)))
+        return cls(columns, max(1, min(MERGED, merged)))
 
 
 def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
@@ -634,6 +633,7 @@ def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
         "QUERIES": queries,
         "KEYS": latents(spec, step) if spec.is_latent else _keys_of(spec, step),
         "VALUES": None if spec.is_latent else _values_of(spec, step),
+        "WINDOW": ExactWindow.of(spec, step),
         "SPLITS": Splits.of(spec, queries, launch.num_warps),
         "LAUNCH": launch,
     }

@@ -39,7 +39,7 @@ from .direct import (
 from .heads import ROWS, Window, attend_window, query_units
 from .meta_params import (
     HIP,
-    Cut,
+    ExactWindow,
     Launch,
     Queries,
     SideLayout,
@@ -49,7 +49,6 @@ from .meta_params import (
     power_of_two,
     query_blocks,
     side_layout,
-    whole,
 )
 from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, arrive_last, cap, log2_sum
 
@@ -90,8 +89,7 @@ class KeyWords(NamedTuple):
         turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
         pages: pages of a tile.
-        window, window_tile: how the exact window is cut, and its tokens that are read at once.
-        dtype, window_dtype: of the products with pages and with the window, by name; isa: as in meta_params.Operand.
+        dtype: of the products with pages, by name; isa: as in meta_params.Operand.
     """
 
     side: SideLayout
@@ -107,10 +105,7 @@ class KeyWords(NamedTuple):
     read: int
     slots: int
     pages: int
-    window: Cut
-    window_tile: int
     dtype: str
-    window_dtype: str
     isa: int
 
 
@@ -122,12 +117,11 @@ def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
     section = [word for word in word_channels(keys) if word[0] < channels]
     part = len(section[0]) // runs
     read = min(summary_words(keys), len(section))
-    dtype, _, window_dtype, _ = compute_types(spec, step.query_dtype)
+    dtype = compute_types(spec, step.query_dtype)[0]
     return KeyWords(
         side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
         bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
-        pages=max(NUM_WARPS, TILE_TOKENS // side.page), window=whole(keys), window_tile=32 if side.dim <= 128 else 16,
-        dtype=dtype, window_dtype=window_dtype, isa=0 if dtype == "fp32" else step.isa,
+        pages=max(NUM_WARPS, TILE_TOKENS // side.page), dtype=dtype, isa=0 if dtype == "fp32" else step.isa,
     )  # fmt: skip
 
 
@@ -562,13 +556,14 @@ def choose_kernel(
     softcap,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
     TOP: tl.constexpr,
     LAUNCH: tl.constexpr,
 ):
     """Score one split of a row's pages for the query columns of one (kv head, block of columns); the last of a row chooses.
 
-    Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, LAUNCH: as of
-    decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
+    Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, WINDOW, LAUNCH: as
+    of decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
     if not QUERIES.chunk:
         q_len = 1
@@ -610,13 +605,11 @@ def choose_kernel(
             )  # fmt: skip
         else:
             window = row_of(window_keys, wide_row, head)
-            window = Window(window, window_keys.token, window, window_keys.token, exact, 0, True)
+            window = Window(window, window_keys.token, window, window_keys.token, exact, 0)
             visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
-            best = tl.full([COLUMNS], float("-inf"), tl.float32)
-            total = tl.zeros([COLUMNS], tl.float32)
             best, total, _ = attend_window(
-                queries, real, window, visible, softmax_scale, best, total, (), KEYS, None, QUERIES
-            )  # fmt: skip
+                queries, real, window, visible, softmax_scale, WINDOW, QUERIES
+            )
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
             if QUERIES.sinks:
                 sink = tl.load(sink_logits + head_of, mask=real, other=0.0).to(tl.float32)
@@ -656,6 +649,7 @@ def selection_constants(
     return {
         "QUERIES": Queries.of(spec, step),
         "KEYS": words,
+        "WINDOW": ExactWindow.of(spec, step, chooses=True),
         "TOP": top_p,
         "LAUNCH": Launch.of(NUM_WARPS, stages, step.isa),
     }

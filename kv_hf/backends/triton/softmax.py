@@ -26,17 +26,6 @@ class Visibility(NamedTuple):
     softcap: Any
 
 
-@triton.jit
-def window_slots(first, window, sink_tokens, TILE: tl.constexpr):
-    """Return TILE slots of a heads.Window from `first` on, which of them hold tokens, and the positions of these.
-
-    Slots below `sink_tokens` lie in front of the tokens in pages, the others behind them.
-    """
-    slot = first + tl.arange(0, TILE)
-    at = slot + tl.where(slot < sink_tokens, 0, window.page_tokens)
-    return slot, slot < window.exact, at
-
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_WEIGHT = tl.constexpr(-1.0e38)  # log2 of a weight of 0, where numbers are finite

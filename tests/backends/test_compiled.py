@@ -234,7 +234,7 @@ def recording(targets):
 
 def addresses(cache):
     stores = [layer.store for layer in cache.layers]
-    fields = [one for store in stores for side in store.pages.fields for one in side.values()]
+    fields = [one for store in stores for side in store.pages.sides for one in side.fields.values()]
     return [t.data_ptr() for t in (*fields, *(w.tokens for s in stores for w in s.residuals))]
 
 
@@ -315,7 +315,7 @@ def test_reset_after_a_compiled_step_gives_all_tensors_back():
     step(tokens(1, 1), past_key_values=cache)
     store = cache.layers[0].store
     windows = [weakref.ref(one.tokens) for one in store.residuals]
-    pages = [weakref.ref(one) for fields in store.pages.fields for one in fields.values()]
+    pages = [weakref.ref(one) for side in store.pages.sides for one in side.fields.values()]
     del store
     cache.reset()
     gc.collect()

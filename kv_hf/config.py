@@ -61,7 +61,8 @@ class Option:
         check: called with name and value; returns what is held.
         kinds: "local": it says where pages of one process lie, or how many there is room for, so that files of caches do not
             hold it. "grows": it belongs to caches that grow, not to those with max_length. "call": it is for one call of
-            generate(), not for continuous batching. "request": a request to a server may set it.
+            generate(), not for continuous batching. "request": a request to a server may set it. "decoder": not for
+            encoder-decoder models. "encoder": for these alone. "batch": for continuous batching alone.
     """
 
     check: Check
@@ -201,14 +202,14 @@ class CacheConfig:
     sink_tokens: int = _option(4, _whole(0), "request")
     recent_tokens: int = _option(0, _whole(0), "request")
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
-    max_bytes: int | None = _option(None, _BYTES)
+    max_bytes: int | None = _option(None, _BYTES, "batch")
     reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call")
-    max_length: int | None = _option(None, _TOKENS, "local", "call")
+    max_length: int | None = _option(None, _TOKENS, "local", "call", "decoder")
     cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
     layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")
     kernel: str = _option("auto", _by(check_choice, KERNELS, OTHER_KERNEL_WORDS))
-    prefix_store: Any = _option(None, _or_none(_store), "local", "grows")  # noqa: RUF009
-    cross_attention: str = _option("exact", _choice("exact", "same"), "request")
+    prefix_store: Any = _option(None, _or_none(_store), "local", "grows", "decoder")  # noqa: RUF009
+    cross_attention: str = _option("exact", _choice("exact", "same"), "request", "encoder")
     offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
     offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
@@ -241,6 +242,11 @@ class CacheConfig:
 
     def _gives(self, name: str) -> bool:
         return bool(getattr(self, name) != DEFAULTS[name])
+
+    def refuse(self, kind: str, why: str) -> None:
+        """Raise CacheOptionError for an option of this kind (Option.kinds) that is not at its default."""
+        for name in filter(self._gives, names_of(kind)):
+            raise CacheOptionError(f"{name}={getattr(self, name)!r} {why}; leave it out")
 
     def _check_apart(self, name: str, other: str, why: str) -> None:
         """Raise CacheOptionError where two options are given that do not go together."""

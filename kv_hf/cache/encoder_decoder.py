@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from ..config import CacheConfig
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..spec import MemoryReport
 from .build import MadeOfOptions
 from .layer import PagedLayer
@@ -42,14 +42,10 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
             raise UnsupportedModelError(
                 f"{config.model_type!r} is not an encoder-decoder model: use kv_hf.PagedCache"
             )
-        if options.prefix_store is not None:
-            raise CacheOptionError(
-                "prefix_store is for decoder-only models: a decoder's keys and values depend on the encoder's text too"
-            )
-        if options.max_length is not None:
-            raise CacheOptionError(
-                f"max_length={options.max_length} is for decoder-only models; leave it out for {config.model_type!r}"
-            )
+        options.refuse(
+            "decoder",
+            f"is for decoder-only models, whose keys depend on one text; not {config.model_type!r}",
+        )
         each = replace(options, cross_attention="exact")
         own = PagedCache.from_options(config, each)
         cross: Cache

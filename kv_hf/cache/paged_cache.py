@@ -115,16 +115,11 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
-        if options.cross_attention != "exact":
-            raise CacheOptionError(
-                f"cross_attention={options.cross_attention!r} is for encoder-decoder models, whose cache is "
-                "kv_hf.PagedEncoderDecoderCache"
-            )
-        if options.max_bytes is not None:
-            raise CacheOptionError(
-                f"max_bytes={options.max_bytes} bounds the cache of continuous batching alone; bound this one by max_pages, or leave "
-                "it out"
-            )
+        options.refuse(
+            "encoder",
+            "is for encoder-decoder models, whose cache is kv_hf.PagedEncoderDecoderCache",
+        )
+        options.refuse("batch", "bounds the cache of continuous batching, and max_pages this one")
         decoder = decoder_config(config)
         DynamicCache.__init__(self, config=decoder)
         self.options = options

@@ -54,7 +54,6 @@ from .report import tensor_bytes
 FORMAT, VERSION = "kv_hf.PagedCache", "5"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
-MOST_PAGE_SIZE = 1 << 20
 MOST_SIZE = 1 << 16  # kv heads, channels of a head
 
 
@@ -446,10 +445,6 @@ def _claimed_options(claimed: Mapping[str, Any], kernel: str | None) -> CacheCon
     """Return the options of a file. Raises CacheFileError for those of caches that are never saved, and impossible ones."""
     if any(claimed.get(name) is not None for name in names_of("local")):
         raise CacheFileError("it claims options of caches that are never saved")
-    for name, value in claimed.items():
-        most = MOST_PAGE_SIZE if name == "page_size" else MOST
-        if isinstance(value, int | float) and value > most:
-            raise CacheFileError(f"its option {name} is {short(value)}")
     rest = {name: value for name, value in claimed.items() if name not in ("keys", "values")}
     if kernel is not None:
         rest["kernel"] = kernel

@@ -13,7 +13,7 @@ import transformers
 from transformers.generation.continuous_batching import continuous_api
 
 from ..cache.model_shape import is_encoder_decoder
-from ..config import CacheConfig, names_of
+from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
 from ..hf.install import Patch
@@ -51,12 +51,10 @@ def options_of(generation_config: Any) -> CacheConfig | None:
 
 def _check_options(options: CacheConfig) -> None:
     """Raise CacheOptionError for options that continuous batching cannot follow."""
-    for option in names_of("call"):
-        if getattr(options, option) not in (None, 0):
-            raise CacheOptionError(
-                f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "
-                "starts (cache_config={'max_bytes': ..}). Leave it out"
-            )
+    options.refuse(
+        "call",
+        "is for one call of generate(); continuous batching allocates all pages when it starts (cache_config={'max_bytes': ..})",
+    )
     if options.cuda_graph == "always":
         raise CacheOptionError(
             "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"

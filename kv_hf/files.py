@@ -272,9 +272,8 @@ def made_once(target: Path, marker: str, make: Callable[[Path, Path], object]) -
         make(done, scratch)
         if target.exists() and not (target / marker).is_file():  # cut off long ago
             target.rename(scratch / "old")
-        with contextlib.suppress(
-            OSError
-        ):  # another process was faster: its folder has all that this one has
+        # another process was faster: its folder has all that this one has
+        with contextlib.suppress(OSError):
             done.rename(target)
         if not (target / marker).is_file():
             raise KVCacheError(

@@ -79,9 +79,8 @@ def _why_not_on_hub(name: str) -> str | None:
         return "neither a folder nor a model of the hub (a private one needs `hf auth login`)"
     except EntryNotFoundError:
         return f"on the hub, but without a {CONFIG}"
-    except (
-        Exception
-    ):  # a slow or unwilling hub: its client, which asks more than once, has the last word
+    # a slow or unwilling hub: its client, which asks more than once, has the last word
+    except Exception:
         return None
     return None
 

@@ -75,23 +75,6 @@ class MadeOfOptions:
         raise NotImplementedError
 
 
-def _why_no_pages(classes: Sequence[str], own: Sequence[str]) -> str:
-    """Return why none of the layers of these classes can live in pages."""
-    if own:
-        return f"keeps more than keys and values in cache layers of its own ({', '.join(own)}), which pages do not hold"
-    if INDEXED in classes:
-        return (
-            f"keeps an indexer's keys beside full keys and values ({INDEXED}); pages hold an indexer's keys beside latents "
-            "only"
-        )
-    return f"has no attention layer that pages could hold (its layers: {', '.join(sorted(set(classes)))})"
-
-
-def _can_be_paged(name: str, rank: int | None) -> bool:
-    """Say whether pages can take the place of a layer of transformers; indexer keys only beside latents."""
-    return name in _PAGED or (rank is not None and name == INDEXED)
-
-
 def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
     """Raise CacheOptionError for options about latents, which the model does not cache.
 
@@ -146,12 +129,13 @@ def page_layers(
         index
         for index, name in enumerate(classes)
         if index not in kept
-        and _can_be_paged(name, ranks[index])
+        and (name in _PAGED or (name == INDEXED and ranks[index] is not None))
         and not (own_windows and windows[index] is not None)
     ]
     if not paged:
         raise UnsupportedModelError(
-            f"{model_type!r} {_why_no_pages(classes, own)}; use cache_implementation='dynamic'"
+            f"{model_type!r} has no attention layer that pages could hold, keys and values or an indexer's keys beside latents "
+            f"(its layers: {', '.join(sorted(set(classes)))}); use cache_implementation='dynamic'"
         )
     if all(rank is None for rank in ranks):
         _check_no_latent_options(model_type, options)
@@ -212,14 +196,11 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
             f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"
         )
     for index, layer in enumerate(layers):
-        if type(layer) is DynamicIndexedLayer and index in paged:
+        name = type(layer).__name__
+        if name in (INDEXED, *HYBRID) or (index not in paged and not is_dummy(layer)):
             raise CacheOptionError(
-                f"prefix_store keeps no indexer keys, which layer {index} needs (sparse attention); leave it out"
-            )
-        if type(layer).__name__ in HYBRID or (index not in paged and not is_dummy(layer)):
-            raise CacheOptionError(
-                f"prefix_store needs layers that hold nothing but pages; layer {index} is transformers' "
-                f"{type(layer).__name__}, whose state belongs to the whole text"
+                f"prefix_store needs layers that hold nothing but pages; layer {index} is transformers' {name}, which holds an "
+                "indexer's keys, or a state of the whole text; leave it out"
             )
     return store.bind(options, signature(config))
 

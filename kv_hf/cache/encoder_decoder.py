@@ -104,9 +104,9 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
 
     def check_integrity(self) -> None:
         """Raise ValueError unless counts, lengths, storage and layers of each half agree."""
-        self.self_attention_cache.check_integrity()
-        if isinstance(self.cross_attention_cache, PagedCache):
-            self.cross_attention_cache.check_integrity()
+        for half in paged_halves(self):
+            if half is not None:
+                half.check_integrity()
 
     def __repr__(self) -> str:
         own, cross = self.self_attention_cache, self.cross_attention_cache

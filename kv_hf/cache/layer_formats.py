@@ -51,11 +51,6 @@ class LayerFormats:
         k_rope = options.k_rope_format(latent)
         return cls(keys, values, options, rank, latent, k_rope)
 
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return self.options.page_size
-
     def spec(self, **sizes: Any) -> PageSpec:
         """Return what pages of such keys and values are like; transformers hands latents over as keys of one head.
 
@@ -63,12 +58,11 @@ class LayerFormats:
             sizes: as for PageSpec.build: num_kv_heads, key_dim, value_dim, dtype, and value_dtype and layout where they are others.
         Raises: CacheOptionError where a format cannot store them.
         """
+        page_size = self.options.page_size
         if self.latent is None or (sizes["num_kv_heads"], sizes["key_dim"]) != (1, self.rank):
-            return PageSpec.build(self.keys, self.values, page_size=self.page_size, **sizes)
+            return PageSpec.build(self.keys, self.values, page_size=page_size, **sizes)
         k_rope = k_rope_scheme(self.k_rope, sizes["value_dim"])
-        return PageSpec.build(
-            self.latent, k_rope, page_size=self.page_size, sides=LATENT_SIDES, **sizes
-        )
+        return PageSpec.build(self.latent, k_rope, page_size=page_size, sides=LATENT_SIDES, **sizes)
 
     @property
     def if_widening(self) -> "LayerFormats | None":

@@ -135,9 +135,8 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         """Return the column of the next indexer key: models hand them over behind a layer's latents, or before."""
         if self.store is None or self._indexed in (self.seen, self.seen - q_len):
             return self._indexed
-        if (
-            self._indexed > self.seen
-        ):  # of a forward that was refused or stopped before its latents came
+        # of a forward that was refused or stopped before its latents came
+        if self._indexed > self.seen:
             return self.seen
         raise InterruptedForwardError(
             f"layer {self.layer_idx} holds {self.seen} latents and {self._indexed} indexer keys: an earlier forward "

@@ -105,9 +105,8 @@ def decoder_config(config: Any) -> Any:
     decoder = config.get_text_config(decoder=True)
     layers = getattr(config, "num_decoder_layers", None)  # T5; 5.23 leaves it out of its copy
     if decoder is not config and is_encoder_decoder(decoder) and isinstance(layers, int):
-        if hasattr(
-            decoder, "num_encoder_layers"
-        ):  # ProphetNet, whose num_hidden_layers reads this one
+        # ProphetNet, whose num_hidden_layers reads this one
+        if hasattr(decoder, "num_encoder_layers"):
             decoder.num_encoder_layers = layers
         else:
             decoder.num_hidden_layers = layers
@@ -158,9 +157,8 @@ def _read(config: Any, name: str) -> Any:
     """Return an attribute, None where the config has none, or VARIES where layers differ in it."""
     try:
         return getattr(config, name, None)
-    except (
-        Exception
-    ) as error:  # 5.23: AmbiguousGlobalPerLayerAttributeError of heterogeneous configs
+    # 5.23: AmbiguousGlobalPerLayerAttributeError of heterogeneous configs
+    except Exception as error:
         if type(error).__name__ == "AmbiguousGlobalPerLayerAttributeError":
             return VARIES
         raise

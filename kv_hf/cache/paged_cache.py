@@ -328,8 +328,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             for layer in self.paged_layers:
                 layer.follow(layer.group.step)
         self.started = bool(self.group.seen)
-        if self.token_ids is not None:
-            self.forget_tokens(self.get_seq_length())
+        self.forget_tokens(self.group.seen)
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
@@ -364,9 +363,8 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 if len(group):
                     group.select(sources)
             for layer in self.layers:
-                if not isinstance(
-                    layer, PagedLayer
-                ):  # states of linear attention know reorder_cache only
+                # states of linear attention know reorder_cache only
+                if not isinstance(layer, PagedLayer):
                     getattr(layer, method, layer.reorder_cache)(indices)
                 elif layer.group.step is not None:
                     layer.follow(layer.group.step)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..config import CacheConfig, given_options
+from ..config import given_options
 from ..pages.rows import Rows
 from ..pages.step import block_table
 from ..spec import MemoryReport
@@ -39,12 +39,6 @@ class LayerReport:
         return f"layer {self.layer_idx}: {self.kind}{formats}{reason}"
 
 
-def telling_options(options: CacheConfig) -> dict[str, Any]:
-    """Return the options by which a cache is told from others: its formats, page size and what was given."""
-    formats = {"keys": options.keys, "values": options.values}
-    return {**formats, "page_size": options.page_size, **given_options(options)}
-
-
 def one_line(cache: Any, name: str, rows: int) -> str:
     """Return a cache as its call and its contents: PagedCache(keys='int8', .., rows=1, tokens=69, pages=4, bytes=43024)."""
     memory = cache.memory()
@@ -56,7 +50,8 @@ def one_line(cache: Any, name: str, rows: int) -> str:
     }
     if memory.offloaded:
         held["offloaded"] = memory.offloaded
-    options = {**telling_options(cache.options), **held}
+    own = {name: getattr(cache.options, name) for name in ("keys", "values", "page_size")}
+    options = {**own, **given_options(cache.options), **held}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
 

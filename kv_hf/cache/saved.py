@@ -414,7 +414,7 @@ def _fill(
                 piece = _relaid(piece, replace(side, layout=ROWS), side.layout)
             storage.put(range(count), name, piece)
         sizes = len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim
-        residual.hold(taken(side, "window", side.dtype, *sizes))
+        residual.tokens = taken(side, "window", side.dtype, *sizes).to(device, copy=True)
 
 
 def _check_claims(claimed: Description) -> None:

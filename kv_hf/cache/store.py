@@ -44,10 +44,6 @@ class Residual:
         part.spec, part.tokens = self.spec, tokens
         return part
 
-    def hold(self, tokens: torch.Tensor) -> None:
-        """Hold a copy of `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
-        self.tokens = tokens.to(self.tokens.device, copy=True)
-
     def resize(self, rows: int, slots: int) -> None:
         """Make room for `slots` tokens of `rows` rows; new slots are zero."""
         old = self.tokens
@@ -168,9 +164,8 @@ class LayerStore:
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with persistent_tensors():
             self.residuals = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
-            self.damaged = torch.zeros(
-                (), dtype=torch.uint8, device=device
-            )  # 1: numbers were made finite
+            # 1: numbers were made finite
+            self.damaged = torch.zeros((), dtype=torch.uint8, device=device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
@@ -203,18 +198,15 @@ class LayerStore:
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Size:
         """Return the shape of `keys` [rows, num_kv_heads, q_len, head_dim]. Raises CacheMismatchError unless both fit this layer."""
         shape = keys.shape
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # what was seen before would become a guard of the compiled step
-            if self.fits(keys, values) and shape[:3] == values.shape[:3]:
-                return shape
-        else:
-            seen = shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
-            if seen == self._checked:
-                return shape
-            if self.fits(keys, values) and shape[:3] == values.shape[:3]:
+        seen = shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        # what was seen before would become a guard of a compiled step
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and seen == self._checked:
+            return shape
+        if self.fits(keys, values) and shape[:3] == values.shape[:3]:
+            if not traced:
                 self._checked = seen
-                return shape
+            return shape
         k, v = self.spec.sides
         raise CacheMismatchError(
             f"layer {self.layer_idx} of this cache holds {k.num_kv_heads} kv heads of {k.head_dim} ({k.dtype} keys) and "

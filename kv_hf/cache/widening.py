@@ -97,7 +97,7 @@ def widen(
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     """
     places = list(dict.fromkeys(map(tuple, jobs[[0, -1]].tolist())))
-    sample = sample_of(tokens, places, asked.page_size)
+    sample = sample_of(tokens, places, asked.options.page_size)
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]
     if all(sample.most_damage(fields, spec) <= limit(spec) for fields, spec in sides):

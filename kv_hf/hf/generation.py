@@ -259,11 +259,6 @@ def free_memory(device: torch.device) -> int:
 # -- room for the text -----------------------------------------------------------------------------------------------
 
 
-def is_assisted(generation_mode: Any) -> bool:
-    """Say whether a transformers GenerationMode drafts tokens (draft model, prompt lookup, early exit)."""
-    return "assisted" in str(getattr(generation_mode, "value", generation_mode))
-
-
 def check_length(cache: PagedCache, asked: Generation) -> None:
     """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
     model, length, most = asked.model, asked.length, cache.max_length

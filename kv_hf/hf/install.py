@@ -36,7 +36,6 @@ from .generation import (
     check_length,
     decide,
     execution_devices,
-    is_assisted,
     new_cache,
     refuse_growing,
 )
@@ -207,7 +206,8 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
-    if own is not None and is_assisted(asked.mode):
+    # a GenerationMode that drafts tokens (draft model, prompt lookup, early exit)
+    if own is not None and "assisted" in str(getattr(asked.mode, "value", asked.mode)):
         expect_drafts(model, cache, own, model_kwargs)
 
 

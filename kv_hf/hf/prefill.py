@@ -13,7 +13,6 @@ from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
-from ..cache.prefix_store import PrefixStore
 from ..errors import UnsupportedModelError
 from ..geometry import full_pages, page_start
 from ..notices import logger, warn_once
@@ -230,11 +229,6 @@ def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> N
         note_at_end(own, 0)
 
 
-def _space_of(model: Any, cache: PagedCache, store: PrefixStore) -> str:
-    """Return the space of prefixes of `model` now; answers of steps that read a part are kept apart from all others."""
-    return store.bind_model(model, cache.options if store.keep_answers else None)
-
-
 def more_than_tokens(model: Any) -> str | None:
     """Return why keys and values of `model` do not follow from the tokens in and before them, or None."""
     if rotates_by_length(model.config):
@@ -247,6 +241,11 @@ def more_than_tokens(model: Any) -> str | None:
     if drops_numbers(model):
         return "the model is in training mode and drops numbers at random"
     return why_other_tokens(model)
+
+
+def _space_of(model: Any, cache: PagedCache, store: PrefixStore) -> str:
+    """Return the space of prefixes of `model` now; answers of steps that read a part are kept apart from all others."""
+    return store.bind_model(model, cache.options if store.keep_answers else None)
 
 
 def last_logit(model: Any) -> dict[str, int]:

@@ -226,9 +226,8 @@ def _alike(held: Any, given: Any) -> bool:
 def _agree(expected: Any, found: Any) -> bool:
     """Compare logits; waits for the device."""
     wanted, got = expected["logits"].float(), found["logits"].float()
-    bound = (
-        TOLERANCE * wanted.nan_to_num(0, 0, 0).abs().max()
-    )  # -inf hides a part of the vocabulary
+    # -inf hides a part of the vocabulary
+    bound = TOLERANCE * wanted.nan_to_num(0, 0, 0).abs().max()
     same = (got == wanted) | ((got - wanted).abs() <= bound) | (got.isnan() & wanted.isnan())
     return bool(same.all())
 

@@ -240,9 +240,8 @@ class DiskMemory(HostMemory):
 
 def _reserve(file: int, nbytes: int) -> None:
     """Have the blocks of an empty file reserved, by writing them where the system knows no other way."""
-    if hasattr(
-        os, "posix_fallocate"
-    ):  # which writes by itself where the file system cannot reserve
+    # which writes by itself where the file system cannot reserve
+    if hasattr(os, "posix_fallocate"):
         return os.posix_fallocate(file, 0, nbytes)
     left = nbytes
     while left:

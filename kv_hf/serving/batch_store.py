@@ -69,9 +69,8 @@ class BatchStore(LayerStore):
         for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
             keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
             attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
-            if (
-                not step.fits or step.moves_rest
-            ):  # in windows made anew; the old ones are read by now
+            # in windows made anew; the old ones are read by now
+            if not step.fits or step.moves_rest:
                 for window, rest in zip(self.windows, self.residuals, strict=True):
                     window.tokens[part.first : part.first + part.rows] = rest.tokens
             if len(forward.parts) == 1 and isinstance(part.tokens, slice):

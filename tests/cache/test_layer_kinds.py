@@ -151,7 +151,7 @@ def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
             max_new_tokens=4,
             cache_implementation="paged_exact",
         )
-    with pytest.raises(kv_hf.errors.CacheOptionError, match="state belongs to the whole text"):
+    with pytest.raises(kv_hf.errors.CacheOptionError, match="state of the whole text"):
         paged(model, prefix_store=kv_hf.PrefixStore())
     cache = paged(model)
     with torch.no_grad():

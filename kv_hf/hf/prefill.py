@@ -13,6 +13,7 @@ from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
+from ..cache.prefix_store import PrefixStore
 from ..errors import UnsupportedModelError
 from ..geometry import full_pages, page_start
 from ..notices import logger, warn_once

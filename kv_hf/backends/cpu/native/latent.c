@@ -90,15 +90,8 @@ END_TARGET
 #define VL 4
 #include "latent.inc"
 
-#if X86
-static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task};
-static const Merge merges[NUM_ISAS] = {latent_portable_merge, latent_avx2_merge, latent_avx512_merge, latent_avx512_merge};
-#else
-static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_portable_task, latent_portable_task,
-                                     latent_portable_task};
-static const Merge merges[NUM_ISAS] = {latent_portable_merge, latent_portable_merge, latent_portable_merge,
-                                       latent_portable_merge};
-#endif
+static const Task tasks[] = BY_ISA(latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task);
+static const Merge merges[] = BY_ISA(latent_portable_merge, latent_avx2_merge, latent_avx512_merge, latent_avx512_merge);
 
 /* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode_latent(const Decode *a) {

@@ -59,20 +59,22 @@ typedef struct {
 typedef void (*Merge)(const Call *, int64_t row, int64_t head, int64_t splits);
 
 /* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. Into the second
- * cache: it takes more requests at a time than the nearest one. */
-static void fetch(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
+ * cache: it takes more requests at a time than the nearest one.
+ * now: read a word of each line instead, all at once. A processor may drop prefetches of memory whose address it has to look up
+ * first; what it dropped is waited for once. */
+INLINE void fetch(const void *from, int64_t bytes, int now) {
+    for (const char *at = from; at < (const char *)from + bytes; at += 64) {
+        if (now)
+            (void)*(const volatile char *)at;
+        else
+            __builtin_prefetch(at, 0, 2);
+    }
 }
 
-/* The few lines of scales: loads, as a processor drops prefetches of memory whose address it has to look up first. */
-static void load(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) (void)*((const volatile char *)from + i);
-}
-
-static void fetch_scales(const Side *side, int64_t at) {
-    if (side->scale) load((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2);
-    if (side->offset) load((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
-    if (side->wide) load((const uint8_t *)side->order + at * side->order_stride, side->order_stride);
+static void fetch_scales(const Side *side, int64_t at, int now) {
+    if (side->scale) fetch((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2, now);
+    if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2, now);
+    if (side->wide) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride, now);
 }
 
 typedef struct {
@@ -219,15 +221,9 @@ END_TARGET
 #define VL 4
 #include "lanes.inc"
 
-#if X86
-static const Task tasks[NUM_ISAS] = {portable_task, avx2_task, avx512_task, vnni_task};
-static const Merge merges[NUM_ISAS] = {portable_merge, avx2_merge, avx512_merge, vnni_merge};
-static const Task choosers[NUM_ISAS] = {portable_choose_task, avx2_choose_task, avx512_choose_task, vnni_choose_task};
-#else
-static const Task tasks[NUM_ISAS] = {portable_task, portable_task, portable_task, portable_task};
-static const Merge merges[NUM_ISAS] = {portable_merge, portable_merge, portable_merge, portable_merge};
-static const Task choosers[NUM_ISAS] = {portable_choose_task, portable_choose_task, portable_choose_task, portable_choose_task};
-#endif
+static const Task tasks[] = BY_ISA(portable_task, avx2_task, avx512_task, vnni_task);
+static const Merge merges[] = BY_ISA(portable_merge, avx2_merge, avx512_merge, vnni_merge);
+static const Task choosers[] = BY_ISA(portable_choose_task, avx2_choose_task, avx512_choose_task, vnni_choose_task);
 
 /* The best instruction set of this processor, as a number of enum Isa. */
 int64_t kv_hf_isa(void) {

@@ -1,7 +1,7 @@
 /* Attention over pages of latents: all heads of absorbed multi-head latent attention read the same tokens, as keys
  * (latent and RoPE key side by side) and as values (the latent). Many multiply-adds per number that is read, so a
  * tile of tokens is written out as floats once, and two products of matrices do the rest.
- * The arithmetic is in latent.inc and products.inc, compiled once for each instruction set. */
+ * The arithmetic is in latent.inc and rows.inc, compiled once for each instruction set. */
 #include "numbers.h"
 
 #include <math.h>
@@ -90,15 +90,8 @@ END_TARGET
 #define VL 4
 #include "latent.inc"
 
-#if X86
-static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task};
-static const Merge merges[NUM_ISAS] = {latent_portable_merge, latent_avx2_merge, latent_avx512_merge, latent_avx512_merge};
-#else
-static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_portable_task, latent_portable_task,
-                                     latent_portable_task};
-static const Merge merges[NUM_ISAS] = {latent_portable_merge, latent_portable_merge, latent_portable_merge,
-                                       latent_portable_merge};
-#endif
+static const Task tasks[] = BY_ISA(latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task);
+static const Merge merges[] = BY_ISA(latent_portable_merge, latent_avx2_merge, latent_avx512_merge, latent_avx512_merge);
 
 /* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode_latent(const Decode *a) {
@@ -115,7 +108,7 @@ int64_t kv_hf_decode_latent(const Decode *a) {
         call.splits = largest_of(call.splits, s.pages + s.window);
     }
     call.partial_floats = padded(call.block * (call.rank + 2));
-    call.scratch_floats = (call.block + TILE_ROWS) * call.row + 2 * call.block * TILE_LANES + call.block +
+    call.scratch_floats = (call.block + TILE_ROWS) * call.row + 2 * call.block * TILE_LANES +
                           2 * (scales_of(&a->keys, a->page_size) + scales_of(&a->values, a->page_size)) +
                           2 * padded(a->keys.dim) + 64;
     int64_t pairs = a->rows * call.blocks;

@@ -38,6 +38,13 @@ float *kv_hf_scratch(int purpose, int64_t floats);
 #define AVX512_FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c" WIDE
 #define VNNI_FEATURES "avx512vnni," AVX512_FEATURES
 
+/* A table by enum Isa. */
+#if X86
+#define BY_ISA(portable, avx2, avx512, vnni) {portable, avx2, avx512, vnni}
+#else
+#define BY_ISA(portable, avx2, avx512, vnni) {portable, portable, portable, portable}
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)

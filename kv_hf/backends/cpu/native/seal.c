@@ -72,11 +72,7 @@ END_TARGET
 #include "seal.inc"
 
 /* Task number job * heads + head seals that page and head of context, a SealCall; of each instruction set. */
-#if X86
-static const Task seal_tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, seal_avx512_task, seal_avx512_task};
-#else
-static const Task seal_tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
-#endif
+static const Task seal_tasks[] = BY_ISA(seal_portable_task, seal_avx2_task, seal_avx512_task, seal_avx512_task);
 
 #define APPEND_BYTES 0x20000 /* that one thread copies sooner than another one is woken up */
 #define SEAL_NUMBERS 0x1000  /* likewise, that one thread encodes */

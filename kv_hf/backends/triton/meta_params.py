@@ -439,7 +439,7 @@ class ExactWindow(NamedTuple):
         tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
         types = compute_types(spec, step.query_dtype)[2:]
         if spec.is_latent:
-            return cls(keys, values, keys, spec.keys.head_dim, tile, 1, *types)
+            return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
         return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
 
 
@@ -451,7 +451,7 @@ WORD_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared 
 MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
 WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
 REDUCED = 16 * 1024  # bytes of shared memory that reductions take, and RoPE keys
-FLOAT_CHANNEL = 440  # bytes of a channel where int4 and int2 are multiplied in float32
+FLOAT_CHANNEL = 448  # bytes of a channel where int4 and int2 are multiplied in float32
 
 
 class Chunks(NamedTuple):
@@ -557,7 +557,8 @@ def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
     rows = tile_rows(spec, query_dtype)
     if isa == HIP:
         both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
-        return rows * padded * (4 if full else 2) * (2 if both else 1)
+        window = 2 * MIN_SIZE * padded * (4 if full else 2)  # as keys and as values
+        return max(window, rows * padded * (4 if full else 2) * (2 if both else 1))
     queries = MAX_COLUMNS * (padded + rope) * (4 if full else 2)
     if not full:
         return 32 * padded * 2 + queries + REDUCED

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..base import AttentionCall, empty_output, mask_strides
-from .dequant import row_of, unrotate
+from .dequant import unrotate
 from .direct import (
     SPECIALIZED,
     At,
@@ -30,7 +30,7 @@ from .direct import (
     rows_of,
     step_of,
 )
-from .heads import Window, attend_heads, attend_window, store_parts
+from .heads import attend_heads, attend_window, store_parts
 from .latent import attend_latents, store_runs
 from .meta_params import MIN_TILES, constants, most_splits, query_blocks
 from .softmax import Visibility, add_sink, arrive_last, finite
@@ -157,13 +157,10 @@ def decode_kernel(
                 V_CUT: tl.constexpr = VALUES.cut
                 store_parts(partial, acc, kept, V_CUT)
     else:
-        window = Window(
-            row_of(window_keys, wide_row, head), window_keys.token, row_of(window_values, wide_row, head),
-            window_values.token, exact, pages * PAGE,
-        )  # fmt: skip
         best, total, exact_acc = attend_window(
-            queries, real, window, visible, softmax_scale, WINDOW, QUERIES
-        )
+            queries, real, window_keys, window_values, wide_row, head, exact, pages * PAGE, visible, softmax_scale, WINDOW,
+            QUERIES,
+        )  # fmt: skip
         OUT: tl.constexpr = WINDOW.out
         store_parts(partial, exact_acc, kept, OUT)
     bests = results.bests + (group * num_splits + split) * (2 * M_COLUMNS) + place

@@ -273,12 +273,9 @@ class Scratch:
     Args:
         sizes: float32 numbers of each part; parts begin at multiples of 16 bytes.
         counters: int32 counters, zeros before and after a launch.
-
-    Attributes:
-        nothing: empty parts and counters, for launches that need none.
     """
 
-    __slots__ = ("counters", "index", "known", "nothing", "sizes", "where", "zeros")
+    __slots__ = ("counters", "index", "known", "sizes", "where", "zeros")
 
     def __init__(self, sizes: tuple[int, ...], counters: int, where: torch.device) -> None:
         self.sizes = [-(-size // QUAD) * QUAD for size in sizes]
@@ -287,8 +284,6 @@ class Scratch:
         self.known: dict[int, tuple[tuple[torch.Tensor, ...], Workspace]] = {}
         # zeros made outside of any graph: a graph that captures this launch later need not set them
         self.zeros = None if is_capturing(self.index) else self._zeros()
-        none = torch.empty(0, dtype=torch.float32, device=where)
-        self.nothing = (*[none for _ in sizes], none.view(torch.int32))
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.counters, dtype=torch.int32, device=self.where)

@@ -7,12 +7,10 @@ exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of two wid
 channels first: the query is gathered anew for each tile. Knows nothing of rows and splits.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, run_unit, tile_unit, unpack, unpack_planes
+from .dequant import dtype_of, row_of, run_unit, tile_unit, unpack, unpack_planes
 from .direct import Fields
 from .softmax import LOG2E, bend, near_one, weigh
 
@@ -92,28 +90,17 @@ def attend_heads(
 # -- the exact window --------------------------------------------------------------------------------------------------
 
 
-class Window(NamedTuple):
-    """The exact tokens of a row: pointers to slot 0 of keys and values of one head, and their strides by slot.
-
-    Attributes:
-        exact: slots that hold tokens; page_tokens: tokens in pages.
-    """
-
-    key_tokens: Any
-    key_slot: Any
-    value_tokens: Any
-    value_slot: Any
-    exact: Any
-    page_tokens: Any
-
-
 @triton.jit
 def attend_window(
-    queries, real, window, visible, softmax_scale, WINDOW: tl.constexpr, QUERIES: tl.constexpr
-):
-    """Attend query columns to a Window, of one head or of latents; WINDOW: a meta_params.ExactWindow.
+    queries, real, keys, values, row, head, exact, page_tokens, visible, softmax_scale, WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Attend query columns to the exact tokens of a row, of one head or of latents.
 
-    Slots below `sink_tokens` lie in front of the tokens in pages, the others behind them.
+    Args:
+        keys, values: Strided windows of all rows (int64) and heads, of which `exact` slots hold tokens. Slots below
+            `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
+        WINDOW: a meta_params.ExactWindow.
     Returns: as `attend_heads`, in parts of WINDOW.out; without values (), and with WINDOW.out None.
     """
     K_CUT: tl.constexpr = WINDOW.keys
@@ -133,22 +120,22 @@ def attend_window(
     query = load_query(queries, real, one, (), K_CUT, K_DTYPE)
     if R_CUT is not None:
         rope = load_query(queries + WINDOW.rank, real, one, (), R_CUT, V_DTYPE)
-    for first in tl.range(0, window.exact, TILE, num_stages=WINDOW.num_stages):
+    for first in tl.range(0, exact, TILE, num_stages=WINDOW.num_stages):
         slot = first + tl.arange(0, TILE)
-        held = slot < window.exact
-        at = slot + tl.where(slot < visible.sink_tokens, 0, window.page_tokens)
-        keys = window.key_tokens + slot * window.key_slot
-        values = window.value_tokens + slot * window.value_slot
-        scores = score_exact(keys, held, query, K_CUT, True)
+        held = slot < exact
+        at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
+        key_rows = row_of(keys, row, head) + slot * keys.token
+        value_rows = row_of(values, row, head) + slot * values.token
+        scores = score_exact(key_rows, held, query, K_CUT)
         if R_CUT is not None:
-            scores += score_exact(values, held, rope, R_CUT, True)
-            values = keys
+            scores += score_exact(value_rows, held, rope, R_CUT)
+            value_rows = key_rows
         scores = bend(scores, factor, at, held, visible, QUERIES, True)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
             acc = rescale(acc, keep)
-            acc = add_exact(values, held, weights, acc, V_CUT, True, V_DTYPE, R_CUT is not None)
+            acc = add_exact(value_rows, held, weights, acc, V_CUT, V_DTYPE, R_CUT is not None)
     return best, total, acc
 
 
@@ -287,7 +274,7 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
         at = token + piece * ROWS + tl.arange(0, ROWS)
         rows = keys.codes + block * (KEYS.side.page * KEYS.side.size) + at * KEYS.side.size
         if KEYS.fold == "none":
-            one = score_exact(rows, at, query, CUT, False)
+            one = score_exact(rows, None, query, CUT)
         else:
             group = (
                 block * (KEYS.side.page // KEYS.side.scale_tokens) + at // KEYS.side.scale_tokens
@@ -298,17 +285,17 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
 
 
 @triton.jit
-def score_exact(rows, held, query, CUT: tl.constexpr, HELD: tl.constexpr):
-    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held` if HELD."""
+def score_exact(rows, held, query, CUT: tl.constexpr):
+    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held`; None: everywhere."""
     scores = tl.zeros([rows.shape[0], query[0].shape[1]], tl.float32)
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
         where = rows[:, None] + (CUT.parts[p].place + lane)[None, :]
-        if HELD:
+        if held is None:
+            x = load_held(where, lane[None, :], CUT.parts[p].held)
+        else:
             inside = held[:, None] & (lane < CUT.parts[p].held)[None, :]
             x = tl.load(where, mask=inside, other=0.0)
-        else:
-            x = load_held(where, lane[None, :], CUT.parts[p].held)
         scores = tl.dot(x.to(query[p].dtype), query[p], scores, input_precision="ieee")
     return scores
 
@@ -393,7 +380,7 @@ def no_offsets(VALUES: tl.constexpr, COLUMNS: tl.constexpr):
     TILE: tl.constexpr = VALUES.tile
     GROUPS: tl.constexpr = VALUES.groups
     sums = ()
-    if VALUES.by_rows:
+    if VALUES.lift:
         sums = (tl.zeros([ROWS, COLUMNS], tl.float32),)
     elif VALUES.side.code == "unsigned" and VALUES.fold == "token":
         for _ in tl.static_range(GROUPS):
@@ -408,7 +395,7 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
     Args:
         values: Fields; tokens: [tokens], block * page size + place in the page.
     Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, alike or as one
-        [groups, tokens] (VALUES.by_rows); else ().
+        [groups, tokens] (VALUES.lift); else ().
     """
     GROUPS: tl.constexpr = VALUES.groups
     factors = ()
@@ -416,7 +403,7 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
         first = tokens * GROUPS
         for g in tl.static_range(GROUPS):
             factors = factors + (tl.load(values.scale + first + g),)
-        if VALUES.by_rows:
+        if VALUES.lift:
             rows = first[None, :] + tl.arange(0, GROUPS)[:, None]
             factors = factors + (tl.load(values.offset + rows),)
         elif VALUES.side.code == "unsigned":
@@ -427,9 +414,9 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
 
 @triton.jit
 def add_exact(
-    rows, held, weights, acc, CUT: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr, TURNED: tl.constexpr = False
-):  # fmt: skip
-    """Add weights [tokens, columns] times exact values to the parts of acc; `rows` [tokens] points to channels.
+    rows, held, weights, acc, CUT: tl.constexpr, DTYPE: tl.constexpr, TURNED: tl.constexpr = False
+):
+    """Add weights [tokens, columns] times exact values to the parts of acc; `rows`, `held` as in `score_exact`.
 
     TURNED: whether columns lie on the rows of products, too few for those of a group of four warps, which would take as much
     shared memory again.
@@ -439,11 +426,11 @@ def add_exact(
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
         where = rows[None, :] + (CUT.parts[p].place + lane)[:, None]
-        if HELD:
+        if held is None:
+            x = load_held(where, lane[:, None], CUT.parts[p].held)
+        else:
             inside = (lane < CUT.parts[p].held)[:, None]
             x = tl.load(where, mask=held[None, :] & inside, other=0.0)
-        else:
-            x = load_held(where, lane[:, None], CUT.parts[p].held)
         x = x.to(DTYPE)
         if TURNED:
             part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(acc[p]), input_precision="ieee")
@@ -470,7 +457,7 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
     lane = token + tl.arange(0, VALUES.tile)
     if VALUES.fold == "none":
         rows = values.codes + block * (VALUES.side.page * VALUES.side.dim) + lane * VALUES.side.dim
-        return add_exact(rows, lane, weights, rescale(acc, keep), CUT, False, DTYPE), offsets
+        return add_exact(rows, None, weights, rescale(acc, keep), CUT, DTYPE), offsets
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
         codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane
@@ -490,7 +477,7 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
         for g in tl.static_range(GROUPS):
             s = loaded[g].to(tl.float32) * (VALUES.boost / 2.0**VALUES.lift)
             factors = factors + ((weights * s[:, None]).to(DTYPE),)
-        if VALUES.by_rows:
+        if VALUES.lift:
             rows = loaded[GROUPS].to(DTYPE)[None]
             rows = tl.broadcast_to(rows, [ROWS // GROUPS, GROUPS, VALUES.tile])
             rows = tl.reshape(rows, [ROWS, VALUES.tile])
@@ -572,7 +559,7 @@ def settle(acc, offsets, VALUES: tl.constexpr):
 @triton.jit
 def _offset_of(sums, GROUP: tl.constexpr, VALUES: tl.constexpr):
     """Return the sum of weight * offset [columns] of channel group GROUP."""
-    if VALUES.by_rows:
+    if VALUES.lift:
         x = tl.where((tl.arange(0, ROWS) == GROUP)[:, None], sums[0], 0.0)
     else:
         x = sums[GROUP]

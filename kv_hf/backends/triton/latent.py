@@ -50,11 +50,11 @@ def attend_latents(
     acc = ()
     for _ in tl.static_range(RUNS):
         acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
-    q = load_runs(queries, real, CUT, True)
+    q = load_runs(queries, real, CUT)
     size = tl.zeros([COLUMNS], tl.float32)
     for r in tl.static_range(RUNS):
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
-    q_rope = load_tile(queries + RANK, real, 0, ROPE, True)
+    q_rope = load_tile(queries + RANK, real, 0, ROPE)
     size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
     shrink, factor = near_one(size, softmax_scale, True)
     q = times(q, shrink[None, :, None], DTYPE)
@@ -235,14 +235,14 @@ def is_padded(CUT):
 
 
 @triton.jit
-def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr):
+def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr):
     """Load run RUN of the channels of `rows` [rows], pointers to channel 0, as [chunks, rows, wide]; zeros where there are none.
 
-    held: [rows], which exist (read where HELD).
+    held: [rows], which exist, or None: all.
     """
     channel, inside = piece(RUN, CUT)
     where = rows[None, :, None] + channel[:, None, :]
-    if HELD:
+    if held is not None:
         return tl.load(where, mask=held[None, :, None] & inside[:, None, :], other=0)
     elif is_padded(CUT):
         return tl.load(where, mask=inside[:, None, :], other=0)
@@ -251,12 +251,12 @@ def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr, HELD: tl.constex
 
 
 @triton.jit
-def load_runs(rows, held, CUT: tl.constexpr, HELD: tl.constexpr):
+def load_runs(rows, held, CUT: tl.constexpr):
     """Load all runs, see `load_tile`."""
     RUNS: tl.constexpr = CUT.runs
     runs = ()
     for r in tl.static_range(RUNS):
-        runs = runs + (load_tile(rows, held, r, CUT, HELD),)
+        runs = runs + (load_tile(rows, held, r, CUT),)
     return runs
 
 
@@ -269,11 +269,11 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     CODE: tl.constexpr = LATENTS.side.code
     if WHOLE is not None:
         # the first and the last channels of each chunk
-        x = load_tile(rows, rows, 0, WHOLE, False)
+        x = load_tile(rows, None, 0, WHOLE)
         x = x.reshape(x.shape[0], x.shape[1], 2, x.shape[2] // 2)
         runs = tl.split(tl.trans(x, (0, 1, 3, 2)))
     else:
-        runs = load_runs(rows, rows, CUT, False)
+        runs = load_runs(rows, None, CUT)
     numbers = ()
     for r in tl.static_range(len(runs)):
         places = unpack(runs[r], CODE, LATENTS.side.bits, DTYPE, LATENTS.isa)
@@ -312,7 +312,7 @@ def score_rope(
         query: [chunks, columns, wide]; keys: [rows], pointers to channel 0 of each token.
         scale: of encoded keys, whose offsets are added elsewhere.
     """
-    x = load_tile(keys, keys, 0, CUT, False)
+    x = load_tile(keys, None, 0, CUT)
     if CODE == "none":
         k = tl.trans(x.to(query.dtype), (0, 2, 1))
         return tl.dot(query, k, scores, input_precision="ieee")

@@ -176,9 +176,9 @@ class Operand(NamedTuple):
             each token), or "element" where none of these fits: each number gets its own.
         groups: of channels (values); pieces: token groups of a tile (keys).
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
-        by_rows: whether the offsets of channel groups are summed by one matrix product, a group on each row: one group is
-            summed with fewer instructions number by number, beside the weights.
-        lift: the weights are multiplied by 2^lift; boost: they, times scales, are multiplied by.
+        lift: the weights are multiplied by 2^lift, so that the offsets of channel groups are summed by one matrix product in
+            float16, a group on each row. 0: one group is summed with fewer instructions number by number, beside the weights.
+        boost: weights times scales are multiplied by.
         dtype: of the products, by name.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
         cut: of the codes; offsets: of the keys' offsets.
@@ -190,7 +190,6 @@ class Operand(NamedTuple):
     groups: int
     pieces: int
     offset: float
-    by_rows: bool
     lift: int
     boost: float
     dtype: str
@@ -205,6 +204,7 @@ MIN_SIZE = 16  # a matrix product's smallest inner size
 MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
 FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
+LIFT = 15  # of weights, whose sums with offsets are then in float16's normal range
 W_TILE = 32  # most tokens of a tile of the window
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
@@ -371,7 +371,7 @@ def _keys_of(spec: PageSpec, step: Step) -> Operand:
     cut, dtype = Cut.of(side.runs, chunks), compute_types(spec, step.query_dtype)[0]
     return Operand(
         side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
-        by_rows=False, lift=0, boost=1.0, dtype=dtype, isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut,
+        lift=0, boost=1.0, dtype=dtype, isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut,
         offsets=cut if layout.wide else whole(side),
     )  # fmt: skip
 
@@ -389,13 +389,13 @@ def _values_of(spec: PageSpec, step: Step) -> Operand:
         else:
             fold = "element"
     groups = side.head_dim // group
-    by_rows = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
+    together = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
     dtype = compute_types(spec, step.query_dtype)[1]
     exact = dtype == "fp32"
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
         side=layout, tile=tile_tokens(spec, step.query_dtype), fold=fold, groups=groups, pieces=1,
-        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), by_rows=by_rows, lift=15 if by_rows else 0,
+        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), lift=LIFT if together else 0,
         boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, isa=0 if exact or fold == "element" else step.isa,
         cut=Cut.of(side.runs, pieces), offsets=whole(side),
     )  # fmt: skip
@@ -439,7 +439,7 @@ class ExactWindow(NamedTuple):
         tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
         types = compute_types(spec, step.query_dtype)[2:]
         if spec.is_latent:
-            return cls(keys, values, keys, spec.keys.head_dim, tile, 1, *types)
+            return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
         return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
 
 
@@ -451,7 +451,7 @@ WORD_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared 
 MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
 WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
 REDUCED = 16 * 1024  # bytes of shared memory that reductions take, and RoPE keys
-FLOAT_CHANNEL = 440  # bytes of a channel where int4 and int2 are multiplied in float32
+FLOAT_CHANNEL = 448  # bytes of a channel where int4 and int2 are multiplied in float32
 
 
 class Chunks(NamedTuple):
@@ -557,7 +557,8 @@ def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
     rows = tile_rows(spec, query_dtype)
     if isa == HIP:
         both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
-        return rows * padded * (4 if full else 2) * (2 if both else 1)
+        window = 2 * MIN_SIZE * padded * (4 if full else 2)  # as keys and as values
+        return max(window, rows * padded * (4 if full else 2) * (2 if both else 1))
     queries = MAX_COLUMNS * (padded + rope) * (4 if full else 2)
     if not full:
         return 32 * padded * 2 + queries + REDUCED

@@ -23,7 +23,7 @@ from ...read_budget import NEWEST_PAGES
 from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
-from .dequant import dtype_of, number, row_of, run_unit, tile_unit, unpack
+from .dequant import dtype_of, number, run_unit, tile_unit, unpack
 from .direct import (
     SPECIALIZED,
     At,
@@ -36,7 +36,7 @@ from .direct import (
     rows_of,
     step_of,
 )
-from .heads import ROWS, Window, attend_window, query_units
+from .heads import ROWS, attend_window, query_units
 from .meta_params import (
     HIP,
     ExactWindow,
@@ -118,10 +118,12 @@ def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
     part = len(section[0]) // runs
     read = min(summary_words(keys), len(section))
     dtype = compute_types(spec, step.query_dtype)[0]
+    # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
+    pages = NUM_WARPS if dtype == "fp32" else max(NUM_WARPS, TILE_TOKENS // side.page)
     return KeyWords(
         side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
         bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
-        pages=max(NUM_WARPS, TILE_TOKENS // side.page), dtype=dtype, isa=0 if dtype == "fp32" else step.isa,
+        pages=pages, dtype=dtype, isa=0 if dtype == "fp32" else step.isa,
     )  # fmt: skip
 
 
@@ -604,12 +606,10 @@ def choose_kernel(
                 queries, real, softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
             )  # fmt: skip
         else:
-            window = row_of(window_keys, wide_row, head)
-            window = Window(window, window_keys.token, window, window_keys.token, exact, 0)
             visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
             best, total, _ = attend_window(
-                queries, real, window, visible, softmax_scale, WINDOW, QUERIES
-            )
+                queries, real, window_keys, window_keys, wide_row, head, exact, 0, visible, softmax_scale, WINDOW, QUERIES
+            )  # fmt: skip
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
             if QUERIES.sinks:
                 sink = tl.load(sink_logits + head_of, mask=real, other=0.0).to(tl.float32)

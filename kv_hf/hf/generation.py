@@ -261,8 +261,7 @@ def free_memory(device: torch.device) -> int:
 
 def check_length(cache: PagedCache, asked: Generation) -> None:
     """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
-    model, length, most = asked.model, asked.length, cache.max_length
-    assert most is not None
+    model, length, most = asked.model, asked.length, cache.max_length or 0
     reason = why_other_tokens(model) or why_not_preallocated(model)
     if reason is not None:
         raise CacheOptionError(

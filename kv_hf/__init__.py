@@ -124,8 +124,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return every public name, those that are imported later among them."""
-    return sorted({*globals(), *__all__, *_LATER, *_PARTS})
+    """Return the public names, those that are imported later among them, and no modules that lie beside them."""
+    return sorted({*__all__, *_LATER, *_PARTS})
 
 
 install()

@@ -278,14 +278,15 @@ class LayerStore:
             view = view.on(self.device)
         if windows is None:
             windows = self.residuals[0].tokens, self.residuals[1].tokens
-        fields = pages.keys.fields, pages.values.fields
-        rest = pages.spec, self.damaged, self.launches
+        fields, spec, here = (pages.keys.fields, pages.values.fields), pages.spec, None
+        if jobs is not None:
+            here = step.tensor(("jobs", jobs is step.first), self.device, lambda: jobs)
+        call = PageWrite(
+            windows, fields, spec, self.damaged, self.launches, here, new, view.starts, view.skips
+        )
         if jobs is None:
-            call = PageWrite(windows, fields, *rest, None, new, view.starts, view.skips)
             self.kernel.write(call)
         else:
-            here = step.tensor(("jobs", jobs is step.first), self.device, lambda: jobs)
-            call = PageWrite(windows, fields, *rest, here, new, view.starts, view.skips)
             pages.write(self.kernel, call, jobs)
         return windows
 

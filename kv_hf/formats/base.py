@@ -190,8 +190,8 @@ class Scheme:
         pair = "(tokens, channels), two whole numbers, or None"
         yield "scale_group", self.scale_group is None or _is_group(self.scale_group), pair
         yield "offset_group", self.offset_group is None or _is_group(self.offset_group), pair
-        part = type(self.clip) in (int, float) and 0 < self.clip <= 1
-        yield "clip", part, "a part of a group's range, above 0 and at most 1"
+        clipped = _is_number(self.clip) and 0 < self.clip <= 1
+        yield "clip", clipped, "a part of a group's range, above 0 and at most 1"
         yield (
             "scale_bits",
             type(self.scale_bits) is int and self.scale_bits in SCALE_DTYPES,
@@ -199,8 +199,8 @@ class Scheme:
         )
         wide = self.wide_bits in (4, 8) and self.wide_bits > self.bits
         yield "wide_bits", wide or not self.wide_bits, f"4 or 8 and more than {self.bits}, or 0"
-        part = 0 < self.wide_part < 1
-        yield "wide_part", part or not self.wide_bits, "between 0 and 1 where there are wide_bits"
+        part = not self.wide_bits or (_is_number(self.wide_part) and 0 < self.wide_part < 1)
+        yield "wide_part", part, "between 0 and 1 where there are wide_bits"
 
     @property
     def is_exact(self) -> bool:
@@ -291,6 +291,10 @@ class Scheme:
                 f"{where} format {self.name!r}: {what} must divide {size} {head_dim}, got {channels}"
             )
         return tokens, channels
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_group(group: object) -> bool:

@@ -38,7 +38,8 @@ def _rules(made: Format, k_ropes: Collection[str]) -> Iterator[tuple[str, bool, 
     dtypes = (torch.uint8, torch.int8) if bits == 8 else (torch.uint8,)
     yield "code_dtype", made.code_dtype in dtypes, f"one of {listed(map(str, dtypes))}"
     is_list = isinstance(sides, (tuple, list)) and bool(sides)
-    yield "sides", is_list and {*sides} <= {*SIDES}, f"some of {', '.join(SIDES)}"
+    ours = is_list and all(side in SIDES for side in sides)
+    yield "sides", ours, f"some of {', '.join(SIDES)}"
     pairs = options.items() if isinstance(options, Mapping) else [(None, None)]
     known = all(side in sides and option in GROUP_OPTIONS for side, option in pairs)
     rule = f"a mapping of some of {', '.join(sides)} to one of {', '.join(GROUP_OPTIONS)}"

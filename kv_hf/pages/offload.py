@@ -276,7 +276,8 @@ class OffloadedStorage(PageStorage):
         """Make room for `capacity` pages, which may leave the device for it."""
         with self.lock, persistent_tensors():
             known = self.arena.demands.get(self.layer_idx)
-            self._demand(capacity, known.slots if known else capacity)
+            if known is None or known.capacity < capacity:
+                self._demand(capacity, known.slots if known else capacity)
             if self.has_left or self.arena.leaves(self.layer_idx):
                 self.leave(capacity)
             else:
@@ -333,7 +334,9 @@ class OffloadedStorage(PageStorage):
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
         if self.index is None:
             self.index = PageIndex(self.spec.keys, self.device)
-        self.index.cover(table, pages, self.capacity, self.keys.take)
+        known = self.arena.demands.get(self.layer_idx)  # memory outside has room for more
+        room = max(known.capacity if known else 0, max(pages, default=-1) + 1)
+        self.index.cover(table, pages, room, self.keys.take)
         return self.index
 
     def _demand(self, capacity: int, slots: int) -> None:

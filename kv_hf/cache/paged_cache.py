@@ -115,10 +115,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
-        options.refuse(
-            "encoder",
-            "is for encoder-decoder models, whose cache is kv_hf.PagedEncoderDecoderCache",
-        )
+        options.refuse("encoder", "is for encoder-decoder models (PagedEncoderDecoderCache)")
         options.refuse("batch", "bounds the cache of continuous batching, and max_pages this one")
         decoder = decoder_config(config)
         DynamicCache.__init__(self, config=decoder)

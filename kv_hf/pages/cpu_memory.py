@@ -239,8 +239,10 @@ class DiskMemory(HostMemory):
 
 
 def _reserve(file: int, nbytes: int) -> None:
-    """Have the blocks of an empty file reserved, by writing them where the system knows no other way."""
-    # which writes by itself where the file system cannot reserve
+    """Have the blocks of an empty file reserved, by writing them where the system knows no other way.
+
+    glibc's posix_fallocate writes by itself where the file system cannot reserve; that of another C library may refuse.
+    """
     if hasattr(os, "posix_fallocate"):
         return os.posix_fallocate(file, 0, nbytes)
     left = nbytes

@@ -24,7 +24,7 @@ def is_recorded(device: torch.device) -> bool:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `tensor` [any shape], which lies on the CPU or there already, on `device`.
+    """Return `tensor` [any shape], which lies on the CPU or on `device`, on `device`.
 
     A copy from pageable memory to a GPU makes the host wait; one from pinned memory is queued. torch keeps the pinned
     block until the copy is done.

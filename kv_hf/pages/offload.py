@@ -285,12 +285,12 @@ class OffloadedStorage(PageStorage):
 
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
         """Have `kernel` do `call`; offloaded pages, those of `jobs` [n, 3], are sealed some at a time on their way to host memory."""
-        host, on_device, pages = self.values.host, call.jobs, jobs[:, 2].tolist()
+        host, on_device = self.values.host, call.jobs
         if host is None or on_device is None:
             return super().write(kernel, call, jobs)
         if call.new is not None:
             kernel.write(replace(call, jobs=None))
-        count = min(SEAL_PAGES, len(pages))
+        pages, count = jobs[:, 2].tolist(), min(SEAL_PAGES, len(jobs))
         keys, values = (new_fields(side.fields, count, self.device) for side in self.spec.sides)
         slots = torch.arange(count, dtype=torch.int32, device=self.device)
         for first in range(0, len(pages), count):

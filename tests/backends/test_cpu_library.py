@@ -205,9 +205,8 @@ def test_threads_that_end_give_their_memory_back():
     try:
         in_threads(5)
         rounds = [resident()]
-        for _ in range(
-            3
-        ):  # what else happens in this process grows once, what threads leave every time
+        # what else happens in this process grows once, what threads leave every time
+        for _ in range(3):
             in_threads(30)
             rounds.append(resident())
         grown = min(later - earlier for earlier, later in itertools.pairwise(rounds))

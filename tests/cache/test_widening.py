@@ -311,8 +311,8 @@ def test_warning_quotes_the_rows():
 
 # options -> parts of what is said, at the first use alone; None where nothing is
 SAID = {
-    "two sides": (TWO_BITS, ("found 14 of 20 facts", "DynamicCache 20", "2,048 tokens (smollm2-135m)", "int8 is the safe choice")),
-    "another pair": ({"keys": "int2", "values": "int2_rotated"}, ("paged_int2 found 14 of 20 facts",)),
+    "two sides": (TWO_BITS, ("paged_int2 found 14", "in int2 4", "DynamicCache 20", "2,048 tokens (smollm2-135m)", "int8 is the safe choice")),
+    "another pair": ({"keys": "int2", "values": "int2_rotated"}, ("of 20 facts", "paged_int2 found 14")),
     "int2 values": ({"keys": "int4", "values": "int2"}, None),
     "int2 keys": ({"keys": "int2", "values": "int4"}, None),
     "half of the layers": ({**TWO_BITS, "layers": {"0": "int4"}}, None),

@@ -24,10 +24,10 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
 
     Codes are multiplied as integers. Queries of bf16 and fp16 are rounded to 16 bits of the largest number of a head, where the
-    error of a score is then within the rounding of the output, elsewhere to 31 bits; their probabilities, times the scales of
-    a page, to 16 bits of the largest, which is far below what rounding a page's values to 8 bits has lost. In fp32 all are
-    rounded to 31 bits. Exact numbers and fp8 are multiplied and summed in fp32. Pages of latents are written out as fp32, a few dozen tokens at a time, and
-    multiplied as such.
+    error of a score is then within the rounding of the output, elsewhere to 31 bits. Their probabilities, times the scales of a
+    page, are rounded to 16 bits of the page's largest: beside a token or channel that stretches its group's scale, others of the
+    group keep fewer digits. In fp32 all are rounded to 31 bits. Exact numbers and fp8 are multiplied and summed in fp32. Pages of
+    latents are written out as fp32, a few dozen tokens at a time, and multiplied as such.
 
     Args:
         call: with a query in fp32, bf16 or fp16; `call.kv.launches` keep the packed arguments for the next call.

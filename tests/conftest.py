@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 from transformers.utils import logging
-from triton_machine import EVERY_GPU, INTERPRETER, SM_90, running_on
+from triton_machine import INTERPRETER, MACHINES, SM_90, running_on
 
 import kv_hf
 from kv_hf import notices
@@ -47,15 +47,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Say what runs the Triton kernels."""
     parser.addoption(
         "--triton",
-        choices=("interpreter", "ptx"),
+        choices=("interpreter", *MACHINES),
         default="interpreter",
-        help="what runs Triton kernels: its interpreter; or emulated GPUs, and then no other tests",
+        help="what runs Triton kernels: its interpreter; or emulated GPUs or a GPU, and then no other tests",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests out to which emulated GPUs make no difference."""
-    if config.getoption("--triton") == "ptx":
+    """Leave tests out to which a GPU makes no difference."""
+    if config.getoption("--triton") in MACHINES:
         items[:] = [item for item in items if "machine" in getattr(item, "fixturenames", ())]
 
 
@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests of Triton kernels once on each emulated GPU if they are asked for; some never in the interpreter."""
     if "machine" in metafunc.fixturenames:
         compiled = [SM_90] if metafunc.definition.get_closest_marker("compiled") else [INTERPRETER]
-        machines = EVERY_GPU if metafunc.config.getoption("--triton") == "ptx" else compiled
+        machines = MACHINES.get(metafunc.config.getoption("--triton"), compiled)
         metafunc.parametrize("machine", machines, ids=str, indirect=True)
 
 

@@ -1,6 +1,7 @@
-"""Run the Triton kernels: in Triton's interpreter, or as compiled for a GPU that is emulated (tools/emulated_gpu.py).
+"""Run the Triton kernels: in Triton's interpreter, on a GPU, or as compiled for one that is emulated (tools/emulated_gpu.py).
 
-A test says once what to run (`call(attend, asked)`), and `pytest --triton=ptx` where: the fixture `machine` chooses.
+A test says once what to run (`call(attend, asked)`), and `pytest --triton=ptx` or `--triton=cuda` where: the fixture
+`machine` chooses.
 TRITON_INTERPRET is read when triton is imported, and the tests of compiled kernels need the compiler in the same
 pytest process. For the interpreter `call` therefore hands pickled arguments to a worker process that was started with
 the variable set; on an emulated GPU it runs on copies here.
@@ -32,15 +33,17 @@ class Machine:
     """What runs kernels.
 
     Attributes:
-        isa: compute capability * 10 of an emulated GPU; 0: Triton's interpreter.
+        isa: compute capability * 10 of an emulated GPU; 0: none.
+        cuda: whether the GPU of this computer runs them; else, without an emulated one, Triton's interpreter.
         seeds: orders of programs that a call runs in, which must all give the same.
     """
 
     isa: int = 0
     seeds: tuple[int, ...] = (0,)
+    cuda: bool = False
 
     def __str__(self) -> str:
-        return f"sm_{self.isa}" if self.isa else "interpreter"
+        return f"sm_{self.isa}" if self.isa else "cuda" if self.cuda else "interpreter"
 
 
 def compiled_pairs():
@@ -53,7 +56,10 @@ def compiled_pairs():
 
 
 INTERPRETER, SM_90 = Machine(), Machine(90, (1,))
-EVERY_GPU = [Machine(isa, (0, 1, 2)) for isa in (80, 90)]
+MACHINES = {
+    "ptx": [Machine(isa, (0, 1, 2)) for isa in (80, 90)],
+    "cuda": [Machine(cuda=True)],
+}
 _now = INTERPRETER
 
 
@@ -77,6 +83,8 @@ def why_not(machine):
         triton = Version(version("triton"))
     except PackageNotFoundError:
         return "triton is not installed (pip install -e '.[gpu]'; wheels exist for Linux)"
+    if machine.cuda:
+        return None if torch.cuda.is_available() else "torch sees no GPU (KV_HF_TEST_GPU=1 shows one)"
     if not machine.isa and triton < Version("3.9") and Version(version("numpy")) >= Version("2.4"):
         return f"the interpreter of triton {triton} fails in loops of dynamic length with numpy 2.4"
     return None
@@ -115,6 +123,10 @@ def _start():
 
 def call(function, *args, **options):
     """Return function(*args, **options), computed on copies where kernels run; exceptions come through."""
+    if _now.cuda:
+        with torch.device("cuda"):
+            moved_function, moved, named = _moved((function, args, options), "cuda")
+            return _moved(moved_function(*moved, **named), "cpu")
     if not _now.isa:
         return _interpreted(function, args, options)
     found = [_emulated(seed, pickle.dumps((function, args, options))) for seed in _now.seeds]
@@ -133,6 +145,14 @@ def _emulated(seed, pickled):
             return function(*args, **options)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _moved(things, device):
+    """Copy whatever tensors are in there to a device."""
+    stream = io.BytesIO()
+    torch.save(things, stream)
+    stream.seek(0)
+    return torch.load(stream, map_location=device, weights_only=False)
 
 
 class _Bits(pickle.Pickler):

@@ -292,10 +292,9 @@ class LayerStore:
 
     def _widen(self, step: Step, jobs: torch.Tensor, tokens: Pair) -> None:
         """Where the formats are too narrow for the very first pages, give all pages wider ones and seal these once more."""
-        if not may_wait(self.device):
+        if not (step.begins and may_wait(self.device)):
             return
-        first = step.begins and not self.pages.sealed
-        self.pages.sealed = True
+        first, self.pages.sealed = not self.pages.sealed, True
         if first and self.formats is not None:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
             if self.pages.wider is not None:

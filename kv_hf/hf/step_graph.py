@@ -131,9 +131,8 @@ class StepGraph:
         return all(layer.spec is spec for layer, spec in self._specs)
 
     def _record(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
-        """Run the step that was begun, record it, replay it at the same place, and compare."""
+        """Run the step that was begun as it will be recorded, record it, replay it at the same place, and compare."""
         cache = self.cache
-        expected = self.model(**inputs)
         steps = {group: group.step for group in cache.groups}
         self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self._structure = structure
@@ -145,22 +144,24 @@ class StepGraph:
             group: FixedStep(len(group), group.reserve, most, layers[0].device)
             for group in cache.groups
         }
-        self._windows = [(one, one.tokens) for layer in layers for one in layer.residuals or ()]
-        self._specs = [(layer, layer.spec) for layer in layers]
+        standing = {group: fixed.standing_for(steps[group]) for group, fixed in self._fixed.items()}
+        for group, fixed in self._fixed.items():
+            fixed.write(steps[group])
+        cache.fixed = self._fixed
         try:
-            self._rewind(steps)
-            for group, fixed in self._fixed.items():
-                fixed.write(steps[group])
-                group.step = fixed.standing_for(steps[group])
-            cache.fixed = self._fixed
-            try:
-                self._replay, outputs = capture(lambda: self.model(**own))
-            finally:
-                cache.fixed = None
+            self._rewind(standing)
+            expected = self.model(**own)
+            self._windows = [(one, one.tokens) for layer in layers for one in layer.residuals or ()]
+            self._specs = [(layer, layer.spec) for layer in layers]
+            self._rewind(standing)
+            self._replay, outputs = capture(lambda: self.model(**own))
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            self._rewind(steps, after=True)
+            cache.fixed = None
+            self._rewind(steps)
             self._give_up(f"it cannot be captured ({first_line(error)})")
-            return expected
+            return self.model(**inputs)
+        finally:
+            cache.fixed = None
         self._rewind(steps)  # captured, not run
         self._run()
         self._outputs = outputs
@@ -174,16 +175,15 @@ class StepGraph:
         )
         return self._result()
 
-    def _rewind(self, steps: dict[Any, Any], after: bool = False) -> None:
-        """Let all layers stand before these steps, or `after` them; what a step of one token writes it may write again."""
+    def _rewind(self, steps: dict[Any, Any]) -> None:
+        """Let all layers stand before these steps; what a step of one token writes it may write again."""
         forward = self.cache.forward
         for group, step in steps.items():
             group.step = step
         for layer in self.cache.paged_layers:
-            step = layer.group.step
             layer.revision += 1
-            layer.seen = step.seen_after if after else step.seen_before
-        forward.arrived = forward.members if after else 0
+            layer.seen = layer.group.step.seen_before
+        forward.arrived = 0
         forward.changing = False
 
     def _takes(self, leaves: list[Any], structure: Any) -> bool:

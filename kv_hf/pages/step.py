@@ -287,8 +287,8 @@ class FixedStep:
 
     @staticmethod
     def takes(step: Step) -> bool:
-        """Say whether a step only appends to the windows and seals pages from them."""
-        return step.fits and not step.moves_rest and step.first is None
+        """Say whether a step only appends to the windows and seals pages from them, of which the first ones are looked at."""
+        return step.fits and not (step.moves_rest or step.begins) and step.first is None
 
     def standing_for(self, step: Step) -> Step:
         """Return what layers do in `step`, with these tensors."""

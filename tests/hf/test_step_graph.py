@@ -208,10 +208,11 @@ def test_generate_lets_the_cache_grow_where_memory_is_short(gpu, monkeypatch):
     assert gpu["captures"] == 0
 
 
-def test_a_step_is_captured_again_once_the_first_pages_are_wider(gpu):
+@pytest.mark.parametrize(("lengths", "recent"), [([18, 9], 20), ([9, 5], 0)])
+def test_a_step_is_captured_again_once_the_first_pages_are_wider(lengths, recent, gpu):
     """Python runs the step that seals them, behind others that were replayed: the graph writes to memory of narrow pages."""
     model = stressed(make_model("llama"), value_channel(100))
-    grown, captured = both(model, left_padded([18, 9]), "paged_int4", recent_tokens=20)
+    grown, captured = both(model, left_padded(lengths), "paged_int4", recent_tokens=recent)
     assert torch.equal(grown, captured)
     assert gpu["captures"] == 2
 

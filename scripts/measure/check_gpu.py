@@ -7,9 +7,10 @@ package chooses by itself.
 import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,7 +38,8 @@ from measure.steps import ALLOWED
 
 # formats of the doctor's trials: those that pages are sealed in and read by
 TRIED = ("paged_int4", "paged_int8", "paged_exact", "paged_k5v3", "latents in int4")
-WARPS, STAGES, PARTS = (1, 2, 4), (2, 3, 4), (1, 2, 4)  # splits: the package's number by these
+WARPS, STAGES = (1, 2, 4), (2, 3, 4)
+TIMES = (0.5, 1, 2, 4)  # the package's number of splits
 
 
 @on_gpu(
@@ -97,7 +99,7 @@ def step_verdict(device: Device, model: str, mode: str) -> Verdict:
         for size in SIZES
     ],
     limit=240,
-    columns="num_warps num_stages parts ms_p50 ratio_to_chosen best",
+    columns="num_warps num_stages times ms_p50 ratio_to_chosen best",
 )
 def tuning(
     device: Device, shape: str, context: int, batch: int, dtype: str, format: str, page_size: int
@@ -109,9 +111,9 @@ def tuning(
         work.shape.config(layers), f"paged_{format}", {"page_size": page_size}
     )
     work.fill(cache)
-    contenders = [launched_with(work, cache, {"num_warps": None, "num_stages": None, "parts": 1})]
-    for values in itertools.product(WARPS, STAGES, PARTS):
-        how = dict(zip(("num_warps", "num_stages", "parts"), values, strict=True))
+    contenders = [launched_with(work, cache, {"num_warps": None, "num_stages": None, "times": 1})]
+    for values in itertools.product(WARPS, STAGES, TIMES):
+        how = dict(zip(("num_warps", "num_stages", "times"), values, strict=True))
         try:
             contenders.append(launched_with(work, cache, how))
         except WrongResultError:
@@ -146,23 +148,19 @@ def launched_with(work: Step, cache: Any, how: Fields) -> Contender:
 
 @contextmanager
 def launch_parameters_of(
-    num_warps: int | None, num_stages: int | None, parts: int
+    num_warps: int | None, num_stages: int | None, times: float
 ) -> Iterator[None]:
-    """Launch attention with these; None: what the package chooses."""
-    from kv_hf.backends.triton import direct, meta_params
+    """Launch attention with these, and with the package's number of splits times that; None: what the package chooses."""
+    from kv_hf.backends.triton import decode, meta_params
 
-    rule, splits = meta_params.launch_parameters, direct.Plan.splits
+    rule, most, tiles = meta_params.launch_parameters, decode.most_splits, decode.MIN_TILES
     asked_for: Fields = {"num_warps": num_warps, "num_stages": num_stages}
     given = {key: value for key, value in asked_for.items() if value is not None}
-
-    def parameters(*asked: Any) -> Any:
-        return rule(*asked)._replace(**given)
-
-    meta_params.launch_parameters = parameters  # type: ignore[assignment]
-    fewer = lambda plan, width: max(1, splits(plan, width) // parts)  # noqa: E731
-    direct.Plan.splits = fewer  # type: ignore[method-assign]
-    try:
+    with ExitStack() as changed:
+        for module, name, value in (
+            (meta_params, "launch_parameters", lambda *asked: rule(*asked)._replace(**given)),
+            (decode, "most_splits", lambda *asked: max(1, int(times * most(*asked)))),
+            (decode, "MIN_TILES", max(1, int(tiles / times))),
+        ):
+            changed.enter_context(patch.object(module, name, value))
         yield
-    finally:
-        direct.Plan.splits = splits  # type: ignore[method-assign]
-        meta_params.launch_parameters = rule

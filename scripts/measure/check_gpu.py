@@ -154,11 +154,14 @@ def launch_parameters_of(
     from kv_hf.backends.triton import decode, meta_params
 
     rule, most, tiles = meta_params.launch_parameters, decode.most_splits, decode.MIN_TILES
-    asked_for: Fields = {"num_warps": num_warps, "num_stages": num_stages}
-    given = {key: value for key, value in asked_for.items() if value is not None}
+
+    def launched(*asked: Any) -> tuple[int, int]:
+        warps, stages = rule(*asked)
+        return num_warps or warps, num_stages or stages
+
     with ExitStack() as changed:
         for module, name, value in (
-            (meta_params, "launch_parameters", lambda *asked: rule(*asked)._replace(**given)),
+            (meta_params, "launch_parameters", launched),
             (decode, "most_splits", lambda *asked: max(1, int(times * most(*asked)))),
             (decode, "MIN_TILES", max(1, int(tiles / times))),
         ):

@@ -454,18 +454,6 @@ FAULTS = {
         lambda text: text.replace("cp.async.wait_group", "// cp.async.wait_group"),
         "wait_group missing",
     ),
-    "no-release": (
-        lambda text: text.replace("acq_rel", "acquire"),
-        "without a release and an acquire",
-    ),
-    "no-acquire": (
-        lambda text: text.replace("acq_rel", "release"),
-        "without a release and an acquire",
-    ),
-    "within-a-program": (
-        lambda text: text.replace("gpu.acq_rel", "cta.acq_rel"),
-        "without a release and an acquire",
-    ),
 }
 
 

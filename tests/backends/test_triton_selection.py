@@ -377,7 +377,7 @@ def gpu():
 
 
 @needs_triton
-def test_a_step_launches_one_kernel_more_and_compiles_it_once(gpu):
+def test_a_step_launches_two_kernels_more_and_compiles_them_once(gpu):
     """While a sequence grows from 4k to 32k tokens."""
     from kv_hf.backends.dispatch import paged_attention
 
@@ -388,9 +388,10 @@ def test_a_step_launches_one_kernel_more_and_compiles_it_once(gpu):
         grown = replace(kv, block_table=table, seen=16 * width)
         paged_attention(AttentionCall(query, grown, SCALE), "triton")
         paged_attention(AttentionCall(query, replace(grown, seen=4095), SCALE), "triton")
-    both = ["choose_kernel", "decode_kernel", "decode_kernel"]
-    assert gpu.names() == both * (len(gpu.launches) // 3)
-    assert gpu.variants == {"choose_kernel": 1, "decode_kernel": 1}
+    attending = ["decode_kernel", "combine_kernel"]
+    both = ["score_kernel", "choose_kernel", *attending, *attending]
+    assert gpu.names() == both * (len(gpu.launches) // len(both))
+    assert gpu.variants == dict.fromkeys(both, 1)
 
 
 @needs_triton

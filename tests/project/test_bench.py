@@ -220,7 +220,7 @@ FIELDS = {
     "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
     "first": "what contender",
-    "tuning": "num_warps num_stages parts ms_p50 best kernel",
+    "tuning": "num_warps num_stages times ms_p50 best kernel",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "latents": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "kernels": "ms_p50 part_of_copy timing dtype",
@@ -261,14 +261,14 @@ def test_tuning_launches_what_it_says(monkeypatch):
 
     own, triton = meta_params.launch_parameters, registry.load("triton")
     for module, name, value in (
-        (check_gpu, "WARPS", (1, 2)), (check_gpu, "STAGES", (2,)), (check_gpu, "PARTS", (2,)), (check_gpu, "ROUNDS", 1),
+        (check_gpu, "WARPS", (1, 2)), (check_gpu, "STAGES", (2,)), (check_gpu, "TIMES", (2,)), (check_gpu, "ROUNDS", 1),
         (runner, "WARMUP", 0), (store, "choose", lambda *asked: triton),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1)
     with emulated_gpu(90) as gpu:
         rows = list(check_gpu.tuning(CPU, "tiny", 600, 1, "bfloat16", "int4", 64))
-    assert [(row["num_warps"], row["parts"]) for row in rows] == [(None, 1), (1, 2), (2, 2)]
+    assert [(row["num_warps"], row["times"]) for row in rows] == [(None, 1), (1, 2), (2, 2)]
     assert sum(row["best"] for row in rows) == 1
     assert gpu.variants["decode_kernel"] in (2, 3)  # that of the choice may be one of them
     programs = {count for name, count in gpu.launches if name == "decode_kernel"}

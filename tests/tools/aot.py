@@ -50,18 +50,10 @@ def compile_decode(
     return compiled(decode.decode_kernel, lambda: decode.paged_attention(call), arch)
 
 
-def compile_combine(
-    arch: str, *, value_dim: int, heads: int = 16, dtype: torch.dtype = torch.bfloat16
-) -> Any:
-    """Compile the kernel that merges splits over latents for `arch`."""
-    plain = {"HEADS": heads, "COLUMNS": 16, "V_DIM": value_dim, "SINKS": True}
-    kernel = direct.Kernel(None, decode.combine_kernel, plain)
-    out, sums = torch.zeros(heads, dtype=dtype), torch.zeros(heads)
-
-    def launch() -> None:
-        kernel.launch(1, 1, 1, -1, lambda at: (decode.Results(at(out), *map(at, (sums, sums))), at(out), 3, 2))  # fmt: skip
-
-    return compiled(decode.combine_kernel, launch, arch)
+def compile_combine(spec: PageSpec, arch: str) -> Any:
+    """Compile the kernel that merges splits for `arch`, as a launch asks for it."""
+    call = call_of(spec, torch.bfloat16, 4, 1, softcap=False, sinks=True)
+    return compiled(decode.combine_kernel, lambda: decode.paged_attention(call), arch)
 
 
 def compile_selection(
@@ -81,7 +73,7 @@ def compile_selection(
     words = torch.zeros(spec.keys.num_kv_heads, 1, dtype=torch.int32) if indexed else None
     budget = ReadBudget(pages=8, top_p=0.9 if top_p else None)
     call = replace(call, kv=replace(call.kv, budget=budget, words=words))
-    return compiled(selection.choose_kernel, lambda: selection.choose_pages(call), arch)
+    return compiled(selection.score_kernel, lambda: selection.choose_pages(call), arch)
 
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:

@@ -5,9 +5,9 @@ latent.py; here is what both share: which tokens a program sees, where its resul
 columns are query heads of the kv head times q_len. Launches refuse to look into device tensors.
 
 A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The exact window
-is a split of its own, the last: it counts as much as several pages, and its values are never rotated. The program that
-arrives last merges the splits. Over latents a kernel of its own does: at batch 1 a few blocks of query rows are split into
-hundreds of programs, and one program that merged a block would read megabytes alone.
+is a split of its own, the last: it counts as much as several pages, and its values are never rotated. A second kernel
+merges the splits, a program for each query: on an H100 one program that merged those of a kv head took .12 to .24 us for each
+of them, as long as the data for 64 (results/gpu/tuning.jsonl).
 """
 
 from typing import Any, NamedTuple
@@ -32,24 +32,29 @@ from .direct import (
 )
 from .heads import attend_heads, attend_window, store_parts
 from .latent import attend_latents, store_runs
-from .meta_params import MIN_TILES, constants, most_splits, query_blocks
-from .softmax import Visibility, add_sink, arrive_last, finite
+from .meta_params import (
+    MIN_TILES,
+    Queries,
+    constants,
+    most_splits,
+    power_of_two,
+    query_blocks,
+)
+from .softmax import Visibility, add_sink, finite
 
 NO_MASK = (0, 0, 0)  # its strides
-COMBINED = tl.constexpr(64)  # channels that one program of the combining kernel takes,
-COMBINED_SPLITS = tl.constexpr(64)  # and splits that it reads at once
+COMBINED = tl.constexpr(64 * 64)  # numbers that one program of the combining kernel reads at once,
+COMBINED_CHANNELS = 64  # and channels that it takes, where they are not rotated
 
 
 class Results(NamedTuple):
-    """Where results go.
+    """Where the results of splits go.
 
     Attributes:
-        out: [rows, q_len, heads * group, dim].
-        partial: [programs of one split, splits, Splits.columns, dim], fp32; of rotated values, but in the last split.
-        bests: [programs of one split, splits, 2, Splits.columns], fp32: maxima in log2, and sums of weights.
+        partial: [programs of one split, splits, Queries.kept, dim], fp32; of rotated values, but in the last split.
+        bests: [programs of one split, splits, 2, Queries.kept], fp32: maxima in log2, and sums of weights.
     """
 
-    out: Any
     partial: Any
     bests: Any
 
@@ -72,8 +77,6 @@ def decode_kernel(
     mask_row,
     mask_head,
     mask_query,
-    sink_logits,  # [heads * group]
-    counters,  # [programs of one split] int32, zeros before and after
     softmax_scale,
     softcap,
     sliding_window,
@@ -82,27 +85,23 @@ def decode_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend the query columns of one (row, kv head, block of columns) to one split of the row's tokens.
 
-    Grid: (rows, heads * blocks of columns, splits); the last split is the window. The program that arrives last merges the
-    splits (over latents, combine_kernel does). QUERIES, WINDOW, SPLITS, LAUNCH: those of meta_params. KEYS, VALUES:
-    meta_params.Operand, or meta_params.Latents and None.
+    Grid: (rows, heads * blocks of columns, splits); the last split is the window. QUERIES, WINDOW: those of meta_params.
+    KEYS, VALUES: meta_params.Operand, or meta_params.Latents and None. STAGES: tiles that are on their way at once.
     """
     if not QUERIES.chunk:
         q_len = 1
-    HEADS: tl.constexpr = QUERIES.heads
     GROUP: tl.constexpr = QUERIES.group
     COLUMNS: tl.constexpr = QUERIES.columns
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     PAGE: tl.constexpr = KEYS.side.page
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
-    STAGES: tl.constexpr = LAUNCH.num_stages
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
-    M_COLUMNS: tl.constexpr = SPLITS.columns
+    KEPT: tl.constexpr = QUERIES.kept
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
     split = tl.program_id(2)
@@ -128,8 +127,8 @@ def decode_kernel(
 
     group = wide_row * tl.num_programs(1) + tl.program_id(1)
     place = tl.arange(0, COLUMNS)
-    kept = real & (place < M_COLUMNS)
-    partial = results.partial + ((group * num_splits + split) * M_COLUMNS + place) * V_DIM
+    kept = real & (place < KEPT)
+    partial = results.partial + ((group * num_splits + split) * KEPT + place) * V_DIM
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     if split < num_splits - 1:
@@ -163,110 +162,90 @@ def decode_kernel(
         )  # fmt: skip
         OUT: tl.constexpr = WINDOW.out
         store_parts(partial, exact_acc, kept, OUT)
-    bests = results.bests + (group * num_splits + split) * (2 * M_COLUMNS) + place
+    bests = results.bests + (group * num_splits + split) * (2 * KEPT) + place
     tl.store(bests, best, mask=kept)
-    tl.store(bests + M_COLUMNS, total, mask=kept)
-
-    if VALUES is not None and arrive_last(counters, group, num_splits, LAUNCH.threads):
-        merged = first_column + tl.arange(0, M_COLUMNS)
-        head_of = head * GROUP + merged % GROUP
-        out_row = (wide_row * q_len + merged // GROUP) * (HEADS * GROUP) + head_of
-        merge_splits(
-            results, group, sink_logits + head_of, results.out + out_row * V_DIM, num_splits, tl.arange(0, M_COLUMNS),
-            merged < used, tl.arange(0, triton.next_power_of_2(V_DIM)), V_DIM, M_COLUMNS, SPLITS.merged,
-            VALUES.side.rotated, QUERIES.sinks,
-        )  # fmt: skip
-
-
-@triton.jit
-def merge_splits(
-    results, group, sink_logits, out, num_splits, column, real, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of some query columns and store the result.
-
-    Args:
-        results: Results; group: number (int64) of the block of query columns.
-        sink_logits, out: [columns], pointers to the columns' own.
-        column, real: [columns], places in the block that are wanted, which of them exist; channel: [channels].
-        SPLITS: splits that are read at once; ROTATED: channels of a block of rotated numbers in all but the last, or 0.
-    """
-    bests = results.bests + group * num_splits * (2 * COLUMNS)
-    partial = results.partial + group * num_splits * (COLUMNS * DIM)
-    best = tl.full(column.shape, float("-inf"), tl.float32)
-    total = tl.zeros(column.shape, tl.float32)
-    acc = tl.zeros([column.shape[0], channel.shape[0]], tl.float32)
-    last = num_splits
-    if ROTATED > 0:
-        last = num_splits - 1
-    best, total, acc = _add_splits(
-        best, total, acc, partial, bests, 0, last, column, channel, DIM, COLUMNS, SPLITS
-    )
-    if ROTATED > 0:
-        acc = unrotate(acc, ROTATED, 1)
-        best, total, acc = _add_splits(
-            best, total, acc, partial, bests, last, num_splits, column, channel, DIM, COLUMNS, 1
-        )
-    norm = add_sink(best, total, sink_logits, SINKS)
-    result = (acc * norm[:, None]).to(out.dtype.element_ty)
-    inside = real[:, None] & (channel < DIM)[None, :]
-    tl.store(out[:, None] + channel[None, :], result, mask=inside)
+    tl.store(bests + KEPT, total, mask=kept)
 
 
 @triton.jit
 def _add_splits(
-    best, total, acc, partial, bests, begin, end, column, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    best, total, acc, partial, bests, begin, end, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Add splits `begin` to `end` to (best, total, acc); they are read from the second-level cache: other multiprocessors wrote them."""
-    inside = channel < DIM
+    """Add splits `begin` to `end` of a query to its running softmax (best, total, acc [channels]); SPLITS are read at once."""
     for first in tl.range(begin, end, SPLITS):
         split = first + tl.arange(0, SPLITS)
         held = split < end
-        at = split[:, None] * COLUMNS + column[None, :]
-        where = bests + split[:, None] * (2 * COLUMNS) + column[None, :]
-        others = tl.load(where, mask=held[:, None], other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(where + COLUMNS, mask=held[:, None], other=0.0, cache_modifier=".cg")
-        where = partial + at[:, :, None] * DIM + channel[None, None, :]
-        there = held[:, None, None] & inside[None, None, :]
-        x = tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
-        x = tl.where(sums[:, :, None] > 0, x, 0.0)  # a split without tokens writes nothing
+        others = tl.load(bests + split * (2 * COLUMNS), mask=held, other=float("-inf"))
+        sums = tl.load(bests + split * (2 * COLUMNS) + COLUMNS, mask=held, other=0.0)
+        # a split without tokens has written nothing
+        there = (held & (sums > 0))[:, None] & (channel < DIM)[None, :]
+        where = partial + split[:, None] * (COLUMNS * DIM) + channel[None, :]
+        x = tl.load(where, mask=there, other=0.0)
         top = tl.maximum(best, tl.max(others, 0))
-        shift = finite(top)
-        keep = tl.exp2(best - shift)
-        weights = tl.exp2(others - shift[None, :])
+        keep = tl.exp2(best - finite(top))
+        weights = tl.exp2(others - finite(top))
         total = total * keep + tl.sum(sums * weights, 0)
-        acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], 0)
+        acc = acc * keep + tl.sum(x * weights[:, None], 0)
         best = top
     return best, total, acc
 
 
 @triton.jit(**SPECIALIZED)
 def combine_kernel(
-    results,  # Results, of programs of COLUMNS query columns
-    sink_logits,  # [HEADS]
+    results,  # Results of decode_kernel
+    out,  # [rows, q_len, heads * group, dim]
+    sink_logits,  # [heads * group]
     q_len,
     num_splits,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    SINKS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
-    """Merge one query row: grid (rows * HEADS * q_len, blocks of channels).
+    """Merge the splits of one query and store the result.
 
-    A group is what one program of the decode kernel takes: COLUMNS query rows of one row, heads side by side.
+    Grid: (rows * heads * group * q_len, blocks of CHANNELS channels). ROTATED: channels of a block of rotated values, or 0.
     """
-    queries = HEADS * q_len
-    row = tl.program_id(0) // queries
-    column = tl.program_id(0) % queries
-    blocks = (queries + COLUMNS - 1) // COLUMNS
-    group = (row * blocks + column // COLUMNS).to(tl.int64)
-    one = tl.arange(0, 1)
-    merge_splits(
-        results, group, sink_logits + column % HEADS + one,
-        results.out + tl.program_id(0).to(tl.int64) * V_DIM + one, num_splits, column % COLUMNS + one, one == 0,
-        tl.program_id(1) * COMBINED + tl.arange(0, COMBINED), V_DIM, COLUMNS, COMBINED_SPLITS, 0, SINKS,
-    )  # fmt: skip
+    if not QUERIES.chunk:
+        q_len = 1
+    HEADS: tl.constexpr = QUERIES.heads
+    GROUP: tl.constexpr = QUERIES.group
+    COLUMNS: tl.constexpr = QUERIES.columns
+    KEPT: tl.constexpr = QUERIES.kept
+    used = GROUP * q_len  # columns
+    blocks = (used + COLUMNS - 1) // COLUMNS
+    row_head = tl.program_id(0) // used
+    column = tl.program_id(0) % used
+    group = (row_head * blocks + column // COLUMNS).to(tl.int64)
+    bests = results.bests + group * num_splits * (2 * KEPT) + column % COLUMNS
+    partial = results.partial + (group * num_splits * KEPT + column % COLUMNS) * DIM
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    best, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
+    acc = tl.zeros([CHANNELS], tl.float32)
+    best, total, acc = _add_splits(
+        best,
+        total,
+        acc,
+        partial,
+        bests,
+        0,
+        num_splits - 1,
+        channel,
+        DIM,
+        KEPT,
+        COMBINED // CHANNELS,
+    )
+    if ROTATED > 0:
+        acc = unrotate(acc, ROTATED, 1)
+    best, total, acc = _add_splits(
+        best, total, acc, partial, bests, num_splits - 1, num_splits, channel, DIM, KEPT, 1
+    )
+    head_of = (row_head % HEADS) * GROUP + column % GROUP
+    acc *= add_sink(best, total, sink_logits + head_of, QUERIES.sinks)
+    out_row = ((row_head // HEADS) * q_len + column // GROUP).to(tl.int64) * (
+        HEADS * GROUP
+    ) + head_of
+    tl.store(out + out_row * DIM + channel, acc.to(out.dtype.element_ty), mask=channel < DIM)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -299,47 +278,44 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
     room = plan.scratch.parts()  # alive until the launch
+    # `out` stands for what there is not
     sinks = out if sink_logits is None else sink_logits
     shown = out if mask is None else mask
 
     def arguments(at: At) -> tuple[Any, ...]:
-        partial, bests, counters = map(at, room)
-        # `out` stands for what there is not
         return (
             Strided(at(query), *strides[:3]), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
-            Strided.of(at, kv.residual_keys), Strided.of(at, kv.residual_values), Results(at(out), partial, bests),
-            *rows_of(at, kv), at(shown), *strides_of_mask, at(sinks), counters, float(call.softmax_scale),
-            float(call.softcap or 1.0), call.sliding_window or 0, query.shape[2],
+            Strided.of(at, kv.residual_keys), Strided.of(at, kv.residual_values), Results(*map(at, room)),
+            *rows_of(at, kv), at(shown), *strides_of_mask, float(call.softmax_scale), float(call.softcap or 1.0),
+            call.sliding_window or 0, query.shape[2],
         )  # fmt: skip
 
     plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
-    if plan.combine is not None:
-        rows, heads, q_len, dim = out.shape
-        plan.combine.launch(
-            rows * heads * q_len, -(-dim // COMBINED.value), 1, index,
-            lambda at: (Results(at(out), at(room[0]), at(room[1])), at(sinks), q_len, splits),
-        )  # fmt: skip
+    rows, heads, q_len, dim = out.shape
+    plan.last.launch(
+        rows * heads * q_len, -(-dim // plan.last.constants["CHANNELS"]), 1, index,
+        lambda at: (Results(*map(at, room)), at(out), at(sinks), q_len, splits),
+    )  # fmt: skip
     return out
 
 
 def _prepare(call: AttentionCall) -> Plan:
     query, spec = call.query, call.kv.spec
     step = step_of(call)
-    rows = query.shape[0]
-    dim, blocks, plain = spec.out_dim, query_blocks(spec, step), constants(spec, step)
+    rows, queries = query.shape[0], Queries.of(spec, step)
+    dim, blocks = spec.out_dim, query_blocks(spec, step)
+    plain, num_warps = constants(spec, step)
     most = most_splits(spec, rows * blocks)
-    columns = plain["SPLITS"].columns
-    parts = rows * blocks * columns * (most + 1)  # of all splits
-    combine = None
-    if spec.is_latent:
-        merging = {"HEADS": step.heads, "COLUMNS": columns, "V_DIM": dim, "SINKS": step.sinks}
-        combine = Kernel(spec, combine_kernel, merging)
+    parts = rows * blocks * queries.kept * (most + 1)  # of all splits
+    rotated = 0 if spec.is_latent else plain["VALUES"].side.rotated
+    channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
+    merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}
     return Plan(
-        kernel=Kernel(spec, decode_kernel, plain, plain["LAUNCH"].num_warps),
+        kernel=Kernel(spec, decode_kernel, plain, num_warps),
+        last=Kernel(spec, combine_kernel, merging),
         rows=rows,
         blocks=blocks,
         stretch=plain["KEYS"].tile * MIN_TILES,
         most=most,
-        scratch=Scratch((parts * dim, 2 * parts), rows * blocks, query.device),
-        combine=combine,
+        scratch=Scratch((parts * dim, 2 * parts), query.device),
     )

@@ -70,11 +70,10 @@ class Fields(NamedTuple):
 
 
 # for triton.jit: numbers that change while a sequence grows must not make new kernels, and small tensors may begin anywhere
-# in a buffer that they share. Triton specializes what lies in tuples. Counters are not even known to be small: on AMD their
-# counts would be buffer instructions, of which Triton 3.6 forgets the release.
+# in a buffer that they share. Triton specializes what lies in tuples.
 STEPWISE = (
     "table_width mask_row mask_head mask_query most share from_tokens width sliding_window sink_tokens seen slots value_slots "
-    "q_len num_splits counters"
+    "q_len num_splits columns"
 )
 UNALIGNED = "block_table num_pages exact_lens padding mask sink_logits held_words chosen chosen_pages jobs damaged starts skips"
 SPECIALIZED = {
@@ -232,17 +231,16 @@ def _aligned(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
 
 
 class Workspace:
-    """Room for partial results and counters of the kernels of one stream, which run one after another.
+    """Room for partial results of the kernels of one stream, which run one after another.
 
-    All caches of a stream share it; it goes with the last of them. Kernels leave the counters zero.
+    All caches of a stream share it; it goes with the last of them.
     """
 
-    __slots__ = ("__weakref__", "counters", "numbers")
+    __slots__ = ("__weakref__", "numbers")
     _known: "WeakValueDictionary[tuple[int, int], Workspace]" = WeakValueDictionary()
 
     def __init__(self, where: torch.device) -> None:
         self.numbers = torch.empty(0, dtype=torch.float32, device=where)
-        self.counters = torch.zeros(0, dtype=torch.int32, device=where)
 
     @classmethod
     def of(cls, index: int, stream: int, where: torch.device) -> "Workspace":
@@ -252,56 +250,37 @@ class Workspace:
             found = cls._known[index, stream] = cls(where)
         return found
 
-    def reserve(self, numbers: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 numbers [numbers] and int32 counters [counters or more] that are zero.
-
-        Whoever launches a kernel keeps both until the kernel is launched.
-        """
-        if self.numbers.shape[0] < numbers:
-            self.numbers = self.numbers.new_empty(numbers)
-        if self.counters.shape[0] < counters:
-            self.counters = self.counters.new_zeros(counters)
-        return self.numbers[:numbers], self.counters
+    def reserve(self, count: int) -> torch.Tensor:
+        """Return float32 numbers [count]; whoever launches a kernel keeps them until it is launched."""
+        if self.numbers.shape[0] < count:
+            self.numbers = self.numbers.new_empty(count)
+        return self.numbers[:count]
 
 
 class Scratch:
-    """The partial results and counters of one kind of launch: those of its stream, or of the CUDA graph that captures it.
-
-    What a graph captures is replayed on any stream: its partial results lie in the graph's own memory, and its counters
-    are this object's.
+    """The partial results of one kind of launch: in the room of its stream, or of the CUDA graph that captures it.
 
     Args:
         sizes: float32 numbers of each part; parts begin at multiples of 16 bytes.
-        counters: int32 counters, zeros before and after a launch.
     """
 
-    __slots__ = ("counters", "index", "known", "sizes", "where", "zeros")
+    __slots__ = ("index", "known", "sizes", "where")
 
-    def __init__(self, sizes: tuple[int, ...], counters: int, where: torch.device) -> None:
+    def __init__(self, sizes: tuple[int, ...], where: torch.device) -> None:
         self.sizes = [-(-size // QUAD) * QUAD for size in sizes]
-        self.counters, self.where = counters, where
-        self.index = -1 if where.index is None else where.index
+        self.where, self.index = where, -1 if where.index is None else where.index
         self.known: dict[int, tuple[tuple[torch.Tensor, ...], Workspace]] = {}
-        # zeros made outside of any graph: a graph that captures this launch later need not set them
-        self.zeros = None if is_capturing(self.index) else self._zeros()
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self.counters, dtype=torch.int32, device=self.where)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return parts [size], float32, and counters [counters], int32, for a launch in the current stream.
-
-        The caller keeps them until the launch.
-        """
+        """Return parts [size], float32, for launches in the current stream; the caller keeps them until these."""
         if INTERPRETED or is_capturing(self.index):
             fresh = torch.empty(sum(self.sizes), dtype=torch.float32, device=self.where)
-            return (*fresh.split(self.sizes), self._zeros() if self.zeros is None else self.zeros)
+            return fresh.split(self.sizes)
         stream = current_stream(self.index)
         found = self.known.get(stream)
         if found is None:
             shared = Workspace.of(self.index, stream, self.where)
-            numbers, counters = shared.reserve(sum(self.sizes), self.counters)
-            found = self.known[stream] = (*numbers.split(self.sizes), counters), shared
+            found = self.known[stream] = shared.reserve(sum(self.sizes)).split(self.sizes), shared
         return found[0]
 
 
@@ -310,21 +289,20 @@ class Plan:
     """How to launch one kind of call whose programs share a row's pages.
 
     Attributes:
-        kernel: what is launched.
+        kernel: what is launched; last: what takes the results of its splits.
         rows, blocks: the grid without its splits.
         stretch: tokens of a split at least; most: splits at most.
-        scratch: partial results and counters.
-        combine: merges the splits; None where the last program does.
+        scratch: partial results.
         refused: whether the device has too little for the kernel.
     """
 
     kernel: Kernel
+    last: Kernel
     rows: int
     blocks: int
     stretch: int
     most: int
     scratch: Scratch
-    combine: Kernel | None = None
     refused: bool = False
 
     def splits(self, width: int) -> int:

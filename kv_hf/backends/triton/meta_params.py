@@ -206,8 +206,6 @@ TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie i
 FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
 LIFT = 15  # of weights, whose sums with offsets are then in float16's normal range
 W_TILE = 32  # most tokens of a tile of the window
-MERGED = 16  # splits that a program merges at once, and
-MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}  # largest codes
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
@@ -313,7 +311,8 @@ class Queries(NamedTuple):
     """How queries are spread over programs, and what hides tokens from them or bends their scores.
 
     Attributes:
-        heads, group: kv heads, and query heads of each; columns: of a program.
+        heads, group: kv heads, and query heads of each.
+        columns: of a program; kept: columns from the first on that may hold queries.
         chunk: whether a row has more than one query; sinks: whether there are sink logits.
         causal, windowed, capped: whether positions, a sliding window and a softcap count; a mask covers causality.
         mask: "none", "bool" or "float".
@@ -324,6 +323,7 @@ class Queries(NamedTuple):
     heads: int
     group: int
     columns: int
+    kept: int
     chunk: bool
     sinks: bool
     causal: bool
@@ -337,10 +337,14 @@ class Queries(NamedTuple):
     def of(cls, spec: PageSpec, step: Step) -> "Queries":
         """Return those of a step."""
         heads, chunk, mask = spec.keys.num_kv_heads, step.q_len > 1, step.mask
-        causal = chunk and mask == "none"
+        causal, group, columns = (
+            chunk and mask == "none",
+            step.heads // heads,
+            column_block(spec, step),
+        )
+        kept = columns if chunk else min(columns, power_of_two(group))
         return cls(
-            heads, step.heads // heads, column_block(spec, step), chunk, step.sinks, causal, step.sliding_window, step.softcap,
-            mask, bent=step.softcap or mask == "float", hides=causal or step.sliding_window or mask != "none",
+            heads, group, columns, kept, chunk, step.sinks, causal, step.sliding_window, step.softcap, mask, bent=step.softcap or mask == "float", hides=causal or step.sliding_window or mask != "none",
         )  # fmt: skip
 
 
@@ -594,50 +598,17 @@ def latents(spec: PageSpec, step: Step) -> Latents:
 # -- a launch ----------------------------------------------------------------------------------------------------------
 
 
-class Launch(NamedTuple):
-    """Warps and stages of a compiled kernel; threads: of its programs on AMD, see softmax.arrive_last, else 0."""
-
-    num_warps: int
-    num_stages: int
-    threads: int
-
-    @classmethod
-    def of(cls, num_warps: int, num_stages: int, isa: int) -> "Launch":
-        """Return that of so many warps."""
-        return cls(num_warps, num_stages, 64 * num_warps if isa == HIP else 0)
-
-
-class Splits(NamedTuple):
-    """How a row's tokens are split over programs of the decode kernel, and their results merged.
-
-    Attributes:
-        columns: of a program, that hold query heads; merged: splits that are merged at once.
-    """
-
-    columns: int
-    merged: int
-
-    @classmethod
-    def of(cls, spec: PageSpec, queries: Queries, num_warps: int) -> "Splits":
-        """Return those of a step."""
-        columns = queries.columns
-        if not queries.chunk:
-            columns = min(columns, power_of_two(queries.group))
-        merged = num_warps * MERGED_NUMBERS // (columns * power_of_two(spec.out_dim))
-        return cls(columns, max(1, min(MERGED, merged)))
-
-
-def constants(spec: PageSpec, step: Step) -> dict[str, Any]:
-    """Return the decode kernel's compile-time arguments; dtypes are given by name. spec: layout "rows"."""
-    queries, launch = Queries.of(spec, step), launch_parameters(spec, step)
-    return {
-        "QUERIES": queries,
+def constants(spec: PageSpec, step: Step) -> tuple[dict[str, Any], int]:
+    """Return the decode kernel's compile-time arguments, dtypes by name, and its warps. spec: layout "rows"."""
+    num_warps, num_stages = launch_parameters(spec, step)
+    arguments = {
+        "QUERIES": Queries.of(spec, step),
         "KEYS": latents(spec, step) if spec.is_latent else _keys_of(spec, step),
         "VALUES": None if spec.is_latent else _values_of(spec, step),
         "WINDOW": ExactWindow.of(spec, step),
-        "SPLITS": Splits.of(spec, queries, launch.num_warps),
-        "LAUNCH": launch,
+        "STAGES": num_stages,
     }
+    return arguments, num_warps
 
 
 PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, and
@@ -646,8 +617,8 @@ MIN_TILES = 4  # tiles that a split should have at least
 MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
 
 
-def launch_parameters(spec: PageSpec, step: Step) -> Launch:
-    """Choose the launch parameters of a decode step; splits by `most_splits`.
+def launch_parameters(spec: PageSpec, step: Step) -> tuple[int, int]:
+    """Choose (warps, stages) of a decode step; splits by `most_splits`.
 
     Over latents a warp for each chunk of the rank. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
@@ -655,7 +626,7 @@ def launch_parameters(spec: PageSpec, step: Step) -> Launch:
     would not fit into two warps' registers.
     """
     if spec.is_latent:
-        return Launch.of(CHUNKS, 1 if step.isa == HIP else 2, step.isa)
+        return CHUNKS, 1 if step.isa == HIP else 2
     columns, tile = column_block(spec, step), tile_tokens(spec, step.query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)
@@ -672,8 +643,10 @@ def launch_parameters(spec: PageSpec, step: Step) -> Launch:
         num_warps = 2
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
-    num_stages = 2 if step.isa == HIP or (dim > 128 and two_bits) or gathered else 3
-    return Launch.of(num_warps, num_stages, step.isa)
+    # one warp hides more behind its own instructions: two stages were up to 8 % faster on an H100 (results/gpu/tuning.jsonl)
+    two = num_warps == 1 or step.isa == HIP or (dim > 128 and two_bits) or gathered
+    num_stages = 2 if two else 3
+    return num_warps, num_stages
 
 
 def most_splits(spec: PageSpec, programs: int) -> int:

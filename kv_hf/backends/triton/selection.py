@@ -1,11 +1,11 @@
-"""The choice of the pages that a step reads: one launch per layer, which refuses to look into device tensors.
+"""The choice of the pages that a step reads: two launches per layer, which refuse to look into device tensors.
 
 The definition of the result is backends/reference/selection.py. Programs score stretches of a row's pages for one kv head, and
-one more its exact window; the last one of a row turns scores into masses and chooses. Scores are those of a part of a
+one more its exact window; a second kernel turns the scores of a row into masses and chooses. Scores are those of a part of a
 page's codes (page_summary.py), for several pages at once: words are those of KeyWords, KEYS, and middles stand for the other
 channels. Products are batches, a unit (token group or page) each, so that a warp has whole units. Pages are ranked by
 integers that are all different: masses are not negative, so their bits are in the order of the numbers, and of equal ones
-the first page is better. The least of the chosen is found by halving a range. All loops go over blocks of a row's pages, of
+the first page is better. The least of the chosen is found by parting a range, WAYS at once. All loops go over blocks of a row's pages, of
 which there may be any number.
 """
 
@@ -40,7 +40,6 @@ from .heads import ROWS, attend_window, query_units
 from .meta_params import (
     HIP,
     ExactWindow,
-    Launch,
     Queries,
     SideLayout,
     Step,
@@ -50,7 +49,7 @@ from .meta_params import (
     query_blocks,
     side_layout,
 )
-from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, arrive_last, cap, log2_sum
+from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, cap, log2_sum
 
 NUM_WARPS = 4
 TILE_TOKENS = 256  # of the pages that a program scores at once
@@ -58,7 +57,7 @@ MIN_DEPTH = 16  # numbers that a product sums over, at least
 MIN_STRETCH = 512  # tokens of a program, at least
 # the same where ranges come from codes, of which every program reads RANGED_PAGES pages
 CODES_STRETCH = 2048
-MAX_SPLITS = 63  # one less than the sums that the last program reads of a column
+MAX_SPLITS = 63  # one less than the sums of a column that are read at once
 STAGED_BYTES = 48 * 1024  # of the tiles that are on their way
 PROGRAMS = 132 * 4  # that fill a large GPU
 NO_LIMIT = 2**31 - 1  # pages
@@ -70,9 +69,10 @@ RANGED_NUMBERS = tl.constexpr(512)  # of a piece of a page whose ranges are take
 MIDDLES = tl.constexpr(MIDDLE_TOKENS)
 NEWEST = tl.constexpr(NEWEST_PAGES)
 SUMS = tl.constexpr(MAX_SPLITS + 1)
-# pages and columns whose masses the last program sums at once
+# pages and columns whose masses are summed at once
 SUMMED_PAGES, SUMMED_COLUMNS = tl.constexpr(128), tl.constexpr(32)
-BLOCK = tl.constexpr(1024)  # pages that it counts at once
+BLOCK = tl.constexpr(1024)  # pages that are counted at once
+WAYS = tl.constexpr(16)  # parts of a range of ranks, less one
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
 
 
@@ -411,11 +411,16 @@ def _score_pages(
 
 
 @triton.jit
-def _pages_to_choose(pages, exact, most, share, from_tokens, PAGE: tl.constexpr):
-    """Return how many pages of a row are read at most: all where the row is short. share: the bits of a float64."""
+def _pages_to_choose(pages, exact, most, share, from_tokens, PAGE: tl.constexpr, TOP: tl.constexpr):
+    """Return how many pages of a row are read at most (all where the row is short), and whether they have to be scored.
+
+    share: the bits of a float64.
+    """
     part = share.to(tl.float64, bitcast=True) * pages.to(tl.float64)
     limit = tl.minimum(pages, tl.maximum(tl.minimum(most, part.to(tl.int32)), NEWEST))
-    return tl.where(pages * PAGE + exact < from_tokens, pages, limit)
+    long = pages * PAGE + exact >= from_tokens
+    wanted = tl.where(long, limit, pages)
+    return wanted, long if TOP else wanted < pages
 
 
 @triton.jit
@@ -435,7 +440,7 @@ def _page_masses(scores, sums, masses, pages, splits, columns, room):
         real = column < columns
         there = real[:, None] & (split < splits)[None, :]
         at = sums + (column * splits)[:, None] + split[None, :]
-        x = tl.load(at, mask=there, other=NO_WEIGHT, cache_modifier=".cg")
+        x = tl.load(at, mask=there, other=NO_WEIGHT)
         whole = log2_sum(x, 1)
         whole = tl.where(whole == NO_WEIGHT, 0.0, whole)
         window = tl.where((split == splits - 1)[None, :], tl.exp2(x - whole[:, None]), 0.0)
@@ -445,7 +450,7 @@ def _page_masses(scores, sums, masses, pages, splits, columns, room):
             held = page < pages
             inside = real[:, None] & held[None, :]
             where = scores + column.to(tl.int64)[:, None] * room + page[None, :]
-            score = tl.load(where, mask=inside, other=NO_WEIGHT, cache_modifier=".cg")
+            score = tl.load(where, mask=inside, other=NO_WEIGHT)
             mass = tl.sum(tl.exp2(score - whole[:, None]), 0)
             of_pages += mass
             # of the columns before
@@ -476,21 +481,21 @@ def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
     count_high = pages * 0 + (NEWEST - 1)
     going = count_low > (count_high + 1 if TOP else wanted)
     while going:
-        middle = low + (high - low) // 2
-        counts = tl.zeros([BLOCK], tl.int32)
-        sums = tl.zeros([BLOCK], tl.float32)
+        middle = low + (high - low) * (1 + tl.arange(0, WAYS)) // (WAYS + 1)
+        counts = tl.zeros([WAYS], tl.int32)
+        sums = tl.zeros([WAYS], tl.float32)
         for first in tl.range(0, pages, BLOCK):
             _, mass, rank = _ranks(masses, first, pages)
-            counts += (rank >= middle).to(tl.int32)
-            sums += tl.where(rank >= middle, mass, 0.0)
-        count = tl.sum(counts, 0)
-        enough = count >= wanted
+            better = rank[:, None] >= middle[None, :]
+            counts += tl.sum(better.to(tl.int32), 0)
+            sums += tl.sum(tl.where(better, mass[:, None], 0.0), 0)
+        enough = counts >= wanted
         if TOP:
-            enough = enough | (tl.sum(sums, 0) >= need)
-        low = tl.where(enough, middle, low)
-        count_low = tl.where(enough, count, count_low)
-        high = tl.where(enough, high, middle)
-        count_high = tl.where(enough, count_high, count)
+            enough = enough | (sums >= need)
+        low = tl.max(tl.where(enough, middle, low), 0)
+        high = tl.min(tl.where(enough, high, middle), 0)
+        count_low = tl.min(tl.where(enough, counts, count_low), 0)
+        count_high = tl.max(tl.where(enough, count_high, counts), 0)
         going = count_low > (count_high + 1 if TOP else wanted)
     return low
 
@@ -517,7 +522,7 @@ def _write_choice(masses, table, chosen, pages, width, least):
 
 
 class Scores(NamedTuple):
-    """What programs tell the last one of a row.
+    """What the programs of a row tell the one that chooses.
 
     Attributes:
         pages: [rows, heads * group * q_len, room] fp32: log2 of the summed weights of a page.
@@ -531,7 +536,7 @@ class Scores(NamedTuple):
 
 
 @triton.jit(**SPECIALIZED)
-def choose_kernel(
+def score_kernel(
     query,  # Strided: [rows, heads * group, q_len, dim]
     keys,  # Fields: codes [pages, heads, page, bytes]; offsets of an index of exact keys: their middles, [pages, heads, 1, dim]
     held_words,  # [heads, words], int32, of an index
@@ -541,18 +546,11 @@ def choose_kernel(
     table_width,
     num_pages,  # [rows]
     exact_lens,  # [rows]
-    padding,  # [rows]
-    sink_tokens,
     sink_logits,  # [heads * group]
-    chosen,  # [rows, width], written
-    chosen_pages,  # [rows], written
-    counters,  # [rows] int32, zeros before and after
     most,
     share,
     from_tokens,
-    top_p,
     room,  # more pages than there are, a multiple of 16
-    width,
     q_len,
     softmax_scale,
     softcap,
@@ -560,11 +558,11 @@ def choose_kernel(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     TOP: tl.constexpr,
-    LAUNCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Score one split of a row's pages for the query columns of one (kv head, block of columns); the last of a row chooses.
+    """Score one split of a row's pages for the query columns of one (kv head, block of columns).
 
-    Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, WINDOW, LAUNCH: as
+    Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, WINDOW, STAGES: as
     of decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
     if not QUERIES.chunk:
@@ -572,7 +570,6 @@ def choose_kernel(
     HEADS: tl.constexpr = QUERIES.heads
     GROUP: tl.constexpr = QUERIES.group
     COLUMNS: tl.constexpr = QUERIES.columns
-    STAGES: tl.constexpr = LAUNCH.num_stages
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0)
@@ -585,15 +582,11 @@ def choose_kernel(
     number = head * used + column
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
-    wanted = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page)
-    scored = wanted < pages
-    if TOP:
-        scored = pages * KEYS.side.page + exact >= from_tokens
+    scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page, TOP)[1]
     wide_row = row.to(tl.int64)
     table = block_table + wide_row * table_width
     scores = scratch.pages + wide_row * (HEADS * used) * room
     sums = scratch.sums + wide_row * (HEADS * used) * splits
-    masses = scratch.masses + wide_row * room
 
     if scored:
         queries = (
@@ -616,14 +609,45 @@ def choose_kernel(
                 of_split = add_log2(of_split, sink * LOG2E)
         tl.store(sums + number * splits + split, of_split, mask=real)
 
-    if arrive_last(counters, row, tl.num_programs(1) * splits, LAUNCH.threads):
-        least = tl.zeros([], tl.int64)  # all
-        if scored:
-            rest, whole = _page_masses(scores, sums, masses, pages, splits, HEADS * used, room)
-            tl.debug_barrier()
-            least = _least_rank(masses, pages, wanted, top_p * whole - rest, TOP)
-        count = _write_choice(masses, table, chosen + wide_row * width, pages, width, least)
-        tl.store(chosen_pages + row, count)
+
+@triton.jit(**SPECIALIZED)
+def choose_kernel(
+    scratch,  # Scores of score_kernel
+    block_table,  # [rows, table_width]
+    table_width,
+    num_pages,  # [rows]
+    exact_lens,  # [rows]
+    chosen,  # [rows, width], written
+    chosen_pages,  # [rows], written
+    most,
+    share,
+    from_tokens,
+    room,
+    top_p,
+    width,
+    columns,
+    num_splits,
+    PAGE: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    """Choose the pages of one row, of which score_kernel has scored `columns` query columns. Grid: (rows,)."""
+    row = tl.program_id(0)
+    wide_row = row.to(tl.int64)
+    pages = tl.load(num_pages + row)
+    exact = tl.load(exact_lens + row)
+    wanted, scored = _pages_to_choose(pages, exact, most, share, from_tokens, PAGE, TOP)
+    masses = scratch.masses + wide_row * room
+    least = tl.zeros([], tl.int64)  # all
+    if scored:
+        rest, whole = _page_masses(
+            scratch.pages + wide_row * columns * room, scratch.sums + wide_row * columns * num_splits, masses, pages,
+            num_splits, columns, room,
+        )  # fmt: skip
+        tl.debug_barrier()
+        least = _least_rank(masses, pages, wanted, top_p * whole - rest, TOP)
+    table = block_table + wide_row * table_width
+    count = _write_choice(masses, table, chosen + wide_row * width, pages, width, least)
+    tl.store(chosen_pages + row, count)
 
 
 def splits(words: KeyWords, programs: int) -> tuple[int, int]:
@@ -636,7 +660,7 @@ def splits(words: KeyWords, programs: int) -> tuple[int, int]:
 def selection_constants(
     spec: PageSpec, step: Step, *, top_p: bool = False, indexed: bool = False
 ) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that chooses pages.
+    """Return the compile-time arguments of the kernel that scores pages.
 
     Args:
         top_p: whether the budget has a part of the mass.
@@ -651,12 +675,12 @@ def selection_constants(
         "KEYS": words,
         "WINDOW": ExactWindow.of(spec, step, chooses=True),
         "TOP": top_p,
-        "LAUNCH": Launch.of(NUM_WARPS, stages, step.isa),
+        "STAGES": stages,
     }
 
 
 def choose_pages(call: AttentionCall) -> Choice:
-    """Choose as `reference.selection.choose_pages` does, in one launch on the device of the query, without waiting for it.
+    """Choose as `reference.selection.choose_pages` does, in two launches on the device of the query, without waiting for it.
 
     Args:
         call: over keys and values, with a budget; its keys may be an index (PagedKV.words). `call.kv.launches` keeps
@@ -694,19 +718,28 @@ def _choose(call: AttentionCall) -> Choice:
     pages = kv.block_table.new_empty(plan.rows)
     scratch = plan.scratch.parts()  # alive until the launch
 
-    def arguments(at: At) -> tuple[Any, ...]:
-        *parts, counters = map(at, scratch)
+    most = NO_LIMIT if budget.pages is None else budget.pages
+    limits = most, share, min(budget.from_tokens, NO_LIMIT), room
+    splits = plan.splits(width) + 1
+    heads, q_len = query.shape[1:3]
+
+    def to_score(at: At) -> tuple[Any, ...]:
         absent = at(kv.num_pages)
         return (
             Strided.of(at, query), Fields.of(at, keys), absent if kv.words is None else at(kv.words),
-            Strided.of(at, kv.residual_keys), Scores(*parts), *rows_of(at, kv), absent if sinks is None else at(sinks),
-            at(chosen), at(pages), counters, NO_LIMIT if budget.pages is None else budget.pages, share,
-            min(budget.from_tokens, NO_LIMIT), 1.0 if budget.top_p is None else budget.top_p, room, chosen.shape[1], query.shape[2], float(call.softmax_scale),
-            float(call.softcap or 1.0),
+            Strided.of(at, kv.residual_keys), Scores(*map(at, scratch)), *rows_of(at, kv)[:4],
+            absent if sinks is None else at(sinks), *limits, q_len, float(call.softmax_scale), float(call.softcap or 1.0),
+        )  # fmt: skip
+
+    def to_choose(at: At) -> tuple[Any, ...]:
+        return (
+            Scores(*map(at, scratch)), *rows_of(at, kv)[:4], at(chosen), at(pages), *limits,
+            1.0 if budget.top_p is None else budget.top_p, chosen.shape[1], heads * q_len, splits,
         )  # fmt: skip
 
     try:
-        plan.kernel.launch(plan.rows, plan.blocks, plan.splits(width) + 1, index, arguments)
+        plan.kernel.launch(plan.rows, plan.blocks, splits, index, to_score)
+        plan.last.launch(plan.rows, 1, 1, index, to_choose)
     except OutOfResources as error:
         plan.refused = True
         warn_once(
@@ -728,10 +761,11 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
     stretch, most = splits(constants["KEYS"], rows * blocks)
     columns = rows * step.heads * step.q_len
     return Plan(
-        kernel=Kernel(kv.spec, choose_kernel, constants, NUM_WARPS),
+        kernel=Kernel(kv.spec, score_kernel, constants, NUM_WARPS),
+        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}, NUM_WARPS),
         rows=rows,
         blocks=blocks,
         stretch=stretch,
         most=most,
-        scratch=Scratch((columns * room, columns * (most + 1), rows * room), rows, query.device),
+        scratch=Scratch((columns * room, columns * (most + 1), rows * room), query.device),
     )

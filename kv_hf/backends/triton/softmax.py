@@ -1,4 +1,4 @@
-"""Scores to weights: what queries see, one step of the online softmax in units of log2, and who arrives last.
+"""Scores to weights: what queries see, and one step of the online softmax in units of log2.
 
 Knows nothing of where keys and values come from. Tokens lie along the first axis, query columns along the second.
 """
@@ -162,23 +162,3 @@ def add_sink(best, total, logits, SINKS: tl.constexpr):
     if SINKS:
         total += tl.exp2(sink - shift)
     return keep / tl.where(total > 0, total, 1.0)
-
-
-@triton.jit
-def arrive_last(counters, group, num_splits, THREADS: tl.constexpr):
-    """Say that this program's partial result is written; return whether those of all other splits are, too.
-
-    Writes of all threads happen before the count (a barrier, then a release at the GPU's scope by one thread), and
-    what the last program reads happens after it. The last one sets the counter back for the next launch.
-    THREADS: those of the program on AMD GPUs, whose barrier waits for no write: every wave releases its own; else 0.
-    """
-    if THREADS > 0:
-        lane = tl.arange(0, THREADS)
-        every = counters + group + tl.zeros([THREADS], tl.int32)
-        tl.atomic_add(every, 0, mask=lane % 64 == 0, sem="release", scope="gpu")
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu")
-    last = arrived == num_splits - 1
-    if last:
-        tl.store(counters + group, 0)
-    return last

@@ -349,6 +349,10 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
     "exact_per_token": lambda row: row["bytes_exact"] / row["window"],
     "most_read": lambda row: row["read_tokens"] or math.inf,
+    "packed": lambda row: row["contender"] == "sdpa-packed",
+    "us": lambda row: 1e3 * row["ms_p50"],
+    # bytes are those of all pages, whatever a step reads of them
+    "of_copy": lambda row: None if row["read_tokens"] else row["part_of_copy"],
     "is_equal": lambda row: row["verdict"] == "equal",
     "batch_cache": batches,
     "transient": lambda row: max(0, row["transient_mib"]),

@@ -137,12 +137,11 @@ def test_seal_skips_jobs_without_a_page(name, jobs):
     assert not check_bytes(tokens, spec, torch.tensor(jobs).view(-1, 3))
 
 
-def seal_far_apart(spec):
-    """Seal heads that lie 2^30 numbers apart; memory that nothing touches takes no room."""
-    tokens, jobs = numbers(spec), JOBS.int()
-    storage = torch.empty(2**31 + 2**20, dtype=spec.dtype)
+def seal_far_apart(tokens, jobs, spec):
+    """Seal heads that lie 2^30 numbers apart; memory of a CPU that nothing touches takes no room."""
+    storage = tokens.new_empty(2**31 + 2**20)
     far = storage.as_strided(tokens.shape, (2**16, 2**30, spec.head_dim, 1)).copy_(tokens)
-    fields = {n: torch.zeros(len(HARD), *s, dtype=d) for n, (s, d) in spec.fields.items()}
+    fields = {n: tokens.new_zeros(len(HARD), *s, dtype=d) for n, (s, d) in spec.fields.items()}
     expected = {name: tensor.clone() for name, tensor in fields.items()}
     seal_pages(tokens, jobs, expected, spec)
     got, _ = seal(far, jobs, fields, spec)
@@ -150,7 +149,8 @@ def seal_far_apart(spec):
 
 
 def test_seal_reads_heads_that_lie_far_apart():
-    assert call(seal_far_apart, side_of("int8", dtype=torch.bfloat16, heads=3))
+    spec = side_of("int8", dtype=torch.bfloat16, heads=3)
+    assert call(seal_far_apart, numbers(spec), JOBS.int(), spec)
 
 
 # -- both sides of a layer at once -----------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from .version import __version__
 # what plans, measures or converts: imported when it is asked for, since a program that only generates does without.
 # Names that need an extra are not in __all__: `from kv_hf import *` works without it.
 _LATER = {
+    "Chat": "chat",
     "CachePlan": "planner.plan_table",
     "ConversionReport": "gqa.convert",
     "Plan": "planner.plan_table",
@@ -64,6 +65,7 @@ __all__ = [
     "CacheMismatchError",
     "CacheOptionError",
     "CachePlan",
+    "Chat",
     "ConversionError",
     "ConversionReport",
     "CrossCache",
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
     from . import gqa as gqa
     from . import planner as planner
     from . import texts as texts
+    from .chat import Chat
     from .evaluation.accuracy import measure_accuracy as measure_accuracy
     from .evaluation.memory import measure_footprint as measure_footprint
     from .evaluation.needles import needle_grid as needle_grid

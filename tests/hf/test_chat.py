@@ -1,0 +1,158 @@
+"""Conversations: answers of a model without a cache, whatever happened between the turns."""
+
+import pytest
+import torch
+import transformers
+from tiny_models import COMMON, make_layers, make_model
+from tiny_tokenizer import TURNS, make_tokenizer
+
+import kv_hf
+from kv_hf.errors import CacheOptionError
+
+SHORT = {"max_new_tokens": 12, "do_sample": False}
+
+
+def make_chat(model=None, cache="paged_exact", **options):
+    tokenizer = make_tokenizer(1000, chat=True)
+    tokenizer.chat_template = TURNS
+    model = make_model("llama", vocab_size=1000) if model is None else model
+    return kv_hf.Chat(model, tokenizer, cache, page_size=16, **options)
+
+
+def without_cache(chat, messages, **arguments):
+    """What the model answers to messages, computed anew."""
+    inputs = chat.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    found = chat.model.generate(**inputs, **SHORT | arguments)
+    return chat.tokenizer.decode(found[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def say(chat, text):
+    """Say a text; the answer must be that of the model without a cache."""
+    expected = without_cache(chat, [*chat.messages, {"role": "user", "content": text}])
+    assert chat(text, **SHORT) == expected
+    assert chat.messages[-1] == {"role": "assistant", "content": expected}
+
+
+def of_kind(kind):
+    """A model of full attention, or with layers of another kind."""
+    if kind == "full":
+        return make_model("llama", vocab_size=1000)
+    if kind == "sliding":
+        config = make_layers("gemma3", vocab_size=1000)
+    else:
+        layers = ["conv", "full_attention"]
+        config = transformers.Lfm2Config(**COMMON | {"vocab_size": 1000, "layer_types": layers})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def edit(chat):
+    chat.messages[1]["content"] = "another question than the one before"
+
+
+def drop(chat):
+    del chat.messages[1:3]
+
+
+def leave(chat):
+    pass
+
+
+@pytest.mark.parametrize("change", [leave, edit, drop])
+@pytest.mark.parametrize("kind", ["full", "sliding", "linear"])
+def test_every_turn_answers_as_without_a_cache(kind, change):
+    """Linear layers cannot go back, and sliding ones have given pages back: all is computed anew there."""
+    chat = make_chat(of_kind(kind), system="one sentence")
+    for text in ("Four score and seven years ago", "our fathers brought forth", "a nation"):
+        say(chat, text)
+        change(chat)
+    assert chat.messages[0] == {"role": "system", "content": "one sentence"}
+
+
+def test_a_turn_computes_the_new_tokens_alone():
+    chat = make_chat()
+    chat("Four score and seven years ago", **SHORT)
+    held, computed = chat.cache.get_seq_length(), []
+    chat.model.register_forward_pre_hook(
+        lambda module, args, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    chat("our fathers", **SHORT)
+    assert computed[0] + held < chat.cache.get_seq_length()
+    assert set(computed[1:]) == {1}
+
+
+def test_a_stream_gives_the_answer_in_pieces_and_ends_where_its_reader_stops():
+    chat = make_chat()
+    expected = without_cache(chat, [{"role": "user", "content": "Four score"}])
+    assert "".join(chat.stream("Four score", **SHORT)) == expected
+    pieces = chat.stream("and seven", max_new_tokens=400, min_new_tokens=400, do_sample=False)
+    first = next(pieces)
+    pieces.close()
+    assert chat.messages[-1]["content"].startswith(first)
+    assert chat.cache.get_seq_length() < 300
+    say(chat, "years ago")
+
+
+def test_a_turn_that_fails_leaves_the_messages_and_the_next_one_is_right():
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    chat = make_chat()
+    say(chat, "Four score")
+    before = list(chat.messages)
+    with pytest.raises(KeyboardInterrupt):
+        chat("and", **SHORT, stopping_criteria=[interrupt])
+    hook = chat.model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        chat("and seven", **SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        list(chat.stream("and seven", **SHORT))
+    hook.remove()
+    with pytest.raises(ValueError, match="temperatur"):
+        list(chat.stream("and seven", temperatur=1))
+    assert chat.messages == before
+    say(chat, "and seven years")
+
+
+def test_beams_and_outputs_with_scores_are_answers_too():
+    chat = make_chat()
+    for arguments in ({"num_beams": 3}, {"return_dict_in_generate": True}, {}):
+        messages = [*chat.messages, {"role": "user", "content": "Four score"}]
+        how = {} if "return_dict_in_generate" in arguments else arguments
+        expected = without_cache(chat, messages, **how)
+        assert chat("Four score", **SHORT, **arguments) == expected
+
+
+def test_conversations_share_a_system_message():
+    store = kv_hf.PrefixStore(max_bytes=2**24)
+    model = make_model("llama", vocab_size=1000)
+    system = (
+        "Four score and seven years ago our fathers brought forth on this continent, a new nation "
+        * 3
+    )
+    for text in ("Who speaks?", "When was it?"):
+        say(make_chat(model, system=system, store=store), text)
+    assert store.stats().rows_hit == 1
+
+
+def test_bad_arguments_are_named():
+    model = make_model("llama")
+    with pytest.raises(CacheOptionError, match="tokenizer must have a chat template"):
+        kv_hf.Chat(model, make_tokenizer(1000))
+    with pytest.raises(CacheOptionError, match="paged_int4"):
+        make_chat(model, "paged_int44")
+    with pytest.raises(CacheOptionError, match="page_sizes"):
+        make_chat(model, page_sizes=3)
+
+
+def test_a_quantized_conversation_goes_on_over_its_pages():
+    chat = make_chat(cache="paged_int4")
+    with torch.random.fork_rng():
+        for text in ("Four score and seven years ago", "our fathers brought forth"):
+            chat(text, **SHORT)
+    assert "int4" in repr(chat.cache)
+    assert chat.cache.report()[0].kind

@@ -16,12 +16,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-
-class Argument(NamedTuple):
-    """An argument of a command: its names, and what `add_argument` takes beside them."""
-
-    names: tuple[str, ...]
-    how: dict[str, Any]
+# names of an argument, and what `add_argument` takes beside them
+Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class Command(NamedTuple):
@@ -45,7 +41,7 @@ class Command(NamedTuple):
 
 def argument(*names: str, **how: Any) -> Argument:
     """Return an argument; names and options are those of `add_argument`."""
-    return Argument(names, how)
+    return names, how
 
 
 def caches(text: str) -> Argument:
@@ -279,10 +275,11 @@ def command_parser(command: str, prog: str) -> argparse.ArgumentParser:
     for one in COMMANDS[command].arguments:
         if isinstance(one, list):
             group = found.add_mutually_exclusive_group(required=True)
-            for choice in one:
-                group.add_argument(*choice.names, **choice.how)
+            for names, how in one:
+                group.add_argument(*names, **how)
         else:
-            action = found.add_argument(*one.names, **one.how)
+            names, how = one
+            action = found.add_argument(*names, **how)
             if action.default not in (None, False, []):
                 action.help = f"{action.help} (default: %(default)s)"
     return found

@@ -69,19 +69,20 @@ def check_int(argument: str, value: Any, minimum: int, maximum: int = MOST_TOKEN
         )
 
 
-def usual_device() -> str:
-    """Return the device of a command that was given none: a GPU where torch sees one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def usable_device(device: str | None) -> str:
+    """Return a device by name; where none is given a GPU if torch sees one, else the CPU.
 
-
-def check_device(device: str) -> None:
-    """Raise CacheOptionError for a device on which torch can make no tensor here."""
+    Raises: CacheOptionError for a device on which torch can make no tensor here.
+    """
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # by device and build
         raise CacheOptionError(
             f"device {device!r} cannot be used here: {first_line(error)}; 'cpu' always can"
         ) from error
+    return device
 
 
 def is_power_of_two(value: int) -> bool:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch.utils import collect_env
 
 from ..backends.cpu import library
-from ..checks import usual_device
+from ..checks import usable_device
 from ..errors import CacheOptionError, KVCacheError
 from ..printable import tell, tell_error
 from ..text_table import text_width, wrap
@@ -210,15 +210,15 @@ def diagnose(args: argparse.Namespace, prog: str) -> int:
         if not args.seconds > 0:
             raise CacheOptionError(f"--seconds must be more than 0, got {args.seconds:g}")
         subject = Subject.of(
-            torch.device(args.device or usual_device()),
+            torch.device(usable_device(args.device)),
             model=args.model,
             dtype=DTYPES.get(args.dtype),
             head_dim=args.head_dim,
             page_size=args.page_size,
         )
         diagnosis = examine(subject)
-    except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
-        tell_error(prog, CacheOptionError(str(error).splitlines()[0]))
+    except KVCacheError as error:
+        tell_error(prog, error)
         return 2
     show = (lambda lines: None) if args.json else _tell
     show(described(diagnosis))

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from ..checks import usual_device
 from ..formats import cache_names
 from ..printable import tell, tell_error
 from ..text_table import table_lines, text_width
 from .caches import cache_kind
-from .memory import check_measured_device, in_words
+from .memory import in_words, measured_device
 from .models import LoadedModel, TextSettings
 from .recommend import best, check_bits, interval, pareto
 from .rows import Row, append_rows, check_writable, make_row
@@ -38,8 +37,7 @@ COLUMNS = (
 
 def check_place(args: argparse.Namespace) -> None:
     """Choose a device where none is given. Raise ValueError for one that is not there, and for rows that cannot be written."""
-    args.device = args.device or usual_device()
-    check_measured_device(args.device)
+    args.device = measured_device(args.device)
     if args.record:
         check_writable(args.out)
 

@@ -22,7 +22,7 @@ from kv_hf_cli import command_parser
 
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name
-from ..checks import check_device, extra
+from ..checks import extra, usable_device
 from ..errors import CacheOptionError
 from ..geometry import Geometry
 from ..notices import warn_once
@@ -267,10 +267,9 @@ def run_lm_eval(words: Sequence[str], prog: str) -> int:
     """
     from lm_eval.__main__ import cli_evaluate
 
-    device = command_parser("lm-eval", prog).parse_known_args(words)[0].device
+    given = command_parser("lm-eval", prog).parse_known_args(words)[0]
     try:
-        if device is not None:  # lm-eval would take the CPU in its place
-            check_device(device)
+        usable_device(given.device)  # lm-eval would take the CPU in its place
         sys.argv = ["lm_eval", *words]
         cli_evaluate()
     except (ValueError, ImportError, OSError) as error:

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from kv_hf_cli import command_parser
 
-from ..checks import check_choice, check_device
+from ..checks import check_choice, usable_device
 from ..errors import KVCacheError
 from ..hub import why_not_model
 from ..printable import tell_error
@@ -65,7 +65,7 @@ def _check(model: str, args: dict[str, Any]) -> None:
     if "chat_template_kwargs" in args:
         json_object("--chat-template-kwargs", args["chat_template_kwargs"], KWARGS)
     if args.get("device", "").startswith("cuda"):
-        check_device(args["device"])
+        usable_device(args["device"])
     decisions = args.get("decision_config")
     if decisions is not None and not Path(decisions).is_file():
         raise ValueError(f"--decision-config must be the path of a JSON file, got {decisions!r}")

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import CacheOptionError
+import torch
+
+from .errors import CacheOptionError, first_line
 from .printable import short
 
 # largest values of options
@@ -65,6 +67,22 @@ def check_int(argument: str, value: Any, minimum: int, maximum: int = MOST_TOKEN
         raise CacheOptionError(
             f"{argument} must be an integer of at most {maximum}, got {short(value)}"
         )
+
+
+def usable_device(device: str | None) -> str:
+    """Return a device by name; where none is given a GPU if torch sees one, else the CPU.
+
+    Raises: CacheOptionError for a device on which torch can make no tensor here.
+    """
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by device and build
+        raise CacheOptionError(
+            f"device {device!r} cannot be used here: {first_line(error)}; 'cpu' always can"
+        ) from error
+    return device
 
 
 def is_power_of_two(value: int) -> bool:

@@ -8,7 +8,7 @@ Checks everything before it writes; one file of weights is in memory at a time. 
 
 import sys
 
-from kv_hf.gqa.convert import main
+from kv_hf_cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="convert_mha_to_gqa.py"))
+    sys.exit(main(["convert-gqa", *sys.argv[1:]]))

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from measure.models.packaged import packaged_model
 from measure.runner import RESULTS
 
-from kv_hf.evaluation.demo_command import demonstrate, parser
+from kv_hf.evaluation.demo_command import demonstrate
+from kv_hf_cli import command_parser, guarded
 
 PROG = "demo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Generate and compare; 0, or 2 for an error that says its reason."""
-    asked = parser(PROG)
+    asked = command_parser("demo", PROG)
     asked.set_defaults(model="smollm2-135m", out=RESULTS / "demo.jsonl")
-    return demonstrate(asked.parse_args(argv), PROG, packaged_model)
+    args = asked.parse_args(argv)
+    return guarded(PROG, lambda: demonstrate(args, PROG, packaged_model))
 
 
 if __name__ == "__main__":

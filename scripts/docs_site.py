@@ -106,11 +106,7 @@ def command_line_page() -> str:
     """Return the help of `kv-hf` and of each of its commands."""
     lines = ["# kv-hf", "", "```text", help_of(), "```", ""]
     for command in COMMANDS:
-        lines += [f"## kv-hf {command}", ""]
-        if command == "lm-eval":
-            lines += ["Takes the arguments of lm-eval itself.", ""]
-        else:
-            lines += ["```text", help_of(command), "```", ""]
+        lines += [f"## kv-hf {command}", "", "```text", help_of(command), "```", ""]
     return "\n".join(lines)
 
 

@@ -15,8 +15,9 @@ from measure.peers import known_peers
 from measure.quality import PEERS
 from measure.runner import RESULTS
 
-from kv_hf.evaluation.eval_command import evaluate, parser
+from kv_hf.evaluation.eval_command import evaluate
 from kv_hf.formats import cache_names
+from kv_hf_cli import command_parser
 
 PROG = "perplexity.py"
 
@@ -24,16 +25,14 @@ PROG = "perplexity.py"
 @known_peers()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 0 when every cache could be measured, 1 when some could not, 2 for bad arguments."""
-    asked = parser(PROG)
+    asked = command_parser("eval", PROG)
     asked.description = f"{asked.description} Packaged models: {', '.join(PACKAGED)}."
-    asked.set_defaults(
-        model="smollm2-135m",
-        caches=[*cache_names(), *PEERS],
-        out=RESULTS / "perplexity.jsonl",
-    )
+    asked.set_defaults(model="smollm2-135m", out=RESULTS / "perplexity.jsonl")
     for action in asked._actions:
         action.required = False
-    return evaluate(asked.parse_args(argv), PROG, packaged_model)
+    args = asked.parse_args(argv)
+    args.caches = args.caches or [*cache_names(), *PEERS]
+    return evaluate(args, PROG, packaged_model)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,12 +15,13 @@ from packaging.version import Version
 from torch.utils import collect_env
 
 from ..backends.cpu import library
+from ..checks import usable_device
 from ..errors import CacheOptionError, KVCacheError
 from ..printable import tell, tell_error
 from ..text_table import text_width, wrap
 from ..version import __version__
 from .kernels import PREFIX, FormatReport, Subject, paged_names, report_formats, report_model
-from .self_test import BROKEN, NOTE, OK, SECONDS, SelfTest, Trial, self_test
+from .self_test import BROKEN, NOTE, OK, SelfTest, Trial, self_test
 
 WARNING = "warning"  # may work, but slowly, or nobody has tried
 TESTED = ("5.17.0", "5.23.0")  # versions of transformers that the whole test suite ran with
@@ -28,8 +29,6 @@ PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "triton")
 VARIABLES = ("KV_HF_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ABOUT = "What would run here, why, and whether it works."
-CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
 # first column and the rest of a line; a heading has no first column
 Lines = Iterator[tuple[str, str]]
 
@@ -200,41 +199,30 @@ def _tell(lines: Lines) -> None:
         tell(shown if first else f"\n{shown}", flush=True)
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    found = argparse.ArgumentParser(prog, description=ABOUT, epilog=CODES, allow_abbrev=False)
-    add = found.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16")
-    add("--head-dim", type=int, help="default: --model's, else 128")
-    add("--page-size", type=int, default=64)
-    add("--model", help="folder, preset or hub name: say how each layer would be cached")
-    add("--no-self-test", "--quick", action="store_true", help="run no kernels and no model")
-    add("--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)")
-    add("--json", action="store_true", help="print everything as JSON")
-    return found
+def diagnose(args: argparse.Namespace, prog: str) -> int:
+    """Print a diagnosis; return the exit code: 0 where nothing is broken, 1 where something is, 2 for bad arguments.
 
-
-def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
-    """Run `kv-hf doctor`; return the exit code."""
-    args = parser(prog).parse_args(argv)
+    Args:
+        args: of `kv-hf doctor`, as kv_hf_cli.py reads them.
+        prog: what errors begin with.
+    """
     try:
         if not args.seconds > 0:
             raise CacheOptionError(f"--seconds must be more than 0, got {args.seconds:g}")
         subject = Subject.of(
-            torch.device(args.device),
+            torch.device(usable_device(args.device)),
             model=args.model,
             dtype=DTYPES.get(args.dtype),
             head_dim=args.head_dim,
             page_size=args.page_size,
         )
         diagnosis = examine(subject)
-    except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
-        tell_error(prog, CacheOptionError(str(error).splitlines()[0]))
+    except KVCacheError as error:
+        tell_error(prog, error)
         return 2
     show = (lambda lines: None) if args.json else _tell
     show(described(diagnosis))
-    if not args.no_self_test:
+    if not args.quick:
         result = self_test(subject, args.seconds)
         diagnosis = replace(diagnosis, self_test=result)
         show(tested(result))

@@ -11,6 +11,7 @@ from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.layer_formats import LayerFormats
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
 from ..cache.paged_cache import PagedCache
+from ..checks import usable_device
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, format_names
@@ -82,11 +83,7 @@ def report_formats(subject: Subject) -> list[FormatReport]:
     CacheConfig(page_size=subject.page_size)
     if subject.head_dim < 1:
         raise CacheOptionError(f"head_dim must be at least 1, got {subject.head_dim}")
-    try:
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by device and build
-        reason = str(error).splitlines()[0]
-        raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
+    usable_device(str(device))
     reports = []
     for name in paged_names() if subject.latent is None else format_names("latent"):
         try:

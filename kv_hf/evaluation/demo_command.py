@@ -5,7 +5,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from ..text_table import say, table_lines, text_width
 from ..texts import load_text
 from ..version import __version__
 from .caches import held_bytes
-from .eval_command import check_place, command_parser
+from .eval_command import check_place
 from .models import LoadedModel
 from .rows import Row, append_rows, make_row
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # what the README offers, the most bytes first
 CACHES = ("paged_exact", "paged_int8", "paged_int4", "paged_int3", "paged_int2")
-ROWS = Path("kv_hf_demo.jsonl")
 
 
 class Clock(BaseStreamer):
@@ -97,39 +94,20 @@ def with_every_cache(model: Any, inputs: Any, new_tokens: int) -> tuple[list[Row
     return rows, said
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    what = (
-        "Generate from a long real text with every cache, and show memory, speed and agreement side by side. Models "
-        "with a chat template need pip install -e '.[demo]' in the clone."
-    )
-    found = command_parser(prog, what, ROWS)
-    add = found.add_argument
-    add("--model", default=MODEL, help="a hub id or a folder")
-    add("--text", default="lincoln_1862", help="bundled text or a file")
-    add("--prompt-tokens", type=int, default=2048, help="about how many")
-    add("--new-tokens", type=int, default=64, help="generated with each cache")
-    return found
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "kv-hf demo") -> int:
-    """Generate and compare; return the exit code: 0, or 2 for an error that says its reason."""
-    return demonstrate(parser(prog).parse_args(argv), prog)
-
-
 def demonstrate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = LoadedModel) -> int:
-    """Do what `args` ask, and print it; return the exit code of `main`.
+    """Generate and compare as `args` ask; return the exit code: 0, or 2 for an error that says its reason.
 
     Args:
-        args: as `parser` returns them.
+        args: of `kv-hf demo`, as kv_hf_cli.py reads them.
+        prog: what errors begin with.
         load: makes the model, as `LoadedModel` does.
     """
     transformers_logging.disable_progress_bar()
-    tell(f"kv_hf {__version__}: model {args.model} on {args.device}", flush=True)
     try:
         check_int("--new-tokens", args.new_tokens, 2)
         check_int("--prompt-tokens", args.prompt_tokens, 1)
         check_place(args)
+        tell(f"kv_hf {__version__}: model {args.model} on {args.device}", flush=True)
         tell("loading the model (a packaged one is converted the first time) ..", flush=True)
         loaded = load(args.model, torch.bfloat16, args.device)
         tokenizer = loaded.tokenizer

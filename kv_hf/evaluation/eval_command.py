@@ -5,24 +5,20 @@ Every scored token reads the stored cache as a decode step does (accuracy.py), w
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from ..cache_names import all_cache_names
 from ..formats import cache_names
 from ..printable import tell, tell_error
 from ..text_table import table_lines, text_width
-from ..texts import BUNDLED, SETS
 from .caches import cache_kind
-from .memory import DTYPES, check_device, in_words
+from .memory import in_words, measured_device
 from .models import LoadedModel, TextSettings
 from .recommend import best, check_bits, interval, pareto
 from .rows import Row, append_rows, check_writable, make_row
 
-ROWS = Path("kv_hf_eval.jsonl")
 # field, column, format; z: what rounds to nothing has no minus
 COLUMNS = (
     ("stored_bits", "bits", "z.2f"),
@@ -39,63 +35,21 @@ COLUMNS = (
 )
 
 
-def command_parser(prog: str, description: str, out: Path) -> argparse.ArgumentParser:
-    """Return the parser of a command that measures a model: where it runs, and the file of rows that --record appends to."""
-    found = argparse.ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    found.add_argument("--device", default=usual, help="of the model")
-    found.add_argument("--record", action="store_true", help="append rows to --out")
-    found.add_argument("--out", type=Path, default=out, metavar="FILE", help="file of rows")
-    return found
-
-
 def check_place(args: argparse.Namespace) -> None:
-    """Raise ValueError for a device that is not there, and for a file of rows that cannot be written."""
-    check_device(args.device)
+    """Choose a device where none is given. Raise ValueError for one that is not there, and for rows that cannot be written."""
+    args.device = measured_device(args.device)
     if args.record:
         check_writable(args.out)
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    paged, texts = list(cache_names()), f"{', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}"
-    what = "Measure what caches cost on a text: KL divergence, perplexity, agreement, bytes."
-    found = command_parser(prog, what, ROWS)
-    found.epilog = (
-        f"caches: {', '.join(all_cache_names())}. transformers' quantized caches, texts of the hub and the plot need "
-        "pip install -e '.[eval]' in the clone."
-    )
-    add = found.add_argument
-    add("--model", required=True, help="a hub id or a folder")
-    text = f"a file, dataset:PATH,CONFIG,SPLIT,FIELD, one of {texts}"
-    add("--text", default="held_out", help=text)
-    form = "NAME[:OPTION=VALUE,..]"
-    add("--caches", "--cache", nargs="+", default=paged, metavar=form, help="what is measured")
-    add("--windows", type=int, default=2, help="texts cut from each source")
-    add("--window", type=int, default=1600, help="tokens of a text")
-    add("--prompt", type=int, default=512, help="tokens of it that are not scored")
-    add("--bits", type=float, help="name the cache that loses least within so many bits per number")
-    add("--plot", type=Path, metavar="FILE", help="draw KL against bits; a table lies beside it")
-    add("--dtype", default="float32", choices=DTYPES, help="that the model computes in")
-    return found
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "kv-hf eval") -> int:
-    """Measure; return the exit code: 0, 1 where some cache could not be measured, 2 for bad arguments, 130 for Ctrl-C."""
-    return evaluate(parser(prog).parse_args(argv), prog)
-
-
 def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = LoadedModel) -> int:
-    """Measure what `args` ask for, and print it; return the exit code of `main`.
+    """Measure what `args` ask for, and print it.
 
     Args:
-        args: as `parser` returns them.
+        args: of `kv-hf eval`, as kv_hf_cli.py reads them.
+        prog: what errors begin with.
         load: makes the model, as `LoadedModel` does.
+    Returns: the exit code: 0, 1 where some cache could not be measured, 2 for bad arguments, 130 for Ctrl-C.
     """
     transformers_logging.disable_progress_bar()
     rows: list[Row] = []
@@ -116,7 +70,8 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that cannot be, before anything is loaded."""
+    """Choose what is not given. Raise ValueError for arguments that cannot be, before anything is loaded."""
+    args.caches = args.caches or list(cache_names())
     for cache in args.caches:
         cache_kind(cache)
     check_place(args)

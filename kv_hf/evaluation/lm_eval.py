@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kv_hf_cli import command_parser
+
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name
-from ..checks import extra
+from ..checks import extra, usable_device
 from ..errors import CacheOptionError
 from ..geometry import Geometry
 from ..notices import warn_once
@@ -255,17 +257,20 @@ class KVCacheLM(HFLM):
         return {**super().get_model_info(), "kv_cache": facts}
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "kv-hf lm-eval") -> int:
+def run_lm_eval(words: Sequence[str], prog: str) -> int:
     """Run lm-eval's command line, which knows the model class `kv_hf`.
 
     Args:
-        argv: arguments of `lm_eval`, those of this process when None.
+        words: arguments of `lm_eval`.
+        prog: what errors begin with.
     Returns: 0, or 2 for an error that says its reason: bad arguments, a task, data or a package that is not there.
     """
     from lm_eval.__main__ import cli_evaluate
 
+    given = command_parser("lm-eval", prog).parse_known_args(words)[0]
     try:
-        sys.argv = ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
+        usable_device(given.device)  # lm-eval would take the CPU in its place
+        sys.argv = ["lm_eval", *words]
         cli_evaluate()
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)

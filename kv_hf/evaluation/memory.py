@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ..cache.paged_cache import PagedCache
-from ..checks import check_choice, check_int
+from ..checks import check_choice, check_int, usable_device
 from ..pages.cpu_memory import trim_heap
 from ..texts import longest_context
 from .accuracy import check_finite, last_logits
@@ -126,7 +126,7 @@ def measure_footprint(
     for name, value in (("context", context), ("batch", batch), ("steps", steps)):
         check_int(name, value, 1)
     check_choice("dtype", dtype, DTYPES)
-    check_device(device)
+    measured_device(device)
     if isinstance(model, str):
         config: Any = AutoConfig.from_pretrained(check_model_name(model))
         row: Row = {"model": model, "weights": "real", "model_revision": revision_of(model)}
@@ -151,12 +151,11 @@ def measure_footprint(
             raise MeasurementError(in_words(error)) from None
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError for a device that is neither a CPU nor a CUDA device that is there."""
-    if device.partition(":")[0] not in ("cpu", "cuda"):
+def measured_device(device: str | None) -> str:
+    """Return a device as `usable_device` does. Raise ValueError for one that is neither a CPU nor CUDA."""
+    if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or CUDA, got {device!r}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but there is no CUDA device here")
+    return usable_device(device)
 
 
 def in_words(error: BaseException) -> str:

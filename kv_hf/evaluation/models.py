@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file, extract_commit_hash
 
+from ..checks import check_int
 from ..hub import why_not_model
 from ..model_fields import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
@@ -87,13 +88,19 @@ class TextSettings:
         text: a file, a bundled text or a dataset, see `texts.load_text`; or a set of bundled texts, see `texts.SETS`.
         windows: texts cut from each source, at most.
         window: tokens of each.
-        prompt: tokens of each that are not scored.
+        prompt: tokens of each that are not scored; at least two are.
+    Raises: CacheOptionError for numbers that cannot be.
     """
 
     text: str = "held_out"
     windows: int = 2
     window: int = 1600
     prompt: int = 512
+
+    def __post_init__(self) -> None:
+        check_int("windows", self.windows, 1)
+        check_int("window", self.window, 3)
+        check_int("prompt", self.prompt, 1, self.window - 2)
 
 
 class Measured:

@@ -1,13 +1,11 @@
 """Convert a checkpoint to fewer kv heads: a map over its files of weights, written aside and renamed.
 
-`kv-hf convert-gqa SRC DST --num-kv-heads G` is `main`.
+`kv-hf convert-gqa SRC DST --num-kv-heads G` is `convert`.
 """
 
 import argparse
 import json
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -279,25 +277,13 @@ def model_card(own: str, base: str, report: ConversionReport) -> str:
     )
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    about = "Write a checkpoint with fewer kv heads, which transformers loads without any code of kv_hf."
-    found = argparse.ArgumentParser(prog=prog, allow_abbrev=False, description=about)
-    add = found.add_argument
-    add("source", metavar="SRC", help="folder of a checkpoint, or a model of the hub")
-    add("destination", metavar="DST", help="folder that does not exist, or is empty")
-    add("--num-kv-heads", type=int, required=True, metavar="G", help="must divide the model's")
-    how = "how heads are merged; svd needs --calibration (default: mean)"
-    add("--method", default="mean", choices=METHODS, help=how)
-    text = "for svd: a text file, a bundled text, or dataset:NAME"
-    add("--calibration", metavar="TEXT_OR_DATASET", help=text)
-    add("--dry-run", action="store_true", help="check everything and write nothing")
-    return found
+def convert(args: argparse.Namespace, prog: str) -> int:
+    """Run a conversion; return the exit code: 0, 2 for an error that says its reason, 130 when it was stopped.
 
-
-def main(argv: Sequence[str] | None = None, prog: str = "kv-hf convert-gqa") -> int:
-    """Run a conversion; return the exit code: 0, 2 for an error that says its reason, 130 when it was stopped."""
-    args = parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv))
+    Args:
+        args: of `kv-hf convert-gqa`, as kv_hf_cli.py reads them, which are those of `convert_to_gqa`.
+        prog: what errors begin with.
+    """
     try:
         report = convert_to_gqa(**vars(args))
     except (KVCacheError, OSError, MemoryError) as error:

@@ -1,7 +1,6 @@
 """`kv-hf explore`: the plan of a model as a page in the browser, with a curve of bytes for each cache."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,20 +93,13 @@ def build(models: Sequence[str]) -> Any:
     return app
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    says = "The memory planner in a browser: choose a model, caches and a device, see what fits. "
-    says += f"Serves http://{HOST} until Ctrl-C."
-    found = argparse.ArgumentParser(prog=prog, allow_abbrev=False, description=says)
-    found.add_argument("--port", type=int, help="default: the first free one from 7860 on")
-    models = "offered first: hub id, folder, config.json or preset; may be repeated"
-    found.add_argument("--model", action="append", default=[], help=models)
-    return found
+def serve_page(args: argparse.Namespace, prog: str) -> int:
+    """Serve the page; return the exit code: 0, or 2 where a package is missing or the port is taken.
 
-
-def main(argv: Sequence[str] | None = None, prog: str = "kv-hf explore") -> int:
-    """Serve the page; return the exit code: 0, or 2 where a package is missing or the port is taken."""
-    args = parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv))
+    Args:
+        args: of `kv-hf explore`, as kv_hf_cli.py reads them.
+        prog: what errors begin with.
+    """
     try:
         build(args.model).launch(server_name=HOST, server_port=args.port)
     except ModuleNotFoundError as error:

@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -10,61 +9,31 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from transformers.utils import logging
 
-from ..checks import check_choice
+from kv_hf_cli import command_parser
+
+from ..checks import check_choice, usable_device
 from ..errors import KVCacheError
 from ..hub import why_not_model
 from ..printable import tell_error
 from .server import serve_class, start
-from .server_model import STORE, ServerOptions, json_object
+from .server_model import ServerOptions, json_object
 
 # parameters of transformers' `Serve` that are ours to set
 _OURS = {"self", "force_model", "non_blocking"}
 KWARGS = """a JSON object of arguments of the chat template such as '{"enable_thinking": false}'"""
-EPILOG = """examples:
-  kv-hf serve HuggingFaceTB/SmolLM2-135M-Instruct --cache paged_int4 --port 8000
-  kv-hf serve ./model --cache paged_int4 --cache-config '{"max_pages": 4096}' --prefix-store 0
-
-GET /kv_hf/stats returns the counts of the prefix store; with --log-level info a line is logged per request."""
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser: our options, and those of the installed `transformers serve`.
+def serve(words: Sequence[str], prog: str) -> int:
+    """Serve until a signal ends the server; return the exit code: 2 for bad arguments.
 
-    Raises: ImportError or ServerInterfaceError where transformers has no server.
+    Args:
+        words: of `kv-hf serve`; the options among them are those of kv_hf_cli.py and of transformers.
+        prog: what errors begin with.
     """
-    found = argparse.ArgumentParser(
-        prog=prog,
-        description="Start transformers' own server, an API that OpenAI's clients speak, with a paged cache.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    found.add_argument("model", metavar="MODEL", help="hub name, or folder with a checkpoint")
-    found.add_argument(
-        "--cache",
-        default="paged_int4",
-        metavar="NAME[:OPTION=VALUE,..]",
-        help="cache of every request (default: %(default)s); a request's generation_config may name another",
-    )
-    found.add_argument(
-        "--cache-config",
-        metavar="JSON",
-        help="""options of the cache, as in '{"recent_tokens": 32}'""",
-    )
-    found.add_argument(
-        "--prefix-store",
-        metavar="SIZE",
-        help=f"bytes of prompts and answers kept for later requests, 0 for none (default: {STORE}; not with "
-        "--continuous-batching, which shares prefixes in its own pool)",
-    )
-    _add_transformers_options(found)
-    return found
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "kv-hf serve") -> int:
-    """Serve until a signal ends the server; return the exit code: 2 for bad arguments, 130 for Ctrl-C."""
     try:
-        args = vars(parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv)))
+        asked = command_parser("serve", prog)
+        add_transformers_options(asked)
+        args = vars(asked.parse_args(words))
         model = args.pop("model")
         options = ServerOptions.parse(
             args.pop("cache"),
@@ -77,8 +46,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf serve") -> int:
     except (KVCacheError, ImportError, OSError, ValueError) as error:
         tell_error(prog, error)
         return 2
-    except KeyboardInterrupt:  # what uvicorn raises again when it has closed all connections
-        return 130
     return 0
 
 
@@ -97,6 +64,8 @@ def _check(model: str, args: dict[str, Any]) -> None:
         check_choice("--log-level", args["log_level"], logging.log_levels)
     if "chat_template_kwargs" in args:
         json_object("--chat-template-kwargs", args["chat_template_kwargs"], KWARGS)
+    if args.get("device", "").startswith("cuda"):
+        usable_device(args["device"])
     decisions = args.get("decision_config")
     if decisions is not None and not Path(decisions).is_file():
         raise ValueError(f"--decision-config must be the path of a JSON file, got {decisions!r}")
@@ -106,10 +75,12 @@ def _check(model: str, args: dict[str, Any]) -> None:
         raise ValueError(f"MODEL {model!r}: {reason}")
 
 
-def _add_transformers_options(found: argparse.ArgumentParser) -> None:
+def add_transformers_options(found: argparse.ArgumentParser) -> None:
     """Add every option of transformers' `Serve` under the name and with the help that it has there.
 
     Only those that are given reach the result, so that their defaults stay transformers'.
+
+    Raises: ImportError or ServerInterfaceError where transformers has no server.
     """
     group = found.add_argument_group("options of transformers serve, passed on")
     make = serve_class().__init__

@@ -195,6 +195,8 @@ def test_doctor_fits_80_columns(monkeypatch, capsys):
     ("arguments", "says"),
     [
         (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
+        (["--device", "gpu"], "device 'gpu' cannot be used here"),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--device", "meta"], "device 'meta' cannot be used here"),
         (["--seconds", "nan"], "--seconds must be more than 0, got nan"),
         (["--model", "./absent"], "absent"),

@@ -284,3 +284,5 @@ def test_command_line_runs_lm_eval_with_our_class(tasks, folder, tmp_path, monke
     wrong = ["lm-eval", "--model", "kv_hf", "--tasks", "tiny_choice", "--include_path", str(tasks)]
     assert kv_hf_cli.main([*wrong, "--model_args", f"pretrained={folder}"]) == 2
     assert "kv-hf lm-eval: error: cache_implementation must" in capsys.readouterr().err
+    assert kv_hf_cli.main([*wrong, "--model_args", arguments, "--device", "cuda:99"]) == 2
+    assert "error: device 'cuda:99' cannot be used here: " in capsys.readouterr().err

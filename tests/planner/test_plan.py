@@ -11,16 +11,15 @@ import torch
 import transformers
 
 import kv_hf
-import kv_hf_cli
 from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError
 from kv_hf.page_summary import part_bytes
 from kv_hf.planner import explore
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, device_share
 from kv_hf.planner.memory_plan import Choice, find_fit, planned_caches
-from kv_hf.planner.plan_command import main
 from kv_hf.planner.plan_table import MOST_ROWS, Decode, plain_table
 from kv_hf.planner.source import preset_names, read_preset
+from kv_hf_cli import main
 
 GIB = 2**30
 
@@ -370,7 +369,7 @@ def table_of(text):
 
 def test_memory_prints_what_the_plan_says(capsys):
     arguments = [LLAMA, "--batch", "8", "--context", "16k", "--device-memory", "80GB"]
-    assert kv_hf_cli.main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
+    assert main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
     text = capsys.readouterr().out
     sizes = {"device_memory": 80 * 10**9, "bandwidth": 3_350 * 10**9}
     found = kv_hf.plan(LLAMA, batch=8, context=16384, **sizes)
@@ -394,7 +393,7 @@ def test_memory_prints_what_the_plan_says(capsys):
 def test_memory_as_json_is_the_plan(capsys):
     options = ["--device", "h200", "--tensor-parallel", "2", "--dtype", "fp16", "--reserve", "2GiB"]
     options += ["--kv-heads", "4", "--cache", "paged_int4", "dynamic", "--cache", "static"]
-    assert main([LLAMA, *options, "--weights", "5GB", "--prompt", "4k", "--json"]) == 0
+    assert main(["memory", LLAMA, *options, "--weights", "5GB", "--prompt", "4k", "--json"]) == 0
     found = kv_hf.plan(
         LLAMA,
         caches=["paged_int4", "dynamic", "static"],
@@ -409,7 +408,7 @@ def test_memory_as_json_is_the_plan(capsys):
 def test_lists(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for flag, names in (("--list-presets", preset_names()), ("--list-devices", DEVICES)):
-        assert main([flag]) == 0
+        assert main(["memory", flag]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if line[0] != " "] == list(names)
         assert max(map(len, lines)) <= 80
@@ -421,20 +420,15 @@ def test_lists(capsys, monkeypatch):
     [
         (["./llama-3.1-8b.json"], "there is no file or folder"),
         ([LLAMA, "--cache", "paged_int7"], "cache must be one of"),
+        ([LLAMA, "--device", "cuda"], "device must be one of"),
         ([LLAMA, "--cache", "paged_int4:max_length=0"], "max_length"),
     ],
 )
 def test_errors_say_their_reason(arguments, words, capsys):
-    assert main(arguments) == 2
+    assert main(["memory", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and words in printed.err
     assert printed.err.startswith("kv-hf memory: error: ")
-
-
-def test_a_model_is_asked_for(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([])
-    assert stopped.value.code == 2 and "--list-presets" in capsys.readouterr().err
 
 
 def test_limits_are_written_plainly():
@@ -477,7 +471,7 @@ def test_curves_are_those_of_plans():
 
 def test_a_missing_gradio_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    assert explore.main([]) == 2
+    assert main(["explore"]) == 2
     said = capsys.readouterr().err
     assert "gradio" in said and "pip install -e '.[ui]'" in said and said.count("\n") == 1
 

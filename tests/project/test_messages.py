@@ -6,7 +6,7 @@ import runpy
 import subprocess
 import sys
 import warnings
-from importlib import import_module
+from pkgutil import resolve_name
 
 import pytest
 import rounding
@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 import kv_hf
 import kv_hf_cli
-from kv_hf import notices
+from kv_hf import notices, texts
+from kv_hf.cache_names import all_cache_names
 from kv_hf.files import made_once, user_dir
 from kv_hf.text_table import table_lines, wrap
 
@@ -201,11 +202,10 @@ LIGHT = """
 import sys
 import kv_hf_cli
 try:
-    kv_hf_cli.main(sys.argv[1:])
-except SystemExit as done:
-    assert done.code == 0
-heavy = {"torch", "transformers", "kv_hf", "numpy", "huggingface_hub"}
-assert not {name.partition(".")[0] for name in sys.modules} & heavy
+    sys.exit(kv_hf_cli.main(sys.argv[1:]))
+finally:
+    heavy = {"torch", "transformers", "kv_hf", "numpy", "huggingface_hub"}
+    assert not {name.partition(".")[0] for name in sys.modules} & heavy
 """
 SHADOWED = f"""
 import importlib.util, sys
@@ -223,12 +223,52 @@ def run(*words, folder=ROOT, **options):
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, **options)
 
 
-@pytest.mark.parametrize(("argument", "says"), [("--help", "doctor"), ("--version", VERSION)])
-def test_help_and_version_import_neither_torch_nor_the_package(argument, says):
-    """They took 3 seconds of processor time, all of it spent on importing torch and transformers."""
-    done = run("-c", LIGHT, argument)
-    assert done.returncode == 0, done.stderr
-    assert says in done.stdout
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("--help", 0, "doctor"),
+        ("--version", 0, VERSION),
+        *((f"{command} --help", 0, f"usage: kv-hf {command}") for command in kv_hf_cli.COMMANDS),
+        ("memroy --device h100", 2, "got 'memroy'; did you mean memory?"),
+        (
+            "demo --new-tokens few",
+            2,
+            "demo: error: argument --new-tokens: invalid int value: 'few'",
+        ),
+        ("demo text.txt", 2, "demo: error: unrecognized arguments: text.txt"),
+        ("doctor --seconds x", 2, "doctor: error: argument --seconds: invalid float value: 'x'"),
+        ("doctor --dtype int8", 2, "argument --dtype: invalid choice: 'int8' (choose from "),
+        (
+            "memory",
+            2,
+            "one of the arguments CONFIG_OR_MODEL --list-presets --list-devices is required",
+        ),
+        ("memory a --list-presets", 2, "--list-presets: not allowed with argument CONFIG_OR_MODEL"),
+        ("memory a --contex 8k", 2, "memory: error: unrecognized arguments: --contex 8k"),
+        ("explore --port http", 2, "explore: error: argument --port: invalid int value: 'http'"),
+        ("eval", 2, "eval: error: the following arguments are required: --model"),
+        ("eval --model a --caches", 2, "--caches/--cache: expected at least one argument"),
+        ("eval --model a --window", 2, "eval: error: argument --window: expected one argument"),
+        ("lm-eval --device", 2, "lm-eval: error: argument --device: expected one argument"),
+        ("serve", 2, "serve: error: the following arguments are required: MODEL"),
+        ("serve a --prefix-store", 2, "argument --prefix-store: expected one argument"),
+        ("convert-gqa a b", 2, "the following arguments are required: --num-kv-heads"),
+        ("convert-gqa a b --num-kv-heads 2 --method max", 2, "--method: invalid choice: 'max'"),
+    ],
+)
+def test_help_and_wrong_usage_import_neither_torch_nor_the_package(words, code, says):
+    """They took 5 seconds of processor time, all of it spent on importing torch and transformers."""
+    done = run("-c", LIGHT, *words.split())
+    assert done.returncode == code, done.stderr
+    assert says in (done.stderr if code else done.stdout)
+
+
+def test_help_names_the_caches_and_texts_that_the_package_has():
+    named = f"{kv_hf_cli.OTHER_CACHES}, {kv_hf_cli.CACHES}"
+    assert named.split(", ") == list(all_cache_names())
+    assert kv_hf_cli.CACHES.split(", ") == list(kv_hf.cache_names())
+    assert kv_hf_cli.TEXTS.split(", ") == list(texts.BUNDLED)
+    assert kv_hf_cli.SETS.split(", ") == list(texts.SETS)
 
 
 def test_python_m_runs_the_command(monkeypatch, capsys):
@@ -240,19 +280,24 @@ def test_python_m_runs_the_command(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", kv_hf_cli.COMMANDS)
 def test_commands_have_a_home_and_one_style(command):
-    name, text = kv_hf_cli.COMMANDS[command]
-    module = import_module(name)
-    argv, prog = list(inspect.signature(module.main).parameters.values())[:2]
-    assert (argv.name, prog.name, prog.default) == ("argv", "prog", f"kv-hf {command}")
-    assert len(f"  {text}") <= 67  # beside the names
-    if command not in ("lm-eval", "serve"):  # whose parsers are lm-eval's and transformers'
-        assert not module.parser("kv-hf").allow_abbrev  # `kv-hf memory --contex` was taken
+    home = resolve_name(kv_hf_cli.COMMANDS[command].home)
+    read, prog = list(inspect.signature(home).parameters.values())[:2]
+    assert (read.name, prog.name) in (("args", "prog"), ("words", "prog"))
+    assert len(f"  {kv_hf_cli.COMMANDS[command].about}") <= 67  # beside the names
+    # `kv-hf memory --contex` was taken
+    assert not kv_hf_cli.command_parser(command, "kv-hf").allow_abbrev
 
 
-def test_main_names_the_nearest_command(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        kv_hf_cli.main(["memroy", "--device", "h100"])
-    assert "got 'memroy'; did you mean memory?" in capsys.readouterr().err
+@pytest.mark.parametrize("command", kv_hf_cli.COMMANDS)
+def test_ctrl_c_ends_a_command_with_one_line(command, capsys, monkeypatch):
+    def stopped(home):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kv_hf_cli, "resolve_name", stopped)
+    words = {"memory": "a", "eval": "--model a", "serve": "a"}
+    words["convert-gqa"] = "a b --num-kv-heads 2"
+    assert kv_hf_cli.main([command, *words.get(command, "").split()]) == 130
+    assert capsys.readouterr().err == f"kv-hf {command}: stopped\n"
 
 
 def test_a_folder_that_is_no_package_is_told(tmp_path):

@@ -14,6 +14,7 @@ from tiny_server import WAIT_S, Running, free_port, save_model
 from transformers import GenerationConfig
 
 import kv_hf
+import kv_hf_cli
 from kv_hf.serving import serve_command, server
 from kv_hf.serving.server import ServerInterfaceError, check_server, serve_class
 from kv_hf.serving.server_model import ServedModel, ServerOptions
@@ -22,7 +23,7 @@ from kv_hf.serving.server_model import ServedModel, ServerOptions
 def refused(capsys, *argv):
     """The exit code and the error of a command line."""
     try:
-        code = serve_command.main(list(argv))
+        code = kv_hf_cli.main(["serve", *argv])
     except SystemExit as stopped:
         code = stopped.code
     return code, capsys.readouterr().err
@@ -52,6 +53,7 @@ def refused(capsys, *argv):
         (["--port", "http"], "argument --port: invalid int value: 'http'"),
         (["--log-level", "loud"], "--log-level must be one of"),
         (["--reasoning", "maybe"], "argument --reasoning: invalid choice: 'maybe'"),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--compile"], "--compile gives requests transformers' static cache"),
         (["--chat-template-kwargs", "1"], "--chat-template-kwargs must be a JSON object"),
         (["--decision-config", "/nowhere"], "--decision-config must be the path of a JSON file"),
@@ -71,11 +73,14 @@ def test_bad_argument_is_named_before_a_model_is_loaded(capsys, argv, words):
     assert "kv-hf serve: error: " in said and words in said
 
 
-def test_help_has_our_options_and_those_of_transformers(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        serve_command.main(["--help"])
-    assert stopped.value.code == 0
-    said = capsys.readouterr().out
+def all_options():
+    asked = kv_hf_cli.command_parser("serve", "p")
+    serve_command.add_transformers_options(asked)
+    return asked
+
+
+def test_options_are_ours_and_those_of_transformers():
+    said = all_options().format_help()
     for flag in ("--cache", "--cache-config", "--prefix-store"):
         assert flag in said
     for name in inspect.signature(serve_class()).parameters:
@@ -85,7 +90,7 @@ def test_help_has_our_options_and_those_of_transformers(capsys):
 
 def test_options_of_transformers_reach_its_server_as_they_are_given():
     argv = "m --host 0.0.0.0 --port 80 --no-compile --cb-max-memory-percent 0.5 --reasoning off"
-    found = vars(serve_command.parser("p").parse_args([*argv.split(), "--continuous-batching"]))
+    found = vars(all_options().parse_args([*argv.split(), "--continuous-batching"]))
     ours = {"model", "cache", "cache_config", "prefix_store"}
     assert {name: value for name, value in found.items() if name not in ours} == {
         "host": "0.0.0.0",

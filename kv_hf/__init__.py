@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import model_shape as _first  # noqa: F401  (an old transformers is named first)
 from .cache.encoder_decoder import PagedEncoderDecoderCache
-from .cache.paged_cache import CrossCache, PagedCache
-from .cache.prefix_store import PrefixStats, PrefixStore
+from .cache.paged_cache import PagedCache
+from .cache.prefix_store import PrefixStore
 from .cache_names import register_cache, unregister_cache
 from .config import CacheConfig
 from .errors import (
@@ -21,41 +21,41 @@ from .errors import (
     CacheMismatchError,
     CacheOptionError,
     ConversionError,
-    DeviceBudgetError,
     InterruptedForwardError,
     KVCacheError,
     KVCacheWarning,
-    OffloadError,
-    PagePoolExhaustedError,
-    StaleHandleError,
     UnsupportedModelError,
 )
-from .formats import (
-    Format,
-    Scheme,
-    cache_names,
-    register_format,
-    unregister_format,
-)
+from .formats import Format, cache_names, register_format, unregister_format
 from .serving import install, uninstall
 from .serving.batch_cache import BatchCounts
-from .spec import MemoryReport, PageSpec, predict_memory
+from .spec import predict_memory
 from .version import __version__
 
-# what plans, measures or converts: imported when it is asked for, since a program that only generates does without.
-# Names that need an extra are not in __all__: `from kv_hf import *` works without it.
+# where names are that are imported when they are asked for: what a program that only generates does without, and below
+# the types of results and errors that few name, which `dir` does not show
 _LATER = {
     "Chat": "chat",
+    "convert_to_gqa": "gqa.convert",
+    "evaluate": "evaluation.recommend",
+    "plan": "planner.memory_plan",
+    "recommend": "evaluation.recommend",
     "CachePlan": "planner.plan_table",
     "ConversionReport": "gqa.convert",
+    "CrossCache": "cache.paged_cache",
+    "DeviceBudgetError": "errors",
+    "MemoryReport": "spec",
+    "OffloadError": "errors",
+    "PagePoolExhaustedError": "errors",
+    "PageSpec": "spec",
     "Plan": "planner.plan_table",
+    "PrefixStats": "cache.prefix_store",
     "Recommendation": "evaluation.recommend",
-    "convert_to_gqa": "gqa.convert",
+    "Scheme": "formats",
+    "StaleHandleError": "errors",
     "measure_accuracy": "evaluation.accuracy",
     "measure_footprint": "evaluation.memory",
     "needle_grid": "evaluation.needles",
-    "plan": "planner.memory_plan",
-    "recommend": "evaluation.recommend",
 }
 _PARTS = ("doctor", "evaluation", "gqa", "planner", "texts")
 __all__ = [
@@ -64,38 +64,27 @@ __all__ = [
     "CacheFileError",
     "CacheMismatchError",
     "CacheOptionError",
-    "CachePlan",
     "Chat",
     "ConversionError",
-    "ConversionReport",
-    "CrossCache",
-    "DeviceBudgetError",
     "Format",
     "InterruptedForwardError",
     "KVCacheError",
     "KVCacheWarning",
-    "MemoryReport",
-    "OffloadError",
-    "PagePoolExhaustedError",
-    "PageSpec",
     "PagedCache",
     "PagedEncoderDecoderCache",
-    "Plan",
-    "PrefixStats",
     "PrefixStore",
-    "Recommendation",
-    "Scheme",
-    "StaleHandleError",
     "UnsupportedModelError",
     "__version__",
     "cache_names",
     "convert_to_gqa",
+    "evaluate",
     "install",
     "plan",
     "predict_memory",
     "recommend",
     "register_cache",
     "register_format",
+    "texts",
     "uninstall",
     "unregister_cache",
     "unregister_format",
@@ -107,14 +96,26 @@ if TYPE_CHECKING:
     from . import gqa as gqa
     from . import planner as planner
     from . import texts as texts
+    from .cache.paged_cache import CrossCache as CrossCache
+    from .cache.prefix_store import PrefixStats as PrefixStats
     from .chat import Chat
+    from .errors import DeviceBudgetError as DeviceBudgetError
+    from .errors import OffloadError as OffloadError
+    from .errors import PagePoolExhaustedError as PagePoolExhaustedError
+    from .errors import StaleHandleError as StaleHandleError
     from .evaluation.accuracy import measure_accuracy as measure_accuracy
     from .evaluation.memory import measure_footprint as measure_footprint
     from .evaluation.needles import needle_grid as needle_grid
-    from .evaluation.recommend import Recommendation, recommend
-    from .gqa.convert import ConversionReport, convert_to_gqa
+    from .evaluation.recommend import Recommendation as Recommendation
+    from .evaluation.recommend import evaluate, recommend
+    from .formats import Scheme as Scheme
+    from .gqa.convert import ConversionReport as ConversionReport
+    from .gqa.convert import convert_to_gqa
     from .planner.memory_plan import plan
-    from .planner.plan_table import CachePlan, Plan
+    from .planner.plan_table import CachePlan as CachePlan
+    from .planner.plan_table import Plan as Plan
+    from .spec import MemoryReport as MemoryReport
+    from .spec import PageSpec as PageSpec
 
 
 def __getattr__(name: str) -> Any:
@@ -127,8 +128,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those that are imported later among them, and no modules that lie beside them."""
-    return sorted({*__all__, *_LATER, *_PARTS})
+    """Return the names that users need."""
+    return sorted(__all__)
 
 
 install()

@@ -120,17 +120,17 @@ class Chat:
         """Drop the cached tokens that the text ids [1, tokens] does not begin with; all where the cache cannot go back."""
         cache = self.cache
         try:
-            held, known = cache.get_seq_length(), cache.token_ids
-            columns = min(cache.known_columns, ids.shape[1] - 1)
-            if known is None or cache.num_rows != 1:
-                columns = 0
-            same = 0
-            if columns:
+            held, known, same = cache.get_seq_length(), cache.token_ids, 0
+            if known is not None and cache.num_rows == 1:
+                columns = min(cache.known_columns, ids.shape[1] - 1)
                 equal = known[0, :columns].to(ids.device) == ids[0, :columns]
                 same = int(equal.long().cumprod(0).sum())
             if 0 < same < held:
                 cache.crop(same - held)
             elif held and not same:
                 cache.reset()
-        except (KVCacheError, RuntimeError):  # transformers raises the latter for states that cannot go back
+        except (
+            KVCacheError,
+            RuntimeError,
+        ):  # transformers raises the latter for states that cannot go back
             cache.reset()

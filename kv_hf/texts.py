@@ -68,10 +68,18 @@ def documents(
     yield from (document for document in found if document.strip())
 
 
+def is_file(source: str | Path) -> bool:
+    """Say whether there is such a file; a text that is too long for the name of one is none."""
+    try:
+        return Path(source).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _contents(source: str | Path, what: str, choices: str) -> str:
     if str(source) in BUNDLED:
         return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
-    if not Path(source).is_file():
+    if not is_file(source):
         hint = nearest(str(source), (*BUNDLED, *SETS))
         raise ValueError(f"{what} must be {choices}, got {str(source)!r}{hint}")
     return read_text(source, TEXT_BYTES, what)

@@ -83,13 +83,12 @@ def linked(text: str) -> Iterator[str]:
 
 
 def names_page() -> str:
-    """Return the page of kv_hf.__all__, read from the source: one entry per name."""
+    """Return the page of the names of kv_hf, read from the source: one entry per name."""
     import kv_hf
 
     lines = ["# kv_hf", ""]
-    for name in kv_hf.__all__:
-        if name not in ("__version__", "CacheConfig"):
-            lines.append(f"::: kv_hf.{name}\n")
+    for name in sorted({*kv_hf.__all__, *kv_hf._LATER} - {"__version__", "CacheConfig", "texts"}):
+        lines.append(f"::: kv_hf.{name}\n")
     return "\n".join(lines)
 
 

@@ -17,11 +17,12 @@ from transformers.utils import cached_file, extract_commit_hash
 from ..checks import check_int
 from ..hub import why_not_model
 from ..model_fields import CONVERSION, UPTRAINING
-from ..texts import text_names, text_windows
+from ..texts import DATASET, is_file, text_names, text_windows, token_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
 from .rows import Row
 
+GIVEN = "given"  # what rows call a text that is no source
 MODEL_FILES = (".json", ".model", ".txt", ".safetensors", ".bin")
 SAMPLES, SAMPLE = 512, 4096  # places of a file that a revision reads, and bytes of each
 
@@ -118,6 +119,7 @@ class Measured:
     ) -> None:
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or name_of(model.config)
+        self._given: list[list[int]] = []
         # of the last settings alone: those of a long text are large
         self.reference = functools.lru_cache(1)(self._reference)
 
@@ -126,6 +128,23 @@ class Measured:
         """Shapes of the layers' keys and values, see `caches.layer_shapes`."""
         return layer_shapes(self.model)
 
+    def give(self, text: Any) -> str:
+        """Return what settings name a text by: a source as it is; texts and token ids are kept here under a name.
+
+        Args:
+            text: a source, see `TextSettings`; a text itself, which has a space or the end of a line; or token ids, [tokens]
+                or [texts, tokens].
+        """
+        if isinstance(text, str | Path):
+            source = str(text)
+            if source.startswith(DATASET) or not any(map(str.isspace, source)) or is_file(source):
+                return source
+            text = self.tokenizer(source, verbose=False).input_ids
+        ids = torch.as_tensor(text)
+        self._given = ids.reshape(-1, ids.shape[-1]).tolist()
+        self.reference.cache_clear()
+        return GIVEN
+
     def _reference(self, settings: TextSettings) -> tuple[dict[str, int], ExactReference]:
         """Return how many windows each text has, and the exact distributions of all windows.
 
@@ -133,7 +152,13 @@ class Measured:
         """
         windows, texts = {}, []
         for name in text_names(settings.text):
-            cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
+            if name == GIVEN and self._given:
+                rows = (
+                    token_windows(row, settings.window, settings.windows) for row in self._given
+                )
+                cut = list(itertools.chain(*rows))
+            else:
+                cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
             windows[name] = len(cut)
             texts += [torch.tensor(ids, device=self.model.device) for ids in cut]
         return windows, ExactReference(self.model, texts, settings.prompt)

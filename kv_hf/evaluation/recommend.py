@@ -68,13 +68,48 @@ def best(rows: Sequence[Row], bits: float) -> Row:
     return min(within, key=lambda row: row["kl_mean"])
 
 
+def evaluate(
+    model: Any,
+    tokenizer: Any = None,
+    text: Any = "held_out",
+    caches: Sequence[str] | None = None,
+    *,
+    windows: int = 2,
+    window: int = 1600,
+    prompt: int = 512,
+) -> list[Row]:
+    """Measure what caches lose on a text and what they hold; on a terminal a bar says how far it is.
+
+        for row in kv_hf.evaluate(model, tokenizer, "my.txt", ["paged_int8", "paged_int4"]):
+            print(f"{row['cache']}: {row['stored_bits']:.1f} bits, same token {row['top1']:.1%}")
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: None loads the one that lies beside the model's weights.
+        text: a file, a bundled text, a set of them or a dataset; a text itself; or token ids, [tokens] or [texts, tokens].
+            Give text of the kind that the model will read.
+        caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
+        windows, window, prompt: see `TextSettings`.
+    Returns: a row of each cache, see `Measured.accuracy`.
+    Raises: ValueError for a bad cache or text before anything is measured.
+    """
+    names = list(cache_names() if caches is None else caches)
+    if not names:
+        raise ValueError("caches must name at least one cache, got none")
+    for name in names:
+        check_runs(name, model)
+    measured = Measured(model, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path))
+    settings = TextSettings(measured.give(text), windows, window, prompt)
+    return [measured.accuracy(name, settings) for name in names]
+
+
 def recommend(
     model: Any,
     bits: float,
     *,
     caches: Sequence[str] | None = None,
     tokenizer: Any = None,
-    text: str = "held_out",
+    text: Any = "held_out",
     windows: int = 2,
     window: int = 1600,
     prompt: int = 512,
@@ -87,20 +122,11 @@ def recommend(
     Args:
         model: a causal language model in eval mode.
         bits: the budget: bits per number, scales, tails and tables counted, for a text of `window` tokens.
-        caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
-        tokenizer: None loads the one that lies beside the model's weights.
-        text, windows, window, prompt: see `TextSettings`. Give text of the kind that the model will read.
+        caches, tokenizer, text, windows, window, prompt: as of `evaluate`.
     Raises: ValueError for a bad budget, cache or text before anything is measured; for a budget that no cache meets.
     """
     check_bits(bits)
-    names = list(cache_names() if caches is None else caches)
-    if not names:
-        raise ValueError("caches must name at least one cache, got none")
-    for name in names:
-        check_runs(name, model)
-    measured = Measured(model, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path))
-    settings = TextSettings(text, windows, window, prompt)
-    rows = [measured.accuracy(name, settings) for name in names]
+    rows = evaluate(model, tokenizer, text, caches, windows=windows, window=window, prompt=prompt)
     row = best(rows, bits)
     name, options = parse_cache_name(row["cache"])
     held, mean, low, high = (row[f] for f in ("stored_bits", "kl_mean", "kl_low", "kl_high"))

@@ -241,6 +241,33 @@ def test_recommend_returns_the_best_that_was_measured_within_the_budget(folder):
         kv_hf.recommend(loaded.model, 1, caches=["paged_int2"], tokenizer=loaded.tokenizer, **asked)
 
 
+def test_evaluate_takes_sources_texts_and_ids(folder):
+    """The same tokens give the same figures, however they are handed over; a word is a source, with the nearest that there is."""
+    loaded = LoadedModel(str(folder))
+    path = folder / "text.txt"
+    ids = loaded.tokenizer(path.read_text("utf-8")).input_ids
+    sizes = {"windows": 1, "window": 200, "prompt": 100}
+
+    def losses(text, **changes):
+        rows = kv_hf.evaluate(
+            loaded.model, loaded.tokenizer, text, ["paged_int4"], **sizes | changes
+        )
+        return [(row["kl_mean"], row["windows"]) for row in rows]
+
+    expected = losses(str(path))
+    assert losses(path) == losses(path.read_text("utf-8")) == losses(ids) == expected
+    assert losses(torch.tensor(ids[:200])) == expected
+    assert losses([ids[:200], ids[200:400]])[0][1] == 2
+    for text, said in (
+        ("lincoln_1863x", "did you mean 'lincoln_1863'"),
+        (ids[:50], "shorter than one window of 200"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            losses(text)
+    with pytest.raises(ValueError, match="caches must name at least one cache"):
+        kv_hf.evaluate(loaded.model, loaded.tokenizer, ids, [])
+
+
 def test_text_of_a_dataset(tmp_path):
     pytest.importorskip("datasets")
     records = [{"text": "First."}, {"text": " "}, {"text": "Second, longer."}, {"text": "Third."}]

@@ -18,7 +18,7 @@ LAYERS = [
     "bridge",
     "cache",
     "hf",
-    "doctor evaluation gqa planner",
+    "chat doctor evaluation gqa planner",
     "serving",
     "__init__ __main__",
 ]
@@ -32,7 +32,9 @@ APART = [
 # outside package -> the only folders and files of kv_hf that import it
 HOMES = {
     "triton": ("backends/triton/",),
-    "transformers": (*("cache/", "hf/", "evaluation/", "gqa/", "planner/", "doctor/", "serving/"),),
+    "transformers": (
+        *("cache/", "hf/", "chat.py", "evaluation/", "gqa/", "planner/", "doctor/", "serving/"),
+    ),
     "lm_eval": ("evaluation/",),
     "datasets": ("evaluation/", "gqa/", "texts"),
     "measure": ("none: of scripts/, which no wheel carries",),

@@ -9,7 +9,7 @@ from transformers import StoppingCriteriaList, TextIteratorStreamer
 
 from .cache.paged_cache import PagedCache
 from .cache.prefix_store import PrefixStore
-from .errors import CacheOptionError, KVCacheError
+from .errors import CacheOptionError, InterruptedForwardError
 
 NEW_TOKENS = 512
 
@@ -55,7 +55,9 @@ class Chat:
                 f"tokenizer must have a chat template, and {type(tokenizer).__name__} has none; set tokenizer.chat_template, "
                 "or call model.generate() with text of your own"
             )
-        given = options if store is None else options | {"prefix_store": store}
+        given = {"on_edit": "crop", **options}
+        if store is not None:
+            given["prefix_store"] = store
         self.model, self.tokenizer = model, tokenizer
         self.cache: PagedCache = PagedCache.from_implementation(model.config, cache, given)
         self.messages = [] if system is None else [{"role": "system", "content": system}]
@@ -108,29 +110,12 @@ class Chat:
         inputs = self.tokenizer.apply_chat_template(
             asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self.model.device)
-        ids = inputs["input_ids"]
-        self._keep_beginning(ids)
+        try:
+            self.cache.forward.check()
+        except InterruptedForwardError:  # in the turn before
+            self.cache.reset()
         found = self.model.generate(**inputs, past_key_values=self.cache, **arguments)
-        new = getattr(found, "sequences", found)[0, ids.shape[1] :]
+        new = getattr(found, "sequences", found)[0, inputs["input_ids"].shape[1] :]
         answer = str(self.tokenizer.decode(new, skip_special_tokens=True))
         self.messages = [*asked, {"role": "assistant", "content": answer}]
         return answer
-
-    def _keep_beginning(self, ids: torch.Tensor) -> None:
-        """Drop the cached tokens that the text ids [1, tokens] does not begin with; all where the cache cannot go back."""
-        cache = self.cache
-        try:
-            held, known, same = cache.get_seq_length(), cache.token_ids, 0
-            if known is not None and cache.num_rows == 1:
-                columns = min(cache.known_columns, ids.shape[1] - 1)
-                equal = known[0, :columns].to(ids.device) == ids[0, :columns]
-                same = int(equal.long().cumprod(0).sum())
-            if 0 < same < held:
-                cache.crop(same - held)
-            elif held and not same:
-                cache.reset()
-        except (
-            KVCacheError,
-            RuntimeError,
-        ):  # transformers raises the latter for states that cannot go back
-            cache.reset()

@@ -185,6 +185,8 @@ class CacheConfig:
             where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
         widen: "auto" gives the keys or values of a layer a wider format if the one above loses far more of them than of
             ordinary numbers (docs/formats.md), and says so once; "never" keeps the formats.
+        on_edit: what generate() does with a text that does not begin with the tokens that the cache holds: "refuse" raises;
+            "crop" keeps the common beginning and computes the rest, all of it where layers cannot go back.
         read_tokens: tokens of each row, a number or "2k", that a decode step reads at most in layers with full attention: the
             sinks, the exact tokens, the newest page, and those pages that matter most to the step (docs/long_context.md).
             Nothing is evicted. None: everything is read.
@@ -218,6 +220,7 @@ class CacheConfig:
     k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
+    on_edit: str = _option("refuse", _choice("refuse", "crop"))
     read_tokens: int | None = _option(None, _TOKENS, "request")
     read_share: float | None = _option(None, _or_none(_part), "request")
     read_top_p: float | None = _option(None, _or_none(_part), "request")

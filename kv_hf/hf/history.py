@@ -90,6 +90,8 @@ class Text:
     def check(self) -> None:
         """Compare this text with what the cache knows of the one that it holds; warn once where it does not know all.
 
+        With on_edit="crop" the cache keeps what this text begins with, and forgets the rest.
+
         Raises: CacheMismatchError where the cache holds another text, or more of this one than is given.
         """
         cache, columns = self.cache, self.ids.shape[1]
@@ -97,6 +99,9 @@ class Text:
             return
         known = cache.token_ids
         held = 0 if known is None else min(self.seen, cache.known_columns)
+        if cache.options.on_edit == "crop" and self.is_whole and self.is_comparable:
+            self._keep_beginning(known, min(held, columns - 1))
+            return
         if self.is_comparable and known is not None and known.shape[0] == len(self.ids):
             self._check_same(known[:, :held])
         if self.is_embedded or (self.is_comparable and held < self.seen):
@@ -114,6 +119,21 @@ class Text:
                 "cache.reset()"
             )
 
+    def _keep_beginning(self, known: torch.Tensor | None, columns: int) -> None:
+        """Drop all that the cache holds but the beginning of its `columns` known ids that this text has, too."""
+        if known is None or known.shape[0] != len(self.ids):
+            columns = 0
+        elif found := first_difference(known[:, :columns], self.ids, self.mask):
+            columns = found[1]
+        try:
+            if 0 < columns < self.seen:
+                self.cache.crop(columns - self.seen)
+            elif not columns:
+                self.cache.reset()
+        except (CacheMismatchError, RuntimeError):  # states and windows that cannot go back
+            self.cache.reset()
+        self.seen = self.cache.get_seq_length()
+
     def _check_same(self, known: torch.Tensor) -> None:
         """Raise CacheMismatchError where the text begins otherwise than the text that the cache holds."""
         found = first_difference(known, self.ids, self.mask)
@@ -127,8 +147,8 @@ class Text:
         raise CacheMismatchError(
             f"input_ids do not begin with the {self.seen} tokens that this cache holds: token {column} of row {row} is "
             f"{pair[0]}, and {pair[1]} in the cache, so keys and values would be those of another text. After an edit "
-            f"{less}cache.reset() for another text; cache_config={{'prefix_store': kv_hf.PrefixStore()}} finds common "
-            "beginnings by itself"
+            f"{less}cache.reset() for another text; the option on_edit='crop' does so by itself, and a prefix_store finds "
+            "common beginnings of many texts"
         )
 
     def note(self) -> int | None:

@@ -57,7 +57,7 @@ def test_generate_refuses_an_edited_text_and_leaves_the_cache_as_it_was():
     message = refused(cache, edited(next_turn(text)))
     refused(cache, edited(next_turn(text), column=45), 45)  # among the tokens that it made
     assert "the 51 tokens that this cache holds" in message
-    for remedy in ("cache.crop(-31)", "cache.reset()", "kv_hf.PrefixStore()"):
+    for remedy in ("cache.crop(-31)", "cache.reset()", "on_edit='crop'"):
         assert remedy in message
     assert torch.equal(go_on(cache, next_turn(text)), go_on(other, next_turn(text)))
 
@@ -71,6 +71,42 @@ def test_the_crop_of_the_message_lets_the_edited_text_go_on():
     out = go_on(cache, ids)
     assert torch.equal(out, shared_model("llama").generate(ids, **GREEDY))
     refused(cache, edited(next_turn(out)))
+
+
+CHANGED = {
+    "edited": lambda text: {"input_ids": edited(next_turn(text))},
+    "among-its-answer": lambda text: {"input_ids": edited(next_turn(text), column=45)},
+    "from-the-start": lambda text: {"input_ids": edited(next_turn(text), column=0)},
+    "shorter": lambda text: {"input_ids": text[:, :40]},
+    "the-same": lambda text: {"input_ids": text},
+    "another-batch": lambda text: left_padded([40, 25]),
+}
+
+
+@pytest.mark.parametrize("before", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_cache_that_may_go_back_keeps_the_common_beginning(change, before):
+    """It answers as a new one does, also where it has to begin anew or does not know what it holds."""
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES | {"keys": "exact", "on_edit": "crop"})
+    text = go_on(cache, tokens(1, 40), **before)
+    for _ in range(2):
+        inputs = change(text)
+        expected = model.generate(**inputs, **GREEDY)
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), expected)
+        cache.check_integrity()
+
+
+def test_a_cache_that_may_go_back_computes_no_more_than_it_must():
+    cache, text = first_turn(keys="exact", on_edit="crop")
+    computed = []
+    hook = shared_model("llama").register_forward_pre_hook(
+        lambda module, args, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    ids = edited(next_turn(text))
+    go_on(cache, ids)
+    hook.remove()
+    assert computed[0] == ids.shape[1] - 20
 
 
 def test_a_text_that_is_asked_again_names_its_crop():

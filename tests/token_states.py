@@ -146,5 +146,5 @@ def place_outside(place, monkeypatch):
         return {"offload": "disk"}
     copies = {"eager": EagerCopies, "late": LateCopies}[place]
     monkeypatch.setattr(offload, "Copies", lambda device: copies())
-    monkeypatch.setattr(offload.OffloadArena, "check_device", lambda self, device: None)
+    monkeypatch.setattr(offload.OffloadMemory, "check_device", lambda self, device: None)
     return {"offload": "cpu"}

@@ -13,7 +13,7 @@ from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.forward import Forward
 from ..pages.rows import Rows
 from ..pages.step import Step
-from ..pages.storage import PageArena, PageStorage
+from ..pages.storage import PageMemory, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .store import LayerStore, Residual
@@ -48,7 +48,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: position in the model, for messages.
         group: rows and lengths, shared with the other paged layers of the same window.
         forward: the forward in progress, shared with all layers of the cache.
-        arena: where the sealed pages live.
+        page_memory: where the sealed pages live.
         formats: of this layer.
         kernel: CacheConfig.kernel.
         window: tokens that a query of this layer sees, itself included; None for all.
@@ -64,7 +64,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: int,
         group: Rows,
         forward: Forward,
-        arena: PageArena,
+        page_memory: PageMemory,
         formats: LayerFormats,
         kernel: str = "auto",
         window: int | None = None,
@@ -78,7 +78,7 @@ class PagedLayer(DynamicLayer):
         self.kernel = kernel
         self.group = group
         self.forward = forward
-        self.arena = arena
+        self.page_memory = page_memory
         self.formats = formats
         self.revision = 0  # never goes down: a handle of an earlier text must not fit again
         self.forget()
@@ -103,7 +103,7 @@ class PagedLayer(DynamicLayer):
         """Learn shapes, dtype and device from the first keys and values [rows, num_kv_heads, q_len, head_dim]; check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
-        pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
+        pages = self.page_memory.storage(self.layer_idx, spec, self.device, self.group)
         store = LayerStore(self, pages)
         self.is_initialized = True
         self._take(store)
@@ -229,7 +229,7 @@ class PagedLayer(DynamicLayer):
             seen: columns that the layer then has seen.
         """
         self.group.touched = True
-        pages = self.arena.storages[self.layer_idx]
+        pages = self.page_memory.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore(self, pages)
         for side, window in enumerate(store.residuals):

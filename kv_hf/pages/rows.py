@@ -221,7 +221,7 @@ class Rows:
         step: the last change.
         reading: how much of a row the next forward reads.
         stores: layer -> its tensors, of the layers that have any.
-        touched: whether a layer has storage of the arena, which nobody may take away then.
+        touched: whether a layer has storage of pages, which nobody may take away then.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The tensors of sealed pages: of one side, of one layer, and of all layers of the caches that share them.
 
-A cache makes an owner of pages of its own (PageArena). Copies of it, and all caches of one prefix store, share one: a page is
+A cache makes a memory of pages of its own (PageMemory). Copies of it, and all caches of one prefix store, share one: a page is
 then held by several of them, and free when no one is left. Knows ids, not rows.
 """
 
@@ -181,7 +181,7 @@ class PageStorage:
         wider: the formats that are others than those of `asked`, and why; None where there are none.
         keeps: why these pages keep their spec, where somebody has said so; None: the first may call for a wider one.
         sealed: whether a page was ever sealed here.
-        lock: held while pages are written or storage grows; storages of one owner share it.
+        lock: held while pages are written or storage grows; storages of one PageMemory share it.
     """
 
     resident = True  # pages never leave the device
@@ -202,7 +202,7 @@ class PageStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        vars(self).setdefault("lock", threading.RLock())  # its owner, read before, has given it one
+        vars(self).setdefault("lock", threading.RLock())  # PageMemory, read before, has given one
 
     def widen(self, spec: PageSpec, wider: Wider) -> None:
         """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
@@ -254,7 +254,7 @@ class PageStorage:
 # -- all layers ------------------------------------------------------------------------------------------------------
 
 
-class PageArena:
+class PageMemory:
     """Pools of page ids, one for each group, and storage, one for each layer.
 
     Args:

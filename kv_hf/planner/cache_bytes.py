@@ -281,9 +281,9 @@ class Pages:
         """
         if self.options.offload is None:
             return {}, 0
-        arena, reading = self.cache.arena, self.options.read_budget()
+        memory, reading = self.cache.page_memory, self.options.read_budget()
         device = torch.device("cpu" if self.on_cpu else "cuda")
-        arena.check_device(device)
+        memory.check_device(device)
         buffers = 1 if self.on_cpu else 2  # a copy runs beside kernels on a GPU
         rows, longest = len(row_tokens), max(row_tokens, default=0)
         demands = {}
@@ -294,7 +294,7 @@ class Pages:
                 if reading is not None and chosen:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)
-        split = split_layers(demands, arena.device_bytes, buffers)
+        split = split_layers(demands, memory.device_bytes, buffers)
         held = self.sizes(None).held(max(0, longest - 1))
         chooses = reading is not None and reading.chooses(held, longest)
         indexes = sum(demands[layer].index_bytes for layer in split.offloaded) * chooses

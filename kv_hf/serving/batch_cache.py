@@ -14,7 +14,7 @@ from ..cache.prefix_store import PrefixStats, PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row, Step
-from ..pages.storage import PageArena
+from ..pages.storage import PageMemory
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
 from .batch_store import BatchStore
 
@@ -94,9 +94,9 @@ class BatchCache:
         self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
         self.use_prefix_sharing = store is not None
-        self.arena = template.arena if store is not None else PageArena()
+        self.page_memory = template.page_memory if store is not None else PageMemory()
         self.groups = {
-            window: BatchRows(kind.sizes, self.arena.pool(window))
+            window: BatchRows(kind.sizes, self.page_memory.pool(window))
             for window, kind in kinds_of(template).items()
         }
         layers: Sequence[Any] = template.layers
@@ -115,10 +115,10 @@ class BatchCache:
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
         group, asked = self.groups[layer.window], layer.spec  # what the first tokens called for
-        if layer.storage is not None and self.arena is layer.arena:
+        if layer.storage is not None and self.page_memory is layer.page_memory:
             asked = layer.storage.asked  # it is there, and has become what they called for
         assert asked is not None
-        pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
+        pages = self.page_memory.storage(layer.layer_idx, asked, layer.device, group)
         pages.keeps = KEPT
         store = BatchStore(layer, pages, self.room.rows, group.sizes.slots)
         store.make_room(self.room.pages[layer.window])

@@ -438,7 +438,7 @@ def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
 @needs_fork
 def test_child_cannot_read_pages_that_its_parent_may_change():
     cache = filled(offload="disk")
-    staging = cache.arena.staging(torch.device("cpu"))
+    staging = cache.page_memory.staging(torch.device("cpu"))
     for size in (0, staging.size):  # nothing is left in buffers of the child's own
         staging.resize(size)
 

@@ -238,15 +238,15 @@ class World:
 
     def end(self):
         """Let all caches go: nobody holds a page then but the store, and it gives all back."""
-        arenas = [twin.paged.arena for twin in self.twins]
+        memories = [twin.paged.page_memory for twin in self.twins]
         self.twins.clear()
         gc.collect()
-        for arena in arenas:
-            of_store = self.store is not None and arena is self.store.arena
-            assert arena.num_held == (self.store.stats().pages if of_store else 0)
+        for memory in memories:
+            of_store = self.store is not None and memory is self.store.page_memory
+            assert memory.num_held == (self.store.stats().pages if of_store else 0)
         if self.store is not None:
             self.store.clear()
-            assert self.store.arena.num_held == 0
+            assert self.store.page_memory.num_held == 0
 
 
 class Twin:

@@ -393,7 +393,7 @@ class Rows:
         """Put a plan into force, whose new pages are `ids`."""
         step, self.batch, leaving = self.step_of(plan, ids, self._tables)
         # where nobody else seals pages, their bytes change at the earliest one step later
-        self._leaving = leaving if len(self.pool.holders) > 1 else ()
+        self._leaving = leaving if len(self.pool.owners) > 1 else ()
         self.seen, self.step = step.seen_after, step
         if self._padding_seen is not None and not self.needs_padding():
             self._padding_seen = None
@@ -506,7 +506,7 @@ class Rows:
         reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
         with self.pool.lock:
             # nobody else may seal into what is still to be decoded
-            cut = tuple((page,) for _, page, _ in reopened) if len(self.pool.holders) > 1 else ()
+            cut = tuple((page,) for _, page, _ in reopened) if len(self.pool.owners) > 1 else ()
             self.batch, self._leaving = Batch.of([row for row, _ in cropped]), cut
         everyone = range(len(cropped))
         self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
@@ -580,7 +580,7 @@ class Rows:
         return {**vars(self), "step": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Register as a holder again: the pool may be another one here."""
+        """Register as an owner again: the pool may be another one here."""
         vars(self).update(state)
         self.pool.register(self)
 

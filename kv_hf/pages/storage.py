@@ -320,7 +320,7 @@ class PageMemory:
     def _touched(self, pool: PagePool) -> list[Any]:
         """Return who has storage here, and tokens that will be sealed into it."""
         with pool.lock:
-            return [one for one in pool.holders if getattr(one, "touched", False)]
+            return [one for one in pool.owners if getattr(one, "touched", False)]
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""

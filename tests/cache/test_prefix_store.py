@@ -127,7 +127,7 @@ def test_later_calls_share_and_compute_only_what_is_new():
     first = kept[0].group.rows[0].pages[:12]
     assert all(cache.group.rows[0].pages[:12] == first for cache in kept)
     pool = kept[0].group.pool
-    assert set(first) <= pool.held(besides=kept[0].group) and len(pool.holders) == 6
+    assert set(first) <= pool.held(besides=kept[0].group) and len(pool.owners) == 6
 
 
 @pytest.mark.parametrize("name", ["one row", "ragged", "a row that is a prefix"])

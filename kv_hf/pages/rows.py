@@ -89,8 +89,8 @@ class Batch:
         return int(self.exact.max())
 
     @cached_property
-    def settled(self) -> bool:
-        """Whether every row has exact tokens, and none of them beyond the columns seen: its padding is behind it."""
+    def skips_none(self) -> bool:
+        """Whether every row appends all new columns: it is past its padding, and holds no token of a column to come."""
         return bool(self.pages) and bool(self.exact.min() > 0) and not self.ahead.any()
 
 
@@ -170,7 +170,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
     if (
         sizes.window is None
         and not sizes.recording
-        and batch.settled
+        and batch.skips_none
         and batch.longest + q_len < sizes.kept + sizes.page_size
     ):
         nothing = batch.ahead  # all zero
@@ -178,7 +178,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         step.skip, step.new = nothing, nothing + q_len
         after = Batch(batch.padding, exact + q_len, batch.dropped, nothing, batch.pages)
         longest = batch.longest + q_len
-        vars(after).update(counts=batch.counts, longest=longest, settled=True)
+        vars(after).update(counts=batch.counts, longest=longest, skips_none=True)
         return Append(batch, after, step, nothing, nothing, nothing)
     size, nothing = sizes.page_size, np.zeros_like(exact)
     padding = np.minimum(batch.padding, seen_after)
@@ -331,7 +331,7 @@ class Rows:
 
     def _padded(self, count: int) -> Batch:
         """Return the rows as the next append finds them, with the padding that was learnt since the last."""
-        if self.batch.settled:
+        if self.batch.skips_none:
             return self.batch
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
         empty = self.lengths(rows) == 0

@@ -235,7 +235,7 @@ class PrefixStore:
             if seen:
                 sinks = tree.sink_tokens
                 adopted = [
-                    Row(columns, one.pages, sinks, ahead=columns + one.tokens - seen)
+                    Row(columns, one.pages, sinks, unseen=columns + one.tokens - seen)
                     if one.pages
                     else Row(columns, (), 0)
                     for one, columns in zip(known, padding, strict=True)

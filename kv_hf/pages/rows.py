@@ -48,22 +48,22 @@ class Batch:
     """The rows of a batch at one moment, as arrays: a step costs hardly more Python when the batch is larger.
 
     Attributes:
-        padding, exact, dropped, ahead: [rows], as in Row.
+        padding, exact, dropped, unseen: [rows], as in Row.
         pages: page ids of each row.
     """
 
     padding: Numbers
     exact: Numbers
     dropped: Numbers
-    ahead: Numbers
+    unseen: Numbers
     pages: tuple[PageIds, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Batch":
         """Return the batch of `rows`."""
-        numbers = [(row.padding, row.exact, row.dropped, row.ahead) for row in rows]
-        padding, exact, dropped, ahead = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
-        return cls(padding, exact, dropped, ahead, tuple(row.pages for row in rows))
+        numbers = [(row.padding, row.exact, row.dropped, row.unseen) for row in rows]
+        padding, exact, dropped, unseen = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
+        return cls(padding, exact, dropped, unseen, tuple(row.pages for row in rows))
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -71,11 +71,11 @@ class Batch:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The rows, one object each; made when somebody asks."""
-        columns = (self.padding, self.exact, self.dropped, self.ahead)
+        columns = (self.padding, self.exact, self.dropped, self.unseen)
         numbers = zip(*(column.tolist() for column in columns), strict=True)
         return tuple(
-            Row(padding, pages, exact, dropped, ahead)
-            for pages, (padding, exact, dropped, ahead) in zip(self.pages, numbers, strict=True)
+            Row(padding, pages, exact, dropped, unseen)
+            for pages, (padding, exact, dropped, unseen) in zip(self.pages, numbers, strict=True)
         )
 
     @cached_property
@@ -91,7 +91,7 @@ class Batch:
     @cached_property
     def skips_none(self) -> bool:
         """Whether every row appends all new columns: it is past its padding, and holds no token of a column to come."""
-        return bool(self.pages) and bool(self.exact.min() > 0) and not self.ahead.any()
+        return bool(self.pages) and bool(self.exact.min() > 0) and not self.unseen.any()
 
 
 NO_ROWS = Batch.of(())
@@ -173,7 +173,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         and batch.skips_none
         and batch.longest + q_len < sizes.kept + sizes.page_size
     ):
-        nothing = batch.ahead  # all zero
+        nothing = batch.unseen  # all zero
         step.plain = True  # it adds its tokens to the window of every row, and does nothing else
         step.skip, step.new = nothing, nothing + q_len
         after = Batch(batch.padding, exact + q_len, batch.dropped, nothing, batch.pages)
@@ -182,7 +182,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         return Append(batch, after, step, nothing, nothing, nothing)
     size, nothing = sizes.page_size, np.zeros_like(exact)
     padding = np.minimum(batch.padding, seen_after)
-    skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
+    skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.unseen, q_len))
     new, first = q_len - skip, nothing
     if sizes.recording:
         doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
@@ -199,8 +199,8 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         dropped = np.maximum(dropped, np.minimum(hidden, before + last))
         passed = np.maximum(0, dropped - before)
     step.exact_before, step.skip, step.new = exact, skip, new
-    ahead = np.maximum(0, batch.ahead - q_len)
-    after = Batch(padding, exact + new - last * size, dropped, ahead, batch.pages)
+    unseen = np.maximum(0, batch.unseen - q_len)
+    after = Batch(padding, exact + new - last * size, dropped, unseen, batch.pages)
     return Append(batch, after, step, first, last - passed, passed)
 
 
@@ -588,7 +588,7 @@ class Rows:
         """Raise ValueError unless the pool knows the pages that the rows hold, and lengths add up."""
         self.pool.check_integrity()
         for index, row in enumerate(self.rows):
-            if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):
+            if self.tokens(row) != max(0, self.seen - row.padding + row.unseen):
                 raise ValueError(
                     f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
                 )

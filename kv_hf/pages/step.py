@@ -27,7 +27,7 @@ class Row:
         pages: ids of the sealed pages that it holds, in order.
         exact: tokens in the exact window.
         dropped: sealed pages in front of `pages` that left the sliding window and were given back.
-        ahead: columns beyond those seen up to the last token that it holds (a prefix that was shared, until the first
+        unseen: columns beyond those seen up to the last token that it holds (a prefix that was shared, until the first
             forward has reached its end).
     """
 
@@ -35,7 +35,7 @@ class Row:
     pages: PageIds
     exact: int
     dropped: int = 0
-    ahead: int = 0
+    unseen: int = 0
 
 
 def block_table(pages: Sequence[PageIds]) -> torch.Tensor:

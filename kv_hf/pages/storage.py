@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageFields, PageSpec, PageWrite, SideSpec
-from .cpu_memory import AHEAD, HostMemory, mapped_zeros, runs_of
+from .cpu_memory import RESERVE_FACTOR, HostMemory, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
@@ -132,7 +132,7 @@ class SideStorage:
             return old
         if whole is not None and len(whole) >= capacity and whole.data_ptr() == old.data_ptr():
             return whole[:capacity]
-        for room in (AHEAD * capacity, capacity):
+        for room in (RESERVE_FACTOR * capacity, capacity):
             whole = mapped_zeros(old, room)
             if whole is not None:
                 self._mapped[name], new = whole, whole[:capacity]

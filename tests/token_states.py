@@ -137,7 +137,7 @@ class FakeLayer:
         raise AssertionError("there are two buffers")
 
 
-def place_outside(place, monkeypatch):
+def offload_to(place, monkeypatch):
     """Return options that offload pages: "disk", or through two buffers as on a GPU, copied "eager" or "late"."""
     if place == "disk":
         monkeypatch.setattr(

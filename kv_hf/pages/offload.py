@@ -311,7 +311,7 @@ class OffloadedStorage(PageStorage):
             if not self.is_offloaded:
                 return super().readable(view)
             plan = self.memory.plan(view, self.device)
-        return self.through(plan)._replace(outside=ChosenPages(self, view, plan))
+        return self.through(plan)._replace(offloaded=ChosenPages(self, view, plan))
 
     def through(self, plan: SlotPlan) -> ReadablePages:
         """Return what kernels read of the pages of `plan`: the fields are there while they are held, not before."""
@@ -334,7 +334,7 @@ class OffloadedStorage(PageStorage):
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
         if self.index is None:
             self.index = PageIndex(self.spec.keys, self.device)
-        known = self.memory.demands.get(self.layer_idx)  # memory outside has room for more
+        known = self.memory.demands.get(self.layer_idx)  # host memory has room for more
         room = max(known.capacity if known else 0, max(pages, default=-1) + 1)
         self.index.cover(table, pages, room, self.keys.take)
         return self.index
@@ -352,7 +352,7 @@ class OffloadedStorage(PageStorage):
 
 
 class ChosenPages:
-    """The offloaded pages of one forward, of which a step may choose some; what PagedKV.outside offers.
+    """The offloaded pages of one forward, of which a step may choose some; what PagedKV.offloaded offers.
 
     Args:
         plan: lists all pages of `view`.

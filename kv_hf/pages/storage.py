@@ -79,13 +79,13 @@ def new_fields(fields: Fields, pages: int, device: torch.device) -> PageFields:
 
 
 class ReadablePages(NamedTuple):
-    """Pages as kernels read them; see PagedKV for the fields, and for what `outside` offers."""
+    """Pages as kernels read them; see PagedKV for the fields, and for what `offloaded` offers."""
 
     keys: Mapping[str, torch.Tensor]
     values: Mapping[str, torch.Tensor]
     block_table: torch.Tensor
     hold: Callable[[], AbstractContextManager[Any]]
-    outside: Any = None
+    offloaded: Any = None
 
 
 class SideStorage:

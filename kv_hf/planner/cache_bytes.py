@@ -231,8 +231,8 @@ class Pages:
         if self.bound is not None:
             _check_room(self.bound, longest)
         uses = {window: self._use(window, row_tokens, prompt) for window in self.groups}
-        outside, staging = self._outside(uses, row_tokens)
-        reports = [self._group(window, row_tokens, use, outside) for window, use in uses.items()]
+        offloaded, staging = self._offloaded(uses, row_tokens)
+        reports = [self._group(window, row_tokens, use, offloaded) for window, use in uses.items()]
         other = self.beside(rows, longest, prompt)
         return total(
             [*reports, replace(EMPTY, other=other, staging=staging, tokens=sum(row_tokens))]
@@ -252,12 +252,12 @@ class Pages:
         window: int | None,
         row_tokens: Sequence[int],
         use: PageUse,
-        outside: Mapping[int, int],
+        offloaded: Mapping[int, int],
     ) -> MemoryReport:
-        """Return what the pages of one window take; `outside` has room for so many pages of a layer."""
+        """Return what the pages of one window take; `offloaded` is layer -> room for its offloaded pages."""
         specs, sizes = self.groups[window], self.sizes(window)
         capacity = use.capacity(self.reserved(window, len(row_tokens)))
-        away = {layer: count for layer, count in outside.items() if layer in specs}
+        away = {layer: count for layer, count in offloaded.items() if layer in specs}
         inside = [spec for layer, spec in specs.items() if layer not in away]
         here, whole = (
             pages_report(some, sizes, row_tokens, use.held, capacity)
@@ -270,13 +270,13 @@ class Pages:
             offloaded=sum(count * specs[layer].page_bytes for layer, count in away.items()),
         )
 
-    def _outside(
+    def _offloaded(
         self, uses: Mapping[int | None, PageUse], row_tokens: Sequence[int]
     ) -> tuple[dict[int, int], int]:
-        """Return layer -> room for pages outside, and the bytes of buffers and indexes on the device.
+        """Return layer -> room for offloaded pages, and the bytes of buffers and indexes on the device.
 
         Those of a text of one prefill, from which a step reads. Token by token more layers may leave, as they leave for good, and
-        room outside grows by a quarter, or 8 pages. Where layers differ in their heads, a first forward takes all for ones like
+        their room grows by a quarter, or 8 pages. Where layers differ in their heads, a first forward takes all for ones like
         the first: the buffers and the choice of layers may be others until pages are sealed in a later step.
         """
         if self.options.offload is None:

@@ -180,10 +180,10 @@ def _layers(cache: Any, config: Any) -> tuple[tuple[CachedLayer, ...], list[str]
         for index, layer in enumerate(cache.layers)
     )
     notes = []
-    outside = layers.count(CachedLayer(cache_class="LinearAttentionLayer"))
-    if outside:
+    uncached = layers.count(CachedLayer(cache_class="LinearAttentionLayer"))
+    if uncached:
         notes.append(
-            f"{outside} layers keep their states in the model, not in its cache: not counted"
+            f"{uncached} layers keep their states in the model, not in its cache: not counted"
         )
     kept = kept_layers(config)
     notes += [f"{len(kept)} layers are not counted: {reason}" for reason in set(kept.values())]

@@ -10,7 +10,7 @@ import rounding
 import torch
 from faults import throw
 from tiny_models import make_sliding, shared_model
-from token_states import PAGE, place_outside
+from token_states import PAGE, offload_to
 from transformers import DynamicCache
 
 import kv_hf
@@ -32,7 +32,7 @@ class World:
         keys: "exact" is compared with DynamicCache, another format with a growing cache of pages.
         recording: tokens of each forward may be taken back, as in assisted decoding.
         faults: exceptions are thrown into half of the operations.
-        place: options that put pages outside of the device.
+        place: options that offload pages.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class World:
 
     def make(self, kind=None):
         """Make an empty cache, often one that shares pages, has them elsewhere or cannot grow."""
-        kinds = ["plain", "outside", "some outside", "fixed", *["store"] * 2 * bool(self.store)]
+        kinds = ["plain", "offloaded", "some offloaded", "fixed", *["store"] * 2 * bool(self.store)]
         some = 204_800 if self.keys == "exact" else 38_400
         options = {
-            "outside": self.place,
-            "some outside": {**self.place, "device_bytes": some},
+            "offloaded": self.place,
+            "some offloaded": {**self.place, "device_bytes": some},
             "fixed": {"max_length": 800},
             "store": {"prefix_store": self.store},
         }.get(kind or self.rng.choice(kinds), {})
@@ -368,7 +368,7 @@ RUNS = [(0, 40), pytest.param(1, 2000, marks=SLOW)]
 @pytest.mark.parametrize(("seed", "operations"), RUNS)
 def test_random_operations_equal_plain_caches(kind, seed, operations, place, tmp_path, monkeypatch):
     world = World(
-        seed, tmp_path / "cache.safetensors", place_outside(place, monkeypatch), **KINDS[kind]
+        seed, tmp_path / "cache.safetensors", offload_to(place, monkeypatch), **KINDS[kind]
     )
     for number in range(operations):
         world.step()
@@ -379,9 +379,9 @@ def test_random_operations_equal_plain_caches(kind, seed, operations, place, tmp
 
 
 # kinds of caches -> worlds in which an operation on one of them is stopped at places one after the other
-FAST = ("plain, exact", "store, exact", "outside, int4", "some outside, int4", "fixed, int4", "plain, sliding", "fixed, sliding")  # fmt: skip
+FAST = ("plain, exact", "store, exact", "offloaded, int4", "some offloaded, int4", "fixed, int4", "plain, sliding", "fixed, sliding")  # fmt: skip
 STOPPED = {
-    **{f"{kind}, {keys}": (kind, {"keys": keys}) for kind in ("plain", "outside", "some outside", "fixed", "store") for keys in ("exact", "int4")},
+    **{f"{kind}, {keys}": (kind, {"keys": keys}) for kind in ("plain", "offloaded", "some offloaded", "fixed", "store") for keys in ("exact", "int4")},
     "plain, sliding": ("plain", {"sliding": True}),
     "fixed, sliding": ("fixed", {"sliding": True}),
 }  # fmt: skip
@@ -397,7 +397,7 @@ def test_operations_stopped_at_places_leave_the_cache_or_say_reset(
 ):
     """A cache that was stopped is as before, as afterwards, or asks for a reset; those that share its pages notice nothing."""
     made, options = STOPPED[kind]
-    world = World(0, tmp_path / "cache.safetensors", place_outside("disk", monkeypatch), **options)
+    world = World(0, tmp_path / "cache.safetensors", offload_to("disk", monkeypatch), **options)
     base = Twin(world, world.make(made))
     for _ in range(2):
         world.change(base, "append")

@@ -250,7 +250,7 @@ class Rows:
         self._padding_seen: list[int] | None = None
         self._tables = Tables()
         self._room = -1  # pages that room was made for
-        self._shown: tuple[PageIds, ...] = ()  # in the view of the last step
+        self._viewed: tuple[PageIds, ...] = ()  # in the view of the last step
 
     # -- what they are -------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Rows:
     def view(self) -> TableView:
         """Return where the tokens of the rows lie now, as tensors on the CPU."""
         batch = self.batch
-        tables = self._tables.show(batch.pages)
+        tables = self._tables.of(batch.pages)
         return self._view(tables, batch, batch.exact, batch.padding)
 
     def _view(
@@ -408,14 +408,14 @@ class Rows:
         step.capacity = max(self._room, self.capacity(step.rows)) if ids else self._room
         if step.plain:
             last = self.step
-            if last is not None and last.plain and self.batch.pages is before.pages is self._shown:
+            if last is not None and last.plain and self.batch.pages is before.pages is self._viewed:
                 step.view = last.view.advance(after.exact, before.exact)
             else:
-                shown = tables.show(before.pages)
+                table = tables.of(before.pages)
                 step.view = self._view(
-                    shown, before, after.exact, before.padding, before.exact, step.skip
+                    table, before, after.exact, before.padding, before.exact, step.skip
                 )
-                self._shown = before.pages
+                self._viewed = before.pages
             step.columns = self.max_length or step.seen_after
             return step, after, ()
         size = self.sizes.page_size
@@ -433,7 +433,7 @@ class Rows:
         reads = replace(before, pages=tuple(found)) if sealed_first else before
         exact_read = step.exact_before + step.new
         step.view = self._view(
-            tables.show(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
+            tables.of(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
         )
         step.columns = self.max_length or step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * size
@@ -445,7 +445,7 @@ class Rows:
         step.seal = seal_jobs(last, self.sizes, plan.passed)
         step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
-        step.plain, self._shown = stays and step.seal is None and step.first is None, ()
+        step.plain, self._viewed = stays and step.seal is None and step.first is None, ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)
 
     # -- past recording ------------------------------------------------------------------------------------

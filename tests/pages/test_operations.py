@@ -111,12 +111,12 @@ class World:
             call = AttentionCall(query, view.kv, 0.2, sliding_window=view.sliding_window)
             found = paged_attention(call, kernel=view.kernel)
             columns = seen - keys.shape[2] + torch.arange(keys.shape[2])
-            shown = (columns <= at) & (columns >= start)
+            visible = (columns <= at) & (columns >= start)
             if view.sliding_window:
-                shown = shown & (columns > at - view.sliding_window)
+                visible = visible & (columns > at - view.sliding_window)
             query, keys, values = (one.double() for one in (query, keys, values))
             wanted = torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, shown, scale=0.2, enable_gqa=True
+                query, keys, values, visible, scale=0.2, enable_gqa=True
             )
             real = (at >= start).expand(*found.shape[:3], 1).expand_as(found)
             rounding.assert_close(found[real].double(), wanted[real])

@@ -63,7 +63,7 @@ def test_a_page_that_a_crop_decodes_is_held_until_the_next_forward():
 
 def test_tables_of_an_earlier_step_keep_their_pages():
     """Kernels of an earlier step may still run when the next ones are made: they read their rows' pages."""
-    tables, shown = Tables(), []
+    tables, made = Tables(), []
     for pages in (
         ((0, 1), (2,)),
         ((0, 1), (2, 3)),  # appended in place: behind what the earlier step reads
@@ -73,8 +73,8 @@ def test_tables_of_an_earlier_step_keep_their_pages():
         ((2,), (0, 1, 4)),
         ((2, 6), (0, 1, 4)),
     ):
-        shown.append((pages, tables.show(pages)[CPU]))
-        for held, table in shown:
+        made.append((pages, tables.of(pages)[CPU]))
+        for held, table in made:
             for row, place in zip(held, table.tolist(), strict=True):
                 assert place[: len(row)] == list(row)
 

@@ -113,11 +113,11 @@ def check_inside(path: Path, folder: Path) -> None:
 
     A link is followed within the folder, and from a snapshot of the hub's cache to the blobs of the same model.
     """
-    home = Path(os.path.realpath(folder))
+    root = Path(os.path.realpath(folder))
     if path.is_symlink() and not path.exists():
         raise ConversionError(f"{path} is a link to a file that is not there")
-    of_hub = home.parent.name == "snapshots"
-    if not is_within(path, home) and not (of_hub and is_within(path, home.parent.parent / "blobs")):
+    of_hub = root.parent.name == "snapshots"
+    if not is_within(path, root) and not (of_hub and is_within(path, root.parent.parent / "blobs")):
         raise ConversionError(
             f"{path} leads out of the checkpoint, to {os.path.realpath(path)}: put the file itself there if it belongs to the model"
         )

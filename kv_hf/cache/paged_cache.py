@@ -51,10 +51,10 @@ from .report import LayerReport, measure_memory, one_line, report_layers
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 
 
-def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
-    """Return `layer_idx`, or the first layer of its kind behind it that has tokens where it is not run here.
+def filled_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
+    """Return `layer_idx`, or where it is not run here the first layer of its kind behind it that has tokens.
 
-    With `any_kind` a layer of another kind answers where none of its own has tokens: all have seen as many.
+    With `any_kind` a layer of another kind is taken where none of its own has tokens: all have seen as many.
 
     Under pipeline parallelism a process runs a run of the layers and its cache fills only those, but models ask
     the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
@@ -240,7 +240,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the columns seen by a layer, padding included; of a layer run by another process, its neighbour's.
+        """Return the columns seen by a layer, padding included; of a layer that another process runs, those of one here.
 
         While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
         """
@@ -250,7 +250,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             return next(iter(self.fixed.values())).seen
         if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
             return seen
-        return super().get_seq_length(answering_layer(self.layers, layer_idx, any_kind=True))
+        return super().get_seq_length(filled_layer(self.layers, layer_idx, any_kind=True))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
@@ -266,8 +266,8 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         if getattr(layer, "seen", 0):
             length, offset = layer.get_mask_sizes(query_length)
         else:
-            answering = answering_layer(self.layers, layer_idx)
-            length, offset = super().get_mask_sizes(query_length, answering)
+            filled = filled_layer(self.layers, layer_idx)
+            length, offset = super().get_mask_sizes(query_length, filled)
         if self._attention_config._attn_implementation in takes_length:
             return MaskLength(length, self), offset
         return length, offset

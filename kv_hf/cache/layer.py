@@ -145,7 +145,7 @@ class PagedLayer(DynamicLayer):
     def take_part(self, step: Step) -> None:
         """Say that all work on the forward in progress is done: stopped before, this layer lacks it."""
         self.seen = step.seen_after
-        self.forward.arrived += 1
+        self.forward.joined += 1
         self.forward.changing = False
 
     def get_seq_length(self) -> int:
@@ -174,10 +174,10 @@ class PagedLayer(DynamicLayer):
     )
 
     def activate_past_recording(self) -> None:
-        """Seal only tokens that a crop has left standing, with room for a page of doubtful ones.
+        """Seal only tokens that a crop has left standing, with room for a page of unconfirmed ones.
 
         transformers crops after every forward that may be rolled back (by 0 where all is accepted). As long as
-        no more than page_size tokens are doubtful, a crop then leaves the same bytes as if the removed tokens
+        no more than page_size tokens are unconfirmed, a crop then leaves the same bytes as if the removed tokens
         had never been.
         """
         self.group.record_past()
@@ -228,7 +228,7 @@ class PagedLayer(DynamicLayer):
             sinks: for each row its exact first keys and values [num_kv_heads, sink_tokens, ..]; None: it is empty.
             seen: columns that the layer then has seen.
         """
-        self.group.touched = True
+        self.group.has_storage = True
         pages = self.page_memory.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore(self, pages)
@@ -295,8 +295,8 @@ class PagedLayer(DynamicLayer):
         if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top
-        doubtful = self.seen - self.group.confirmed if self.group.sizes.recording else 0
-        return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
+        unconfirmed = self.seen - self.group.confirmed if self.group.sizes.recording else 0
+        return dense[:, :, max(0, dense.shape[2] - self.window + 1 - unconfirmed) :]
 
     _read = _dense
 

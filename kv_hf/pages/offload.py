@@ -300,7 +300,7 @@ class OffloadedStorage(PageStorage):
             runs = runs_of(enumerate(pages[first : first + count]))
             for side, own in zip(self.sides, (keys, values), strict=True):
                 host.store(own, runs, side.fields)
-        self._staging.outdate(self, pages)
+        self._staging.invalidate(self, pages)
         if self.index is not None:
             self.index.forget(pages)
         self.written = self._staging.copies.mark()

@@ -185,8 +185,8 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
     skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.unseen, q_len))
     new, first = q_len - skip, nothing
     if sizes.recording:
-        doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
-        first = sizes.sealed(exact - doubtful)
+        unconfirmed = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
+        first = sizes.sealed(exact - unconfirmed)
         exact = exact - first * size
         last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
@@ -221,7 +221,7 @@ class Rows:
         step: the last change.
         reading: how much of a row the next forward reads.
         stores: layer -> its tensors, of the layers that have any.
-        touched: whether a layer has storage of pages, which nobody may take away then.
+        has_storage: whether a layer has storage of pages, which nobody may take away then.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Rows:
         self.seen = self.confirmed = 0
         self.step: Any = None  # a Step, once there was one
         self.stores: dict[int, Any] = {}  # each has make_room(pages)
-        self.touched = False
+        self.has_storage = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
         self._tables = Tables()

@@ -284,7 +284,7 @@ class PageMemory:
             storage.lock = self.pages_lock
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the locks of all pools, then this one's: a store that gives up pages holds its pool's already."""
         with ExitStack() as stack:
             for pool in list(self.pools.values()):
@@ -303,10 +303,10 @@ class PageMemory:
 
         Raises: CacheMismatchError where another cache has or will have pages of another spec or device there.
         """
-        with self._alone():
+        with self._locked():
             found = self.storages.get(layer_idx)
             if found is None or (found.asked, found.device) != (spec, device):
-                others = any(one is not group for one in self._touched(group.pool))
+                others = any(one is not group for one in self._users(group.pool))
                 if found is not None and (others or self.num_held):
                     raise CacheMismatchError(
                         f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it "
@@ -314,13 +314,13 @@ class PageMemory:
                         "dtype (torch.autocast gives keys or values another one) and device, or call its clear() when no cache uses it"
                     )
                 self.storages[layer_idx] = found = self.make_storage(layer_idx, spec, device)
-            group.touched = True
+            group.has_storage = True
             return found
 
-    def _touched(self, pool: PagePool) -> list[Any]:
+    def _users(self, pool: PagePool) -> list[Any]:
         """Return who has storage here, and tokens that will be sealed into it."""
         with pool.lock:
-            return [one for one in pool.owners if getattr(one, "touched", False)]
+            return [one for one in pool.owners if getattr(one, "has_storage", False)]
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
@@ -342,8 +342,8 @@ class PageMemory:
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, nor has tokens that will be sealed into one."""
-        with self._alone():
-            if not self.num_held and not any(map(self._touched, self.pools.values())):
+        with self._locked():
+            if not self.num_held and not any(map(self._users, self.pools.values())):
                 self.storages.clear()
                 for pool in self.pools.values():
                     pool.clear()

@@ -257,17 +257,17 @@ class Pages:
         """Return what the pages of one window take; `offloaded` is layer -> room for its offloaded pages."""
         specs, sizes = self.groups[window], self.sizes(window)
         capacity = use.capacity(self.reserved(window, len(row_tokens)))
-        away = {layer: count for layer, count in offloaded.items() if layer in specs}
-        inside = [spec for layer, spec in specs.items() if layer not in away]
+        off_device = {layer: count for layer, count in offloaded.items() if layer in specs}
+        on_device = [spec for layer, spec in specs.items() if layer not in off_device]
         here, whole = (
             pages_report(some, sizes, row_tokens, use.held, capacity)
-            for some in (inside, list(specs.values()))
+            for some in (on_device, list(specs.values()))
         )
         return replace(
             here,
             tail=whole.tail,
-            pages_allocated=max(capacity if inside else 0, *away.values(), 0),
-            offloaded=sum(count * specs[layer].page_bytes for layer, count in away.items()),
+            pages_allocated=max(capacity if on_device else 0, *off_device.values(), 0),
+            offloaded=sum(count * specs[layer].page_bytes for layer, count in off_device.items()),
         )
 
     def _offloaded(

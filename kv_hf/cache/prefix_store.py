@@ -34,7 +34,7 @@ class PrefixStats:
         rows, rows_hit: prompts asked for, and prompts of which at least one page was found in the store.
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
-        evictions: pages given up because the store was full.
+        evictions: pages evicted because the store was full.
     """
 
     rows: int
@@ -318,7 +318,7 @@ class PrefixStore:
             added = self.tree.add(space, tokens, pages, sinks)
             while (excess := self._held_bytes() - self.max_bytes) > 0:
                 # the last page of a beginning takes its exact tokens along
-                if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
+                if not self.tree.evict(max(1, excess // max(1, sum(self._bytes_each())))):
                     break
             nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
         return _pages_of(nodes)
@@ -333,16 +333,16 @@ class PrefixStore:
         page, sinks = self._bytes_each()
         return self.tree.num_pages * page + self.tree.num_roots * sinks
 
-    def give_up(self, pages: int) -> int:
-        """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""
+    def evict(self, pages: int) -> int:
+        """Release up to `pages` pages that nobody else holds, the least recently used first; return how many."""
         with self.tree.pool.lock:
-            return self.tree.give_up(pages)
+            return self.tree.evict(pages)
 
     @property
-    def num_spare(self) -> int:
-        """Pages that nobody but the store holds: `give_up` lets go of them."""
+    def num_evictable(self) -> int:
+        """Pages that nobody but the store holds: `evict` releases them."""
         with self.tree.pool.lock:
-            return self.tree.num_spare
+            return self.tree.num_evictable
 
     def count_prompt(self, tokens: int, found: int, hit: bool | None = None) -> None:
         """Count a prompt of `tokens` tokens, `found` of which need no forward.

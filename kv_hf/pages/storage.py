@@ -285,7 +285,7 @@ class PageMemory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the locks of all pools, then this one's: a store that gives up pages holds its pool's already."""
+        """Hold the locks of all pools, then this one's: a store that evicts pages holds its pool's already."""
         with ExitStack() as stack:
             for pool in list(self.pools.values()):
                 stack.enter_context(pool.lock)

@@ -283,13 +283,13 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     pages = pool.allocate(4)
     tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
     tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
-    assert tree.give_up(-2) == tree.give_up(0) == 0  # nothing is lacking
-    assert tree.give_up(1) == 1
+    assert tree.evict(-2) == tree.evict(0) == 0  # nothing is lacking
+    assert tree.evict(1) == 1
     assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
     rows.adopt([Row(0, (pages[2],), 0)], 2)
-    assert tree.give_up(5) == 0 and tree.num_spare == 1
+    assert tree.evict(5) == 0 and tree.num_evictable == 1
     rows.reset()
-    assert tree.give_up(5) == 2 and not tree.num_roots and not pool.num_held
+    assert tree.evict(5) == 2 and not tree.num_roots and not pool.num_held
 
 
 def test_store_of_another_model_or_format_is_refused():

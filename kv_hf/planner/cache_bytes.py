@@ -93,7 +93,7 @@ class Stock:
             if room is not None:
                 kept = room if layer.window is None else min(room, layer.window)
             payload += rows * kept * layer.elements * dtype.itemsize
-            other += _beside(layer, rows, columns, dtype, room)
+            other += _other_bytes(layer, rows, columns, dtype, room)
         return replace(EMPTY, payload=payload, other=other, tokens=sum(row_tokens))
 
     def filled(self, rows: int, columns: int, prompt: int | None = None) -> MemoryReport:
@@ -121,7 +121,7 @@ def stored_columns(layer: CachedLayer, columns: int, prompt: int | None) -> int:
     return min(columns, layer.window or 0)
 
 
-def _beside(
+def _other_bytes(
     layer: CachedLayer, rows: int, columns: int, dtype: torch.dtype, room: int | None = None
 ) -> int:
     """Return what a layer of transformers holds beside keys and values.
@@ -233,7 +233,7 @@ class Pages:
         uses = {window: self._use(window, row_tokens, prompt) for window in self.groups}
         offloaded, staging = self._offloaded(uses, row_tokens)
         reports = [self._group(window, row_tokens, use, offloaded) for window, use in uses.items()]
-        other = self.beside(rows, longest, prompt)
+        other = self.other_bytes(rows, longest, prompt)
         return total(
             [*reports, replace(EMPTY, other=other, staging=staging, tokens=sum(row_tokens))]
         )
@@ -305,7 +305,7 @@ class Pages:
         }
         return room, buffers * sum(split.staging.values()) + indexes
 
-    def beside(self, rows: int, columns: int, prompt: int | None) -> int:
+    def other_bytes(self, rows: int, columns: int, prompt: int | None) -> int:
         """Return the bytes in no page: indexer keys, states, and the layers that transformers keeps.
 
         Of these layers cache.memory() counts the tensors, not what they are views of.
@@ -318,7 +318,7 @@ class Pages:
             else:
                 kept = columns if layer.window in (None, 1) else min(columns, layer.window - 1)
                 size += rows * kept * layer.elements * self.dtype.itemsize
-                size += _beside(layer, rows, columns, self.dtype)
+                size += _other_bytes(layer, rows, columns, self.dtype)
         return size
 
     def filled(self, rows: int, columns: int, prompt: int | None = None) -> MemoryReport:
@@ -348,7 +348,7 @@ class Pages:
                 )
                 real.update(*sides, index)
             seen = end
-        return replace(real.memory(), other=self.beside(rows, columns, prompt))
+        return replace(real.memory(), other=self.other_bytes(rows, columns, prompt))
 
 
 def index_room(columns: int, prompt: int | None) -> int:

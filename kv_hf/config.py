@@ -546,15 +546,15 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 def shows_options(function: Call) -> Call:
     """Have `inspect.signature`, `help` and notebooks show each option where a function has `**options`."""
-    shown = inspect.signature(function)
-    named = [one for one in shown.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    signature = inspect.signature(function)
+    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     rest = [
         inspect.Parameter(
             one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
         )
         for one in fields(CacheConfig)
-        if one.name not in shown.parameters
+        if one.name not in signature.parameters
     ]
     replaced: Any = function
-    replaced.__signature__ = shown.replace(parameters=[*named, *rest])
+    replaced.__signature__ = signature.replace(parameters=[*named, *rest])
     return function

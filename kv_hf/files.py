@@ -27,7 +27,7 @@ except ImportError:  # Windows: nothing is locked, so that nothing is removed ei
 CONFIG_BYTES = 16 << 20  # config.json, adapter_config.json, settings; the largest have 1 MB
 INDEX_BYTES = 128 << 20  # an index of tensors; of the largest models 30 MB
 CARD_BYTES = 16 << 20  # a model card
-BESIDE_BYTES = 512 << 20  # a tokenizer, a licence: what is copied beside weights
+COPIED_BYTES = 512 << 20  # a tokenizer, a licence: what is copied beside weights
 ROWS_BYTES = 1 << 30  # rows of measurements
 TEXT_BYTES = 16 << 30  # text that is measured or trained on, which lies in memory as a whole
 UNFINISHED = ".kv_hf-unfinished"

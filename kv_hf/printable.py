@@ -20,7 +20,7 @@ def printable(text: str, *, keep: str = "", most: int = MOST) -> str:
         keep: control characters that stay as they are, such as "\\n" in a message of several lines.
     """
     if not text.isprintable():
-        text = "".join(_shown(sign) if sign not in keep else sign for sign in text[: most + 1])
+        text = "".join(_escaped(sign) if sign not in keep else sign for sign in text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -31,9 +31,9 @@ def tell(text: str, *, to_errors: bool = False, flush: bool = False) -> None:
         to_errors: print to standard error, for messages beside a result.
     """
     stream = sys.stderr if to_errors else sys.stdout
-    shown = printable(text, keep="\n", most=_MOST_PRINTED)
+    safe = printable(text, keep="\n", most=_MOST_PRINTED)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(shown.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=flush)
+    print(safe.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=flush)
 
 
 def tell_error(command: str, error: BaseException) -> None:
@@ -55,7 +55,7 @@ def short(value: object, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _shown(sign: str) -> str:
+def _escaped(sign: str) -> str:
     if unicodedata.category(sign) in _OBEYED:
         return sign.encode("unicode_escape").decode("ascii")
     return sign

@@ -142,8 +142,8 @@ def _sealing_steps(sizes: RowPages, starts: torch.Tensor, new: int) -> torch.Ten
     """
     size, last = sizes.page_size, new
     if sizes.window is not None:
-        settled = sizes.window + sizes.slots
-        last = min(new, max(0, settled - int(starts.min())) + 2 * size)
+        full = sizes.window + sizes.slots
+        last = min(new, max(0, full - int(starts.min())) + 2 * size)
     due = (sizes.kept - starts) % size
     offsets = due.unique()
     steps = offsets[:, None] + torch.arange(last // size + 1) * size

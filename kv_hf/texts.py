@@ -131,8 +131,8 @@ def text_windows(tokenizer: Any, source: str | Path, length: int, count: int) ->
     Raises: ValueError as `load_text` and `token_windows` do.
     """
     ids = tokenizer(load_text(source), add_special_tokens=False, verbose=False).input_ids
-    ahead = [i for i in tokenizer("").input_ids if i == tokenizer.bos_token_id]
-    return [[*ahead, *window] for window in token_windows(ids, length - len(ahead), count)]
+    bos = [i for i in tokenizer("").input_ids if i == tokenizer.bos_token_id]
+    return [[*bos, *window] for window in token_windows(ids, length - len(bos), count)]
 
 
 def token_windows(token_ids: list[int], length: int, count: int) -> list[list[int]]:

@@ -167,7 +167,7 @@ def write(args: Any, source: Source, model: Any, figures: list[dict[str, Any]]) 
     with becoming_folder(args.out) as folder:
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)  # the student's is copied
-        copy_files(source, source.beside(), folder)
+        copy_files(source, source.others(), folder)
         (folder / "config.json").write_text(json.dumps(source.config | record, indent=2))
         (folder / "README.md").write_text(card, "utf-8")
 

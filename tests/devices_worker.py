@@ -253,15 +253,15 @@ def crop_select_and_copy() -> None:
         for on_two in (False, True):
             model = make_model("llama")
             model = split(model) if on_two else model
-            home = FIRST if on_two else torch.device("cpu")
+            device = FIRST if on_two else torch.device("cpu")
             cache = kv_hf.PagedCache(model.config, keys="int4", sink_tokens=0, **KERNEL)
-            model(ids.to(home), past_key_values=cache)
+            model(ids.to(device), past_key_values=cache)
             cache = copy.deepcopy(cache)
-            cache.reorder_cache(torch.tensor([1, 0]).to(home))
-            cache.batch_select_indices(torch.tensor([True, False]).to(home))
+            cache.reorder_cache(torch.tensor([1, 0]).to(device))
+            cache.batch_select_indices(torch.tensor([True, False]).to(device))
             cache.batch_repeat_interleave(2)
             cache.crop(-14)
-            logits = model(tokens(2, 3, seed=1).to(home), past_key_values=cache).logits
+            logits = model(tokens(2, 3, seed=1).to(device), past_key_values=cache).logits
             results.append(getattr(logits, "held", logits))
     assert torch.equal(*results)
 

@@ -137,7 +137,7 @@ class FakeLayer:
         raise AssertionError("there are two buffers")
 
 
-def place_outside(place, monkeypatch):
+def offload_to(place, monkeypatch):
     """Return options that offload pages: "disk", or through two buffers as on a GPU, copied "eager" or "late"."""
     if place == "disk":
         monkeypatch.setattr(
@@ -146,5 +146,5 @@ def place_outside(place, monkeypatch):
         return {"offload": "disk"}
     copies = {"eager": EagerCopies, "late": LateCopies}[place]
     monkeypatch.setattr(offload, "Copies", lambda device: copies())
-    monkeypatch.setattr(offload.OffloadArena, "check_device", lambda self, device: None)
+    monkeypatch.setattr(offload.OffloadMemory, "check_device", lambda self, device: None)
     return {"offload": "cpu"}

@@ -19,8 +19,8 @@ from ..spec import PageSpec, PageWrite, SideSpec
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class OutsidePages(Protocol):
-    """Pages of one layer that live outside of the device, of which some can be chosen and read."""
+class OffloadedPages(Protocol):
+    """Offloaded pages of one layer, of which some can be chosen and read."""
 
     def index(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
         """Return what a choice reads.
@@ -61,12 +61,12 @@ class PagedKV:
         seen: columns (padding + tokens), the same for all rows; of a preallocated cache the columns that there is
             room for.
         sink_tokens: slots of the exact window that hold the first tokens of the row.
-        hold: keeps the pages where they are while kernels that read them are launched (pages that live outside of
-            the device share room on it).
+        hold: keeps the pages where they are while kernels that read them are launched (offloaded pages share
+            room on the device).
         launches: what a backend keeps between calls for this layer (compiled launches, packed arguments), under keys
             that name all it depends on.
         budget: how much of a row a step of few queries reads; None: everything.
-        outside: the pages outside of the device that a part of can be read; None: all are to be read, or lie here.
+        offloaded: the offloaded pages, of which a part can be read; None: all are to be read, or lie here.
         words: [num_kv_heads, words], int32: the words of a token's codes that `key_pages` hold, which are then those of
             page_summary.part_fields and good for a choice alone; None: all words.
 
@@ -88,7 +88,7 @@ class PagedKV:
     hold: Callable[[], AbstractContextManager[Any]] = nullcontext
     launches: dict[Any, Any] = field(default_factory=dict, compare=False)
     budget: ReadBudget | None = None
-    outside: OutsidePages | None = None
+    offloaded: OffloadedPages | None = None
     words: torch.Tensor | None = None
 
     @property
@@ -109,7 +109,7 @@ class PagedKV:
     def with_pages(self, block_table: torch.Tensor, num_pages: torch.Tensor) -> "PagedKV":
         """Return what a kernel reads of some pages of each row, for queries behind all of them and without a mask.
 
-        Of pages outside of the device these alone are fetched, when they are read.
+        Of offloaded pages these alone are fetched, when they are read.
 
         `padding` stays as it is: columns have no meaning without a mask.
 
@@ -118,8 +118,8 @@ class PagedKV:
             num_pages: [rows], int32.
         """
         keys, values, hold = self.key_pages, self.value_pages, self.hold
-        if self.outside is not None:
-            keys, values, block_table, hold = self.outside.read(block_table, num_pages)
+        if self.offloaded is not None:
+            keys, values, block_table, hold = self.offloaded.read(block_table, num_pages)
         return PagedKV(
             keys,
             values,
@@ -137,10 +137,10 @@ class PagedKV:
         )
 
     def to_choose_from(self) -> "PagedKV":
-        """Return what a choice of pages reads: this, or the index of pages that live outside; its `value_pages` are empty."""
-        if self.outside is None:
+        """Return what a choice of pages reads: this, or the index of pages that are offloaded; its `value_pages` are empty."""
+        if self.offloaded is None:
             return self
-        keys, table, words = self.outside.index()
+        keys, table, words = self.offloaded.index()
         nothing = {
             name: keys["codes"].new_empty((0, *shape), dtype=dtype)
             for name, (shape, dtype) in self.spec.values.fields.items()
@@ -151,7 +151,7 @@ class PagedKV:
             value_pages=nothing,
             block_table=table,
             hold=nullcontext,
-            outside=None,
+            offloaded=None,
             words=words,
         )
 

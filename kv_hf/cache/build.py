@@ -17,9 +17,9 @@ from ..config import CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
 from ..pages.forward import Forward
-from ..pages.offload import Demand, OffloadArena
+from ..pages.offload import Demand, OffloadMemory
 from ..pages.rows import Rows, RowSizes
-from ..pages.storage import PageArena
+from ..pages.storage import PageMemory
 from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
 from .layer import PagedLayer
@@ -108,8 +108,8 @@ def page_layers(
     options: CacheConfig,
     kept: Container[int] = (),
     layer_class: type[PagedLayer] = PagedLayer,
-) -> tuple[list[Any], Forward, PageArena]:
-    """Replace the layers that pages can hold; return all layers, their forward (full attention first) and the arena.
+) -> tuple[list[Any], Forward, PageMemory]:
+    """Replace the layers that pages can hold; return all layers, their forward (full attention first) and their memory.
 
     Args:
         layers: those of a DynamicCache of the same model.
@@ -152,18 +152,18 @@ def page_layers(
         [windows[index] for index in paged],
         any(ranks[index] is not None for index in paged),
     )
-    arena = _arena(layers, set(paged), config, options)
+    memory = _pages(layers, set(paged), config, options)
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
     kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}
     groups = {
-        window: _rows(window, options, arena, None if window else budget)
+        window: _rows(window, options, memory, None if window else budget)
         for window in sorted(set(kept_windows.values()), key=lambda w: (w is not None, w))
     }
     forward = Forward(tuple(groups.values()))
     made = list(layers)
     for index, kept_window in kept_windows.items():
         group, window = groups[kept_window], windows[index]
-        rest = (group, forward, arena, formats[index], options.kernel, window)
+        rest = (group, forward, memory, formats[index], options.kernel, window)
         if classes[index] in HYBRID:
             states = layers[index].number_of_states
             made[index] = HybridLayer(index, *rest, number_of_states=states)
@@ -173,24 +173,24 @@ def page_layers(
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
             made[index] = latent_class(index, *rest, options=options, config=config)
-    return made, forward, arena
+    return made, forward, memory
 
 
 def _rows(
-    window: int | None, options: CacheConfig, arena: PageArena, budget: ReadBudget | None
+    window: int | None, options: CacheConfig, memory: PageMemory, budget: ReadBudget | None
 ) -> Rows:
     sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
-    return Rows(sizes, arena.pool(window), options.reserve_tokens, budget, options.max_length)
+    return Rows(sizes, memory.pool(window), options.reserve_tokens, budget, options.max_length)
 
 
-def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageArena:
-    """Return an arena of the cache's own, or the one that its prefix store shares among caches."""
+def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageMemory:
+    """Return the cache's own memory of pages, or the one that its prefix store shares among caches."""
     store = options.prefix_store
     if options.offload is not None:  # which no store goes with
         folder = None if options.offload_dir is None else str(options.offload_dir)
-        return OffloadArena(options.max_pages, options.offload, options.device_bytes, folder)
+        return OffloadMemory(options.max_pages, options.offload, options.device_bytes, folder)
     if store is None:
-        return PageArena(options.max_pages)
+        return PageMemory(options.max_pages)
     if not isinstance(store, PrefixStore):
         raise CacheOptionError(
             f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"
@@ -206,7 +206,7 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
 
 
 def make_room(
-    arena: OffloadArena,
+    memory: OffloadMemory,
     layers: Sequence[Any],
     groups: Sequence[Rows],
     keys: torch.Tensor,
@@ -217,8 +217,8 @@ def make_room(
     Layers that have not seen keys yet are taken to have heads like these.
     Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
     """
-    arena.check_device(keys.device)
-    arena.check_process()
+    memory.check_device(keys.device)
+    memory.check_process()
     demands: dict[int, Demand] = {}
     batch, q_len = keys.shape[0], keys.shape[2]
     for group in groups:
@@ -234,7 +234,7 @@ def make_room(
                 spec = layer.spec or layer.formats.spec_of(keys, values)
                 device = layer.storage.device if layer.storage else keys.device
                 demands[layer.layer_idx] = Demand(spec, device, capacity, most, budget is not None)
-    arena.make_room(demands)
+    memory.make_room(demands)
 
 
 def _reads_everything(group: Rows, q_len: int) -> bool:

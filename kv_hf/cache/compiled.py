@@ -143,9 +143,9 @@ def _needed(cache: Any, view: KVView, mask: torch.Tensor) -> torch.Tensor | None
         if view.sliding_window is not None:
             first = first.clamp(min=group.seen - view.sliding_window)
         columns = torch.arange(mask.shape[-1])
-        shown = (columns >= first) & (columns < group.seen)
+        visible = (columns >= first) & (columns < group.seen)
         # the mask is held, so that no other one comes to lie at its place
-        cache.compared = (*key, bool((mask[:, 0, 0] == shown).all()), mask)
+        cache.compared = (*key, bool((mask[:, 0, 0] == visible).all()), mask)
     return None if cache.compared[3] else mask
 
 

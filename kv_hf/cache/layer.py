@@ -13,7 +13,7 @@ from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.forward import Forward
 from ..pages.rows import Rows
 from ..pages.step import Step
-from ..pages.storage import PageArena, PageStorage
+from ..pages.storage import PageMemory, PageStorage
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .store import LayerStore, Residual
@@ -48,7 +48,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: position in the model, for messages.
         group: rows and lengths, shared with the other paged layers of the same window.
         forward: the forward in progress, shared with all layers of the cache.
-        arena: where the sealed pages live.
+        page_memory: where the sealed pages live.
         formats: of this layer.
         kernel: CacheConfig.kernel.
         window: tokens that a query of this layer sees, itself included; None for all.
@@ -64,7 +64,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: int,
         group: Rows,
         forward: Forward,
-        arena: PageArena,
+        page_memory: PageMemory,
         formats: LayerFormats,
         kernel: str = "auto",
         window: int | None = None,
@@ -78,7 +78,7 @@ class PagedLayer(DynamicLayer):
         self.kernel = kernel
         self.group = group
         self.forward = forward
-        self.arena = arena
+        self.page_memory = page_memory
         self.formats = formats
         self.revision = 0  # never goes down: a handle of an earlier text must not fit again
         self.forget()
@@ -103,7 +103,7 @@ class PagedLayer(DynamicLayer):
         """Learn shapes, dtype and device from the first keys and values [rows, num_kv_heads, q_len, head_dim]; check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
-        pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
+        pages = self.page_memory.storage(self.layer_idx, spec, self.device, self.group)
         store = LayerStore(self, pages)
         self.is_initialized = True
         self._take(store)
@@ -145,7 +145,7 @@ class PagedLayer(DynamicLayer):
     def take_part(self, step: Step) -> None:
         """Say that all work on the forward in progress is done: stopped before, this layer lacks it."""
         self.seen = step.seen_after
-        self.forward.arrived += 1
+        self.forward.joined += 1
         self.forward.changing = False
 
     def get_seq_length(self) -> int:
@@ -174,10 +174,10 @@ class PagedLayer(DynamicLayer):
     )
 
     def activate_past_recording(self) -> None:
-        """Seal only tokens that a crop has left standing, with room for a page of doubtful ones.
+        """Seal only tokens that a crop has left standing, with room for a page of unconfirmed ones.
 
         transformers crops after every forward that may be rolled back (by 0 where all is accepted). As long as
-        no more than page_size tokens are doubtful, a crop then leaves the same bytes as if the removed tokens
+        no more than page_size tokens are unconfirmed, a crop then leaves the same bytes as if the removed tokens
         had never been.
         """
         self.group.record_past()
@@ -228,8 +228,8 @@ class PagedLayer(DynamicLayer):
             sinks: for each row its exact first keys and values [num_kv_heads, sink_tokens, ..]; None: it is empty.
             seen: columns that the layer then has seen.
         """
-        self.group.touched = True
-        pages = self.arena.storages[self.layer_idx]
+        self.group.has_storage = True
+        pages = self.page_memory.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore(self, pages)
         for side, window in enumerate(store.residuals):
@@ -295,8 +295,8 @@ class PagedLayer(DynamicLayer):
         if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top
-        doubtful = self.seen - self.group.confirmed if self.group.sizes.recording else 0
-        return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
+        unconfirmed = self.seen - self.group.confirmed if self.group.sizes.recording else 0
+        return dense[:, :, max(0, dense.shape[2] - self.window + 1 - unconfirmed) :]
 
     _read = _dense
 

@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
-from ..pages.offload import OffloadArena
+from ..pages.offload import OffloadMemory
 from ..pages.rows import Rows
 from ..pages.step import FixedStep, Row
 from ..spec import MemoryReport
@@ -51,10 +51,10 @@ from .report import LayerReport, measure_memory, one_line, report_layers
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 
 
-def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
-    """Return `layer_idx`, or the first layer of its kind behind it that has tokens where it is not run here.
+def filled_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
+    """Return `layer_idx`, or where it is not run here the first layer of its kind behind it that has tokens.
 
-    With `any_kind` a layer of another kind answers where none of its own has tokens: all have seen as many.
+    With `any_kind` a layer of another kind is taken where none of its own has tokens: all have seen as many.
 
     Under pipeline parallelism a process runs a run of the layers and its cache fills only those, but models ask
     the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
@@ -98,7 +98,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         model_signature: sizes of the model that it was built for.
         groups: rows and lengths, one for all layers that see the same tokens; full attention first.
         forward: the forward in progress, by which one that stopped is noticed.
-        arena: where sealed pages lie.
+        page_memory: where sealed pages lie.
         captured: whether generate() replays its decode steps as a CUDA graph.
         masks_skippable: whether kernels hide by themselves what a mask of left padding hides, in all layers.
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
@@ -127,7 +127,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         self._kept = kept_layers(decoder)
         # a model that attends to images in layers of the same cache asks each layer whether it has keys
         kind = HandleLayer if self._kept else self.layer_class
-        self.layers, self.forward, self.arena = page_layers(
+        self.layers, self.forward, self.page_memory = page_layers(
             self.layers, decoder, options, self._kept, kind
         )
         self.groups = self.forward.groups
@@ -204,11 +204,11 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 key_states, value_states, *args, **kwargs
             )
             return found
-        arena = self.arena
-        if isinstance(arena, OffloadArena) and isinstance(layer, PagedLayer):
+        memory = self.page_memory
+        if isinstance(memory, OffloadMemory) and isinstance(layer, PagedLayer):
             begins = layer.seen == layer.group.seen
             if begins:  # find out whether its pages have room
-                make_room(arena, self.paged_layers, self.groups, key_states, value_states)
+                make_room(memory, self.paged_layers, self.groups, key_states, value_states)
         found = layer.update(key_states, value_states, *args, **kwargs)
         if not self.started:
             self.started, self.tokens_on = True, key_states.device
@@ -226,7 +226,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                 "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
-        self._straight = self.started and not (self._flex or isinstance(self.arena, OffloadArena))
+        self._straight = self.started and not self._flex and self.options.offload is None
         self._prefill.begin(keys.shape[2], keys.device)
 
     def _refuse_layer(self, layer_idx: int) -> None:
@@ -240,7 +240,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the columns seen by a layer, padding included; of a layer run by another process, its neighbour's.
+        """Return the columns seen by a layer, padding included; of a layer that another process runs, those of one here.
 
         While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
         """
@@ -250,7 +250,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             return next(iter(self.fixed.values())).seen
         if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
             return seen
-        return super().get_seq_length(answering_layer(self.layers, layer_idx, any_kind=True))
+        return super().get_seq_length(filled_layer(self.layers, layer_idx, any_kind=True))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
@@ -266,8 +266,8 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         if getattr(layer, "seen", 0):
             length, offset = layer.get_mask_sizes(query_length)
         else:
-            answering = answering_layer(self.layers, layer_idx)
-            length, offset = super().get_mask_sizes(query_length, answering)
+            filled = filled_layer(self.layers, layer_idx)
+            length, offset = super().get_mask_sizes(query_length, filled)
         if self._attention_config._attn_implementation in takes_length:
             return MaskLength(length, self), offset
         return length, offset
@@ -290,7 +290,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             else:
                 layer.reset()
                 forget_tokens(layer)
-        self.arena.clear()
+        self.page_memory.clear()
         self.forward.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -480,7 +480,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         """
         own = ("options", "_config", "_attention_config")
         pages = [layer.storage for layer in self.paged_layers if layer.storage is not None]
-        shared = (*self.arena.shared_parts(), *pages, *(getattr(self, name) for name in own))
+        shared = (*self.page_memory.shared_parts(), *pages, *(getattr(self, name) for name in own))
         memo.update((id(part), part) for part in shared)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

@@ -14,7 +14,7 @@ from ..geometry import page_start
 from ..notices import warn_once
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
-from ..pages.storage import PageArena
+from ..pages.storage import PageMemory
 from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId
@@ -34,7 +34,7 @@ class PrefixStats:
         rows, rows_hit: prompts asked for, and prompts of which at least one page was found in the store.
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
-        evictions: pages given up because the store was full.
+        evictions: pages evicted because the store was full.
     """
 
     rows: int
@@ -87,7 +87,7 @@ class PrefixStore:
         if not isinstance(keep_answers, bool):
             raise CacheOptionError(f"keep_answers must be True or False, got {short(keep_answers)}")
         self.keep_answers = keep_answers
-        self.arena = PageArena()
+        self.page_memory = PageMemory()
         self._bound: dict[str, Any] = {}  # options and sizes of the model
         self._model: weakref.ref[Any] | None = None
         self._weights: dict[str, Any] = {}  # space -> weights seen in it, see ModelId
@@ -118,15 +118,15 @@ class PrefixStore:
 
     # -- whose pages these are ---------------------------------------------------------------------------
 
-    def bind(self, options: CacheConfig, signature: dict[str, Any]) -> PageArena:
-        """Return the arena for caches of these options and of a model of these sizes.
+    def bind(self, options: CacheConfig, signature: dict[str, Any]) -> PageMemory:
+        """Return the memory of pages for caches of these options and of a model of these sizes.
 
         Raises: CacheOptionError where the store holds pages of others.
         """
         asked = {**{name: getattr(options, name) for name in _FORMAT}, **signature}
         if self._tree is None:
             self._bound = asked
-            pool = self.arena.pool(None)
+            pool = self.page_memory.pool(None)
             self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
         for name, value in self._bound.items():
             if asked[name] != value:
@@ -134,7 +134,7 @@ class PrefixStore:
                     f"prefix_store holds pages of {name}={value!r}, this cache has {name}={asked[name]!r}; use "
                     "one store per model and format"
                 )
-        return self.arena
+        return self.page_memory
 
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Remember the model, and return the space of prefixes that its state has now.
@@ -235,7 +235,7 @@ class PrefixStore:
             if seen:
                 sinks = tree.sink_tokens
                 adopted = [
-                    Row(columns, one.pages, sinks, ahead=columns + one.tokens - seen)
+                    Row(columns, one.pages, sinks, unseen=columns + one.tokens - seen)
                     if one.pages
                     else Row(columns, (), 0)
                     for one, columns in zip(known, padding, strict=True)
@@ -318,14 +318,14 @@ class PrefixStore:
             added = self.tree.add(space, tokens, pages, sinks)
             while (excess := self._held_bytes() - self.max_bytes) > 0:
                 # the last page of a beginning takes its exact tokens along
-                if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
+                if not self.tree.evict(max(1, excess // max(1, sum(self._bytes_each())))):
                     break
             nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
         return _pages_of(nodes)
 
     def _bytes_each(self) -> tuple[int, int]:
         """Return the bytes of a page, and of the exact tokens in front of a beginning, over all layers."""
-        specs, sinks = self.arena.specs(), self.tree.sink_tokens
+        specs, sinks = self.page_memory.specs(), self.tree.sink_tokens
         pages = sum(spec.page_bytes for spec in specs)
         return pages, sum(spec.window_bytes(1, sinks) for spec in specs)
 
@@ -333,16 +333,16 @@ class PrefixStore:
         page, sinks = self._bytes_each()
         return self.tree.num_pages * page + self.tree.num_roots * sinks
 
-    def give_up(self, pages: int) -> int:
-        """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""
+    def evict(self, pages: int) -> int:
+        """Release up to `pages` pages that nobody else holds, the least recently used first; return how many."""
         with self.tree.pool.lock:
-            return self.tree.give_up(pages)
+            return self.tree.evict(pages)
 
     @property
-    def num_spare(self) -> int:
-        """Pages that nobody but the store holds: `give_up` lets go of them."""
+    def num_evictable(self) -> int:
+        """Pages that nobody but the store holds: `evict` releases them."""
         with self.tree.pool.lock:
-            return self.tree.num_spare
+            return self.tree.num_evictable
 
     def count_prompt(self, tokens: int, found: int, hit: bool | None = None) -> None:
         """Count a prompt of `tokens` tokens, `found` of which need no forward.
@@ -397,7 +397,7 @@ class PrefixStore:
         if self._tree is not None:
             with self._tree.pool.lock:
                 self._tree.clear()
-                self.arena.clear()
+                self.page_memory.clear()
 
     def __repr__(self) -> str:
         stats = self.stats()

@@ -114,7 +114,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryRepor
         pages_held=held,
         pages_allocated=allocated,
         tokens=max(sum(map(group.tokens, group.rows)) for group in groups),
-        staging=paged[0].arena.staging_bytes,
+        staging=paged[0].page_memory.staging_bytes,
         offloaded=offloaded,
     )
 

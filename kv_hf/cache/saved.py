@@ -187,7 +187,7 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     for side, residual in zip(layer.storage.sides, layer.residuals, strict=True):
         spec = side.spec
         for field, held in side.take(held_pages(layer.group.rows)).items():
-            held = _relaid(held, spec, ROWS) if field == "codes" else held
+            held = _in_layout(held, spec, ROWS) if field == "codes" else held
             found[_named(layer.layer_idx, spec.side, field)] = held.cpu().contiguous()
         window = residual.tokens[:, :, : rows.longest].to("cpu", copy=True).contiguous()
         for row, tokens in zip(rows.rows, window, strict=True):
@@ -196,7 +196,7 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     return found
 
 
-def _relaid(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
+def _in_layout(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
     """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in another layout."""
     other = replace(side, layout=layout)
     return codes if side.layout == layout else lay_out(pick_up(codes, side), other)
@@ -411,7 +411,7 @@ def _fill(
             )
         for name, piece in held.items():
             if name == "codes":
-                piece = _relaid(piece, replace(side, layout=ROWS), side.layout)
+                piece = _in_layout(piece, replace(side, layout=ROWS), side.layout)
             storage.put(range(count), name, piece)
         sizes = len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim
         residual.tokens = taken(side, "window", side.dtype, *sizes).to(device, copy=True)

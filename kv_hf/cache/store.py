@@ -356,7 +356,7 @@ class LayerStore:
             found.hold,
             self.launches,
             budget,
-            found.outside,
+            found.offloaded,
         )
 
     def _look_for_damage(self) -> None:

@@ -11,7 +11,7 @@ from ..formats import format_names
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.storage import PageStorage, Pair, Wider
-from ..quant.strain import Sample, usual_damage
+from ..quant.damage import Sample, usual_damage
 from ..spec import PageSpec, SideSpec
 from .layer_formats import LayerFormats
 
@@ -144,7 +144,7 @@ def say(layer_idx: int, wider: Wider, kept: str | None) -> None:
             )
         else:
             warn_once(
-                f"strained {side} {kept}",
+                f"too narrow {side} {kept}",
                 f"Layer {layer_idx} has {why}, and it keeps {asked}: {kept}. Give such layers {chosen!r} by the "
                 "option `layers`",
             )

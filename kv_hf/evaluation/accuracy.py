@@ -192,7 +192,7 @@ class Scored(NamedTuple):
 
     Attributes:
         kl: KL(exact || subject) in nats, [scored tokens], fp64.
-        same: whether the most likely successor is the same, [scored tokens].
+        same: whether the most likely next token is the same, [scored tokens].
         loss, loss_exact: negative log-likelihoods of the next token, [scored tokens - 1] each, fp64.
         bits: stored bits per number with scales, without the exact tail; None if unknown.
     """
@@ -275,7 +275,7 @@ def summary(scored: Sequence[Scored]) -> Row:
         tokens: scored tokens.
         kl_mean, kl_median, kl_p99: of KL(exact || subject) per token.
         kl_low, kl_high: 95 % interval of the mean (block bootstrap, see `block_interval`).
-        top1: part of the tokens whose most likely successor is the same.
+        top1: part of the tokens after which the same token is the most likely.
         perplexity, perplexity_exact: of the text behind the prompts.
         perplexity_delta: how much higher the subject's perplexity is, in percent of the exact one.
         perplexity_delta_low, perplexity_delta_high: its 95 % interval, from differences token by token.

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..checks import check_choice
 from ..errors import ConversionError, KVCacheError
-from ..files import BESIDE_BYTES, becoming_folder, read_bytes, scratch_folder
+from ..files import COPIED_BYTES, becoming_folder, read_bytes, scratch_folder
 from ..model_fields import CONVERSION
 from ..printable import printable, tell, tell_error
 from ..version import __version__
@@ -121,7 +121,7 @@ def convert_to_gqa(
             f"is exact, and that to {num_kv_heads}"
         )
     windows = calibration_windows(opened, structure, calibration) if method == "svd" else None
-    beside = opened.beside()
+    others = opened.others()
     report = make_report(opened, structure, method)
     try:
         check_destination(Path(destination), opened.folder)
@@ -132,7 +132,7 @@ def convert_to_gqa(
                 structure.made.update(calibrate(opened, structure, windows, scratch))
                 report = replace(report, changed=structure.changed())
             write_weights(opened, structure, folder, report.nbytes)
-            write_rest(opened, structure, folder, report, beside)
+            write_rest(opened, structure, folder, report, others)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConversionError(
@@ -205,7 +205,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_rest(
-    source: Source, structure: Structure, folder: Path, report: ConversionReport, beside: list[Path]
+    source: Source, structure: Structure, folder: Path, report: ConversionReport, others: list[Path]
 ) -> None:
     """Write everything but the weights: index, config, tokenizer, model card."""
     if SINGLE not in source.files:
@@ -219,7 +219,7 @@ def write_rest(
     config = {**structure.new_json, CONVERSION: made}
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    copy_files(source, beside, folder)
+    copy_files(source, others, folder)
     card = model_card(source.card(), made["source"], report)
     (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -229,7 +229,7 @@ def copy_files(source: Source, files: list[Path], folder: Path) -> None:
     for path in files:
         place = folder / path.relative_to(source.folder)
         place.parent.mkdir(exist_ok=True)
-        place.write_bytes(read_bytes(path, BESIDE_BYTES, "file"))
+        place.write_bytes(read_bytes(path, COPIED_BYTES, "file"))
 
 
 def record(source: Source, structure: Structure, method: str) -> dict[str, Any]:

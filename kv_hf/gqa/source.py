@@ -28,7 +28,7 @@ from ..model_fields import check_numbers
 
 SINGLE, INDEX, CARD = "model.safetensors", "model.safetensors.index.json", "README.md"
 # files beside the weights that a model needs
-BESIDE = (
+OTHER_FILES = (
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -92,9 +92,9 @@ class Source:
         """Return one tensor, [shape and dtype of the file]. Raises OSError or SafetensorError where it cannot be read."""
         return torch.as_tensor(self.files[self.places[name]].get_tensor(name))
 
-    def beside(self) -> list[Path]:
+    def others(self) -> list[Path]:
         """Return the files that go with the weights. Raises ConversionError for links out of the folder."""
-        found = sorted({path for pattern in BESIDE for path in self.folder.glob(pattern)})
+        found = sorted({path for pattern in OTHER_FILES for path in self.folder.glob(pattern)})
         for path in found:
             check_inside(path, self.folder)
         return [path for path in found if path.is_file()]
@@ -113,11 +113,11 @@ def check_inside(path: Path, folder: Path) -> None:
 
     A link is followed within the folder, and from a snapshot of the hub's cache to the blobs of the same model.
     """
-    home = Path(os.path.realpath(folder))
+    root = Path(os.path.realpath(folder))
     if path.is_symlink() and not path.exists():
         raise ConversionError(f"{path} is a link to a file that is not there")
-    of_hub = home.parent.name == "snapshots"
-    if not is_within(path, home) and not (of_hub and is_within(path, home.parent.parent / "blobs")):
+    of_hub = root.parent.name == "snapshots"
+    if not is_within(path, root) and not (of_hub and is_within(path, root.parent.parent / "blobs")):
         raise ConversionError(
             f"{path} leads out of the checkpoint, to {os.path.realpath(path)}: put the file itself there if it belongs to the model"
         )
@@ -141,7 +141,7 @@ def _folder(source: str | Path, weights: list[str]) -> Path:
         raise ConversionError(
             f"source must be a folder or a model of the hub, got {name!r}: {missing}"
         )
-    patterns = [*BESIDE, "config.json", INDEX, CARD, *weights]
+    patterns = [*OTHER_FILES, "config.json", INDEX, CARD, *weights]
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
 
 

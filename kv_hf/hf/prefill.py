@@ -135,7 +135,7 @@ def _share(
         return run(input_ids[:, skipped:])
     except BaseException:
         # where no layer has run, what is known of this prompt must not stay
-        if not cache.forward.arrived:
+        if not cache.forward.joined:
             cache.reset()
         raise
 

@@ -183,7 +183,7 @@ class StepGraph:
         for layer in self.cache.paged_layers:
             layer.revision += 1
             layer.seen = layer.group.step.seen_before
-        forward.arrived = 0
+        forward.joined = 0
         forward.changing = False
 
     def _takes(self, leaves: list[Any], structure: Any) -> bool:

@@ -31,7 +31,7 @@ import torch
 from ..errors import OffloadError
 
 LEAST_BYTES = 256 << 10  # smaller fields stay in the heap: a mapping costs 4 KiB, and a call
-AHEAD = 2  # a mapping has addresses for so many times the pages that are asked for
+RESERVE_FACTOR = 2  # a mapping has addresses for so many times the pages that are asked for
 # Of mappings that are offered as huge pages of 2 MiB: a table of a few thousand places finds addresses, and a long cache hardly
 # ever misses it then. The last one of a field is resident as a whole, so that small fields do without.
 LEAST_HUGE = 16 << 20

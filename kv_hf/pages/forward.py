@@ -27,7 +27,7 @@ class Forward:
         groups: the rows of each sliding window.
     Attributes:
         members: layers that take part in a forward, known from the second one on; 0 before.
-        arrived: layers that have taken part in the forward in progress, or the last one.
+        joined: layers that have appended their tokens in the forward in progress, or the last one.
         changing: a layer, or the cache, is in the middle of a change; outside of one, it was interrupted there.
     """
 
@@ -37,16 +37,16 @@ class Forward:
 
     def clear(self) -> None:
         """Begin anew: nothing is known of the layers."""
-        self.members = self.arrived = 0
+        self.members = self.joined = 0
         self.changing = False
 
     def resume(self, members: int) -> None:
         """Stand after a first forward in which `members` layers took part."""
-        self.members = self.arrived = members
+        self.members = self.joined = members
 
     def check(self) -> None:
         """Raise InterruptedForwardError where an earlier forward or change has not reached its end."""
-        if self.changing or (self.members and self.arrived != self.members):
+        if self.changing or (self.members and self.joined != self.members):
             raise InterruptedForwardError(STOPPED)
 
     @contextmanager
@@ -59,7 +59,7 @@ class Forward:
 
     def join(self, layer: Any, count: int, q_len: int) -> Step:
         """Return the step by which `layer` appends `q_len` columns to `count` rows; it is `changing` until the layer
-        has `arrived`.
+        has `joined`.
 
         Raises: CacheMismatchError for another number of rows; PagePoolExhaustedError, and what growing the storage raises, with
             the cache unchanged; InterruptedForwardError where an earlier forward stopped half-way.
@@ -108,5 +108,5 @@ class Forward:
             self.changing = True
             for group, plan, ids in zip(groups, plans, taken, strict=True):
                 group.commit(plan, ids)
-            self.members, self.arrived = self.arrived, 0
+            self.members, self.joined = self.joined, 0
             self.changing = False

@@ -4,7 +4,7 @@ Every step of full attention reads all pages, so what was used last says nothing
 layer's pages are either all there, as in an ordinary cache, or all offloaded; a layer that has left does not come back
 before the cache is reset. One that stays costs no copy at all, and the layers that leave lie far apart, so that the copies of
 one have the computation of several to hide behind. Pages are written to their place some at a time, and read through staging
-buffers (staging.py), which all caches of an arena share.
+buffers (staging.py), which all caches that share pages have in common.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from .moved import persistent_tensors
 from .staging import Copies, SlotPlan, Staging
 from .step import TableView
 from .storage import (
-    PageArena,
+    PageMemory,
     PageStorage,
     ReadablePages,
     Sides,
@@ -219,7 +219,7 @@ class OffloadedStorage(PageStorage):
     """Both sides of one layer's pages, on the device or in host memory.
 
     Args:
-        arena: what the layers share; it decides which of them leave.
+        memory: what the layers share; it decides which of them leave.
     Attributes:
         written: event behind the last write to host memory.
         index: what choices among offloaded pages read, from the first choice on.
@@ -229,11 +229,11 @@ class OffloadedStorage(PageStorage):
     keeps = "its pages may leave the device, whose budget was planned for it"
 
     def __init__(
-        self, layer_idx: int, spec: PageSpec, device: torch.device, arena: "OffloadArena"
+        self, layer_idx: int, spec: PageSpec, device: torch.device, memory: "OffloadMemory"
     ) -> None:
-        super().__init__(spec, device, arena.pages_lock)
+        super().__init__(spec, device, memory.pages_lock)
         self.layer_idx = layer_idx
-        self.arena = arena
+        self.memory = memory
         self.written: Any = None
         self.index: PageIndex | None = None
 
@@ -244,7 +244,7 @@ class OffloadedStorage(PageStorage):
 
     @property
     def _staging(self) -> Staging:
-        return self.arena.staging(self.device)
+        return self.memory.staging(self.device)
 
     @property
     def index_bytes(self) -> int:
@@ -258,7 +258,7 @@ class OffloadedStorage(PageStorage):
 
     def leave(self, capacity: int) -> None:
         """Move all pages to host memory with room for `capacity`; where that fails nothing has changed."""
-        host, held = self.arena.host_memory(), self.capacity
+        host, held = self.memory.host_memory(), self.capacity
         here = self.values.host is host
         if here and capacity <= held:
             return
@@ -275,10 +275,10 @@ class OffloadedStorage(PageStorage):
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` pages, which may leave the device for it."""
         with self.lock, persistent_tensors():
-            known = self.arena.demands.get(self.layer_idx)
+            known = self.memory.demands.get(self.layer_idx)
             if known is None or known.capacity < capacity:
                 self._demand(capacity, known.slots if known else capacity)
-            if self.has_left or self.arena.leaves(self.layer_idx):
+            if self.has_left or self.memory.leaves(self.layer_idx):
                 self.leave(capacity)
             else:
                 super().grow(capacity)
@@ -300,7 +300,7 @@ class OffloadedStorage(PageStorage):
             runs = runs_of(enumerate(pages[first : first + count]))
             for side, own in zip(self.sides, (keys, values), strict=True):
                 host.store(own, runs, side.fields)
-        self._staging.outdate(self, pages)
+        self._staging.invalidate(self, pages)
         if self.index is not None:
             self.index.forget(pages)
         self.written = self._staging.copies.mark()
@@ -310,8 +310,8 @@ class OffloadedStorage(PageStorage):
         with self.lock:
             if not self.is_offloaded:
                 return super().readable(view)
-            plan = self.arena.plan(view, self.device)
-        return self.through(plan)._replace(outside=ChosenPages(self, view, plan))
+            plan = self.memory.plan(view, self.device)
+        return self.through(plan)._replace(offloaded=ChosenPages(self, view, plan))
 
     def through(self, plan: SlotPlan) -> ReadablePages:
         """Return what kernels read of the pages of `plan`: the fields are there while they are held, not before."""
@@ -334,14 +334,14 @@ class OffloadedStorage(PageStorage):
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
         if self.index is None:
             self.index = PageIndex(self.spec.keys, self.device)
-        known = self.arena.demands.get(self.layer_idx)  # memory outside has room for more
+        known = self.memory.demands.get(self.layer_idx)  # host memory has room for more
         room = max(known.capacity if known else 0, max(pages, default=-1) + 1)
         self.index.cover(table, pages, room, self.keys.take)
         return self.index
 
     def _demand(self, capacity: int, slots: int) -> None:
-        """Have the arena make room for `capacity` pages, of which one batch reads `slots`."""
-        self.arena.make_room({self.layer_idx: Demand(self.spec, self.device, capacity, slots)})
+        """Have room made for `capacity` pages, of which one batch reads `slots`."""
+        self.memory.make_room({self.layer_idx: Demand(self.spec, self.device, capacity, slots)})
 
     def fetch(self, runs: Sequence[Run], targets: Sides) -> None:
         """Copy runs of offloaded pages of both sides to `targets`."""
@@ -352,7 +352,7 @@ class OffloadedStorage(PageStorage):
 
 
 class ChosenPages:
-    """The offloaded pages of one forward, of which a step may choose some; what PagedKV.outside offers.
+    """The offloaded pages of one forward, of which a step may choose some; what PagedKV.offloaded offers.
 
     Args:
         plan: lists all pages of `view`.
@@ -380,7 +380,7 @@ class ChosenPages:
         storage, most = self._storage, min(len(self._plan.ids), block_table.numel())
         table, counts = block_table.cpu(), num_pages.cpu()
         with storage.lock:
-            held = storage.arena.staging(storage.device).held(storage)
+            held = storage.memory.staging(storage.device).held(storage)
             plan = SlotPlan.of(table, counts, storage.device, most, held)
         found = storage.through(plan)
         return found.keys, found.values, found.block_table, found.hold
@@ -389,8 +389,8 @@ class ChosenPages:
 # -- all layers ------------------------------------------------------------------------------------------------------
 
 
-class OffloadArena(PageArena):
-    """An arena whose pages lie on the device up to a budget, and in host memory beyond it.
+class OffloadMemory(PageMemory):
+    """Memory whose pages lie on the device up to a budget, and in host memory beyond it.
 
     Args:
         max_pages: bound of each pool, as in CacheConfig.
@@ -430,7 +430,7 @@ class OffloadArena(PageArena):
             self._host.check_process()
 
     def check_device(self, device: torch.device) -> None:
-        """Raise CacheOptionError where pages on `device` cannot be put to this arena's place."""
+        """Raise CacheOptionError where pages on `device` cannot be put to `place`."""
         if self.place == "cpu" and device.type == "cpu":
             raise CacheOptionError(
                 "offload='cpu' has nothing to do here: the model is on the CPU, so that pages are already in host "

@@ -1,7 +1,7 @@
 """Page ids. Knows nothing of rows, layers or tensors.
 
-Nobody counts references: a page is held as long as a holder lists it. When the free ids have run out, those that no
-holder lists any more are free again. So a change of rows only has to be right in the rows, and one that stops half-way, or a
+Nobody counts references: a page is held as long as an owner lists it. When the free ids have run out, those that no
+owner lists any more are free again. So a change of rows only has to be right in the rows, and one that stops half-way, or a
 cache that is gone, leaves nothing to put in order.
 """
 
@@ -16,13 +16,13 @@ from ..row_pages import page_capacity
 class PagePool:
     """Hands out page ids from 0 up. Safe to be used from several threads.
 
-    Whoever takes ids keeps `lock` until a registered holder lists them, and changes what it lists under `lock` alone.
+    Whoever takes ids keeps `lock` until a registered owner lists them, and changes what it lists under `lock` alone.
 
     Args:
         max_pages: largest number of ids ever held at once, or None for no limit.
     Attributes:
         num_ids: ids ever handed out: storage must have room for this many pages.
-        holders: whose pages are held, as long as they live.
+        owners: whose pages are held, as long as they live.
     """
 
     def __init__(self, max_pages: int | None = None) -> None:
@@ -33,7 +33,7 @@ class PagePool:
     def _prepare(self) -> None:
         self._free: list[int] = []  # ids that nobody holds, the next one last; not all of them
         self.lock = threading.RLock()
-        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         """Numbers alone: who holds pages registers again where the pickle is read."""
@@ -43,29 +43,29 @@ class PagePool:
         vars(self).update(state)
         self._prepare()
 
-    def register(self, holder: Any) -> None:
-        """Keep what `holder` holds as long as it lives: the rows of a cache, or a store of prefixes.
+    def register(self, owner: Any) -> None:
+        """Keep what `owner` holds as long as it lives: the rows of a cache, or a store of prefixes.
 
         Its `held_pages()` returns the page ids that it holds, as lists; an id as often as it is held.
         """
         with self.lock:
-            self.holders.add(holder)
+            self.owners.add(owner)
 
     def held(self, besides: Any = None) -> set[int]:
-        """Return the pages that holders hold, but for one of them."""
+        """Return the pages that owners hold, but for one of them."""
         with self.lock:
-            some = [one for one in list(self.holders) if one is not besides]
-            return {page for holder in some for pages in holder.held_pages() for page in pages}
+            some = [one for one in list(self.owners) if one is not besides]
+            return {page for owner in some for pages in owner.held_pages() for page in pages}
 
     @property
     def is_held(self) -> bool:
         """Whether anybody holds a page."""
         with self.lock:
-            return any(pages for one in self.holders for pages in one.held_pages())
+            return any(pages for one in self.owners for pages in one.held_pages())
 
     @property
     def num_held(self) -> int:
-        """Pages with at least one holder."""
+        """Pages with at least one owner."""
         return len(self.held())
 
     def lacking(self, count: int) -> int:

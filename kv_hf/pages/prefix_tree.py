@@ -64,7 +64,7 @@ class PrefixTree:
         return len(self._roots)
 
     @property
-    def num_spare(self) -> int:
+    def num_evictable(self) -> int:
         """Pages that nobody but the tree holds; under the pool's lock."""
         others = self.pool.held(besides=self)
         return sum(node.page not in others for node in self._nodes.values())
@@ -117,7 +117,7 @@ class PrefixTree:
             parent = self._nodes.setdefault((parent, key), Prefix(parent, page))
         return self.find(space, tokens)[: len(pages) + 1]
 
-    def give_up(self, count: int) -> int:
+    def evict(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many.
 
         A root goes with the last page behind it.

@@ -48,22 +48,22 @@ class Batch:
     """The rows of a batch at one moment, as arrays: a step costs hardly more Python when the batch is larger.
 
     Attributes:
-        padding, exact, dropped, ahead: [rows], as in Row.
+        padding, exact, dropped, unseen: [rows], as in Row.
         pages: page ids of each row.
     """
 
     padding: Numbers
     exact: Numbers
     dropped: Numbers
-    ahead: Numbers
+    unseen: Numbers
     pages: tuple[PageIds, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Batch":
         """Return the batch of `rows`."""
-        numbers = [(row.padding, row.exact, row.dropped, row.ahead) for row in rows]
-        padding, exact, dropped, ahead = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
-        return cls(padding, exact, dropped, ahead, tuple(row.pages for row in rows))
+        numbers = [(row.padding, row.exact, row.dropped, row.unseen) for row in rows]
+        padding, exact, dropped, unseen = np.array(numbers, dtype=np.int64).reshape(len(rows), 4).T
+        return cls(padding, exact, dropped, unseen, tuple(row.pages for row in rows))
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -71,11 +71,11 @@ class Batch:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The rows, one object each; made when somebody asks."""
-        columns = (self.padding, self.exact, self.dropped, self.ahead)
+        columns = (self.padding, self.exact, self.dropped, self.unseen)
         numbers = zip(*(column.tolist() for column in columns), strict=True)
         return tuple(
-            Row(padding, pages, exact, dropped, ahead)
-            for pages, (padding, exact, dropped, ahead) in zip(self.pages, numbers, strict=True)
+            Row(padding, pages, exact, dropped, unseen)
+            for pages, (padding, exact, dropped, unseen) in zip(self.pages, numbers, strict=True)
         )
 
     @cached_property
@@ -89,9 +89,9 @@ class Batch:
         return int(self.exact.max())
 
     @cached_property
-    def settled(self) -> bool:
-        """Whether every row has exact tokens, and none of them beyond the columns seen: its padding is behind it."""
-        return bool(self.pages) and bool(self.exact.min() > 0) and not self.ahead.any()
+    def skips_none(self) -> bool:
+        """Whether every row appends all new columns: it is past its padding, and holds no token of a column to come."""
+        return bool(self.pages) and bool(self.exact.min() > 0) and not self.unseen.any()
 
 
 NO_ROWS = Batch.of(())
@@ -170,23 +170,23 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
     if (
         sizes.window is None
         and not sizes.recording
-        and batch.settled
+        and batch.skips_none
         and batch.longest + q_len < sizes.kept + sizes.page_size
     ):
-        nothing = batch.ahead  # all zero
+        nothing = batch.unseen  # all zero
         step.plain = True  # it adds its tokens to the window of every row, and does nothing else
         step.skip, step.new = nothing, nothing + q_len
         after = Batch(batch.padding, exact + q_len, batch.dropped, nothing, batch.pages)
         longest = batch.longest + q_len
-        vars(after).update(counts=batch.counts, longest=longest, settled=True)
+        vars(after).update(counts=batch.counts, longest=longest, skips_none=True)
         return Append(batch, after, step, nothing, nothing, nothing)
     size, nothing = sizes.page_size, np.zeros_like(exact)
     padding = np.minimum(batch.padding, seen_after)
-    skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
+    skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.unseen, q_len))
     new, first = q_len - skip, nothing
     if sizes.recording:
-        doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
-        first = sizes.sealed(exact - doubtful)
+        unconfirmed = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
+        first = sizes.sealed(exact - unconfirmed)
         exact = exact - first * size
         last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
@@ -199,8 +199,8 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         dropped = np.maximum(dropped, np.minimum(hidden, before + last))
         passed = np.maximum(0, dropped - before)
     step.exact_before, step.skip, step.new = exact, skip, new
-    ahead = np.maximum(0, batch.ahead - q_len)
-    after = Batch(padding, exact + new - last * size, dropped, ahead, batch.pages)
+    unseen = np.maximum(0, batch.unseen - q_len)
+    after = Batch(padding, exact + new - last * size, dropped, unseen, batch.pages)
     return Append(batch, after, step, first, last - passed, passed)
 
 
@@ -221,7 +221,7 @@ class Rows:
         step: the last change.
         reading: how much of a row the next forward reads.
         stores: layer -> its tensors, of the layers that have any.
-        touched: whether a layer has storage of the arena, which nobody may take away then.
+        has_storage: whether a layer has storage of pages, which nobody may take away then.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class Rows:
         self.seen = self.confirmed = 0
         self.step: Any = None  # a Step, once there was one
         self.stores: dict[int, Any] = {}  # each has make_room(pages)
-        self.touched = False
+        self.has_storage = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
         self._tables = Tables()
         self._room = -1  # pages that room was made for
-        self._shown: tuple[PageIds, ...] = ()  # in the view of the last step
+        self._viewed: tuple[PageIds, ...] = ()  # in the view of the last step
 
     # -- what they are -------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Rows:
     def view(self) -> TableView:
         """Return where the tokens of the rows lie now, as tensors on the CPU."""
         batch = self.batch
-        tables = self._tables.show(batch.pages)
+        tables = self._tables.of(batch.pages)
         return self._view(tables, batch, batch.exact, batch.padding)
 
     def _view(
@@ -331,7 +331,7 @@ class Rows:
 
     def _padded(self, count: int) -> Batch:
         """Return the rows as the next append finds them, with the padding that was learnt since the last."""
-        if self.batch.settled:
+        if self.batch.skips_none:
             return self.batch
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
         empty = self.lengths(rows) == 0
@@ -393,7 +393,7 @@ class Rows:
         """Put a plan into force, whose new pages are `ids`."""
         step, self.batch, leaving = self.step_of(plan, ids, self._tables)
         # where nobody else seals pages, their bytes change at the earliest one step later
-        self._leaving = leaving if len(self.pool.holders) > 1 else ()
+        self._leaving = leaving if len(self.pool.owners) > 1 else ()
         self.seen, self.step = step.seen_after, step
         if self._padding_seen is not None and not self.needs_padding():
             self._padding_seen = None
@@ -408,14 +408,14 @@ class Rows:
         step.capacity = max(self._room, self.capacity(step.rows)) if ids else self._room
         if step.plain:
             last = self.step
-            if last is not None and last.plain and self.batch.pages is before.pages is self._shown:
+            if last is not None and last.plain and self.batch.pages is before.pages is self._viewed:
                 step.view = last.view.advance(after.exact, before.exact)
             else:
-                shown = tables.show(before.pages)
+                table = tables.of(before.pages)
                 step.view = self._view(
-                    shown, before, after.exact, before.padding, before.exact, step.skip
+                    table, before, after.exact, before.padding, before.exact, step.skip
                 )
-                self._shown = before.pages
+                self._viewed = before.pages
             step.columns = self.max_length or step.seen_after
             return step, after, ()
         size = self.sizes.page_size
@@ -433,7 +433,7 @@ class Rows:
         reads = replace(before, pages=tuple(found)) if sealed_first else before
         exact_read = step.exact_before + step.new
         step.view = self._view(
-            tables.show(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
+            tables.of(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
         )
         step.columns = self.max_length or step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * size
@@ -445,7 +445,7 @@ class Rows:
         step.seal = seal_jobs(last, self.sizes, plan.passed)
         step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
-        step.plain, self._shown = stays and step.seal is None and step.first is None, ()
+        step.plain, self._viewed = stays and step.seal is None and step.first is None, ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)
 
     # -- past recording ------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ class Rows:
         reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
         with self.pool.lock:
             # nobody else may seal into what is still to be decoded
-            cut = tuple((page,) for _, page, _ in reopened) if len(self.pool.holders) > 1 else ()
+            cut = tuple((page,) for _, page, _ in reopened) if len(self.pool.owners) > 1 else ()
             self.batch, self._leaving = Batch.of([row for row, _ in cropped]), cut
         everyone = range(len(cropped))
         self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
@@ -580,7 +580,7 @@ class Rows:
         return {**vars(self), "step": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Register as a holder again: the pool may be another one here."""
+        """Register as an owner again: the pool may be another one here."""
         vars(self).update(state)
         self.pool.register(self)
 
@@ -588,7 +588,7 @@ class Rows:
         """Raise ValueError unless the pool knows the pages that the rows hold, and lengths add up."""
         self.pool.check_integrity()
         for index, row in enumerate(self.rows):
-            if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):
+            if self.tokens(row) != max(0, self.seen - row.padding + row.unseen):
                 raise ValueError(
                     f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
                 )

@@ -175,7 +175,7 @@ class StagingBuffer:
             pairs = enumerate(zip(plan.ids, held, strict=True))
             self.ids = [old if new == NO_PAGE else new for _, (new, old) in pairs]
 
-    def outdate(self, pages: Sequence[int]) -> None:
+    def invalidate(self, pages: Sequence[int]) -> None:
         """Note that newer ones of these pages were written."""
         self.ids = [None if page in pages else page for page in self.ids]
 
@@ -215,11 +215,11 @@ class Staging:
         """Say whether so many pages fit into a buffer."""
         return carved_bytes(spec, slots) <= self.size
 
-    def outdate(self, layer: Layer, pages: Sequence[int]) -> None:
+    def invalidate(self, layer: Layer, pages: Sequence[int]) -> None:
         """Note that `pages` of a layer were written: what lies here is stale."""
         for buffer in self._buffers:
             if buffer.owner is layer:
-                buffer.outdate(pages)
+                buffer.invalidate(pages)
 
     def held(self, layer: Layer) -> Sequence[int | None]:
         """Return the page in each slot of the buffer that holds pages of a layer; nothing where none does."""

@@ -27,7 +27,7 @@ class Row:
         pages: ids of the sealed pages that it holds, in order.
         exact: tokens in the exact window.
         dropped: sealed pages in front of `pages` that left the sliding window and were given back.
-        ahead: columns beyond those seen up to the last token that it holds (a prefix that was shared, until the first
+        unseen: columns beyond those seen up to the last token that it holds (a prefix that was shared, until the first
             forward has reached its end).
     """
 
@@ -35,7 +35,7 @@ class Row:
     pages: PageIds
     exact: int
     dropped: int = 0
-    ahead: int = 0
+    unseen: int = 0
 
 
 def block_table(pages: Sequence[PageIds]) -> torch.Tensor:
@@ -62,8 +62,8 @@ class Tables:
     def __setstate__(self, state: dict[str, Any]) -> None:
         Tables.__init__(self)
 
-    def show(self, pages: tuple[PageIds, ...]) -> dict[torch.device, torch.Tensor]:
-        """Return the table of `pages` by device: [rows, most pages of a row], int32; the CPU's is always there.
+    def of(self, pages: tuple[PageIds, ...]) -> dict[torch.device, torch.Tensor]:
+        """Return the block table of `pages` by device: [rows, most pages of a row], int32; the CPU's is always there.
 
         Entries past a row's last page are 0, or pages of a later forward.
         """
@@ -282,7 +282,7 @@ class FixedStep:
             self._jobs = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._lengths, self._sealed = lengths, False
-        self._shown: torch.Tensor | None = None
+        self._last_table: torch.Tensor | None = None
         self.view = TableView._unpacked({device: table}, device, lengths, rows, 0)
 
     @staticmethod
@@ -303,9 +303,9 @@ class FixedStep:
         table = view.block_table
         self._lengths.copy_(moved(view._lengths, device))
         self.seen.fill_(step.seen_before)
-        if table is not self._shown and table.shape[1]:
+        if table is not self._last_table and table.shape[1]:
             self.view.block_table[:, : table.shape[1]].copy_(moved(table, device))
-            self._shown = table
+            self._last_table = table
         if step.seal is not None or self._sealed:
             jobs = torch.full(self._jobs.shape, -1, dtype=torch.int32)
             if step.seal is not None:

@@ -1,6 +1,6 @@
 """The tensors of sealed pages: of one side, of one layer, and of all layers of the caches that share them.
 
-A cache makes an owner of pages of its own (PageArena). Copies of it, and all caches of one prefix store, share one: a page is
+A cache makes a memory of pages of its own (PageMemory). Copies of it, and all caches of one prefix store, share one: a page is
 then held by several of them, and free when no one is left. Knows ids, not rows.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageFields, PageSpec, PageWrite, SideSpec
-from .cpu_memory import AHEAD, HostMemory, mapped_zeros, runs_of
+from .cpu_memory import RESERVE_FACTOR, HostMemory, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
@@ -79,13 +79,13 @@ def new_fields(fields: Fields, pages: int, device: torch.device) -> PageFields:
 
 
 class ReadablePages(NamedTuple):
-    """Pages as kernels read them; see PagedKV for the fields, and for what `outside` offers."""
+    """Pages as kernels read them; see PagedKV for the fields, and for what `offloaded` offers."""
 
     keys: Mapping[str, torch.Tensor]
     values: Mapping[str, torch.Tensor]
     block_table: torch.Tensor
     hold: Callable[[], AbstractContextManager[Any]]
-    outside: Any = None
+    offloaded: Any = None
 
 
 class SideStorage:
@@ -132,7 +132,7 @@ class SideStorage:
             return old
         if whole is not None and len(whole) >= capacity and whole.data_ptr() == old.data_ptr():
             return whole[:capacity]
-        for room in (AHEAD * capacity, capacity):
+        for room in (RESERVE_FACTOR * capacity, capacity):
             whole = mapped_zeros(old, room)
             if whole is not None:
                 self._mapped[name], new = whole, whole[:capacity]
@@ -181,7 +181,7 @@ class PageStorage:
         wider: the formats that are others than those of `asked`, and why; None where there are none.
         keeps: why these pages keep their spec, where somebody has said so; None: the first may call for a wider one.
         sealed: whether a page was ever sealed here.
-        lock: held while pages are written or storage grows; storages of one owner share it.
+        lock: held while pages are written or storage grows; storages of one PageMemory share it.
     """
 
     resident = True  # pages never leave the device
@@ -202,7 +202,7 @@ class PageStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        vars(self).setdefault("lock", threading.RLock())  # its owner, read before, has given it one
+        vars(self).setdefault("lock", threading.RLock())  # PageMemory, read before, has given one
 
     def widen(self, spec: PageSpec, wider: Wider) -> None:
         """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
@@ -254,7 +254,7 @@ class PageStorage:
 # -- all layers ------------------------------------------------------------------------------------------------------
 
 
-class PageArena:
+class PageMemory:
     """Pools of page ids, one for each group, and storage, one for each layer.
 
     Args:
@@ -284,8 +284,8 @@ class PageArena:
             storage.lock = self.pages_lock
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the locks of all pools, then this one's: a store that gives up pages holds its pool's already."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the locks of all pools, then this one's: a store that evicts pages holds its pool's already."""
         with ExitStack() as stack:
             for pool in list(self.pools.values()):
                 stack.enter_context(pool.lock)
@@ -303,10 +303,10 @@ class PageArena:
 
         Raises: CacheMismatchError where another cache has or will have pages of another spec or device there.
         """
-        with self._alone():
+        with self._locked():
             found = self.storages.get(layer_idx)
             if found is None or (found.asked, found.device) != (spec, device):
-                others = any(one is not group for one in self._touched(group.pool))
+                others = any(one is not group for one in self._users(group.pool))
                 if found is not None and (others or self.num_held):
                     raise CacheMismatchError(
                         f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it "
@@ -314,13 +314,13 @@ class PageArena:
                         "dtype (torch.autocast gives keys or values another one) and device, or call its clear() when no cache uses it"
                     )
                 self.storages[layer_idx] = found = self.make_storage(layer_idx, spec, device)
-            group.touched = True
+            group.has_storage = True
             return found
 
-    def _touched(self, pool: PagePool) -> list[Any]:
+    def _users(self, pool: PagePool) -> list[Any]:
         """Return who has storage here, and tokens that will be sealed into it."""
         with pool.lock:
-            return [one for one in pool.holders if getattr(one, "touched", False)]
+            return [one for one in pool.owners if getattr(one, "has_storage", False)]
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
@@ -342,8 +342,8 @@ class PageArena:
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, nor has tokens that will be sealed into one."""
-        with self._alone():
-            if not self.num_held and not any(map(self._touched, self.pools.values())):
+        with self._locked():
+            if not self.num_held and not any(map(self._users, self.pools.values())):
                 self.storages.clear()
                 for pool in self.pools.values():
                     pool.clear()

@@ -93,7 +93,7 @@ class Stock:
             if room is not None:
                 kept = room if layer.window is None else min(room, layer.window)
             payload += rows * kept * layer.elements * dtype.itemsize
-            other += _beside(layer, rows, columns, dtype, room)
+            other += _other_bytes(layer, rows, columns, dtype, room)
         return replace(EMPTY, payload=payload, other=other, tokens=sum(row_tokens))
 
     def filled(self, rows: int, columns: int, prompt: int | None = None) -> MemoryReport:
@@ -121,7 +121,7 @@ def stored_columns(layer: CachedLayer, columns: int, prompt: int | None) -> int:
     return min(columns, layer.window or 0)
 
 
-def _beside(
+def _other_bytes(
     layer: CachedLayer, rows: int, columns: int, dtype: torch.dtype, room: int | None = None
 ) -> int:
     """Return what a layer of transformers holds beside keys and values.
@@ -231,9 +231,9 @@ class Pages:
         if self.bound is not None:
             _check_room(self.bound, longest)
         uses = {window: self._use(window, row_tokens, prompt) for window in self.groups}
-        outside, staging = self._outside(uses, row_tokens)
-        reports = [self._group(window, row_tokens, use, outside) for window, use in uses.items()]
-        other = self.beside(rows, longest, prompt)
+        offloaded, staging = self._offloaded(uses, row_tokens)
+        reports = [self._group(window, row_tokens, use, offloaded) for window, use in uses.items()]
+        other = self.other_bytes(rows, longest, prompt)
         return total(
             [*reports, replace(EMPTY, other=other, staging=staging, tokens=sum(row_tokens))]
         )
@@ -252,38 +252,38 @@ class Pages:
         window: int | None,
         row_tokens: Sequence[int],
         use: PageUse,
-        outside: Mapping[int, int],
+        offloaded: Mapping[int, int],
     ) -> MemoryReport:
-        """Return what the pages of one window take; `outside` has room for so many pages of a layer."""
+        """Return what the pages of one window take; `offloaded` is layer -> room for its offloaded pages."""
         specs, sizes = self.groups[window], self.sizes(window)
         capacity = use.capacity(self.reserved(window, len(row_tokens)))
-        away = {layer: count for layer, count in outside.items() if layer in specs}
-        inside = [spec for layer, spec in specs.items() if layer not in away]
+        off_device = {layer: count for layer, count in offloaded.items() if layer in specs}
+        on_device = [spec for layer, spec in specs.items() if layer not in off_device]
         here, whole = (
             pages_report(some, sizes, row_tokens, use.held, capacity)
-            for some in (inside, list(specs.values()))
+            for some in (on_device, list(specs.values()))
         )
         return replace(
             here,
             tail=whole.tail,
-            pages_allocated=max(capacity if inside else 0, *away.values(), 0),
-            offloaded=sum(count * specs[layer].page_bytes for layer, count in away.items()),
+            pages_allocated=max(capacity if on_device else 0, *off_device.values(), 0),
+            offloaded=sum(count * specs[layer].page_bytes for layer, count in off_device.items()),
         )
 
-    def _outside(
+    def _offloaded(
         self, uses: Mapping[int | None, PageUse], row_tokens: Sequence[int]
     ) -> tuple[dict[int, int], int]:
-        """Return layer -> room for pages outside, and the bytes of buffers and indexes on the device.
+        """Return layer -> room for offloaded pages, and the bytes of buffers and indexes on the device.
 
         Those of a text of one prefill, from which a step reads. Token by token more layers may leave, as they leave for good, and
-        room outside grows by a quarter, or 8 pages. Where layers differ in their heads, a first forward takes all for ones like
+        their room grows by a quarter, or 8 pages. Where layers differ in their heads, a first forward takes all for ones like
         the first: the buffers and the choice of layers may be others until pages are sealed in a later step.
         """
         if self.options.offload is None:
             return {}, 0
-        arena, reading = self.cache.arena, self.options.read_budget()
+        memory, reading = self.cache.page_memory, self.options.read_budget()
         device = torch.device("cpu" if self.on_cpu else "cuda")
-        arena.check_device(device)
+        memory.check_device(device)
         buffers = 1 if self.on_cpu else 2  # a copy runs beside kernels on a GPU
         rows, longest = len(row_tokens), max(row_tokens, default=0)
         demands = {}
@@ -294,7 +294,7 @@ class Pages:
                 if reading is not None and chosen:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)
-        split = split_layers(demands, arena.device_bytes, buffers)
+        split = split_layers(demands, memory.device_bytes, buffers)
         held = self.sizes(None).held(max(0, longest - 1))
         chooses = reading is not None and reading.chooses(held, longest)
         indexes = sum(demands[layer].index_bytes for layer in split.offloaded) * chooses
@@ -305,7 +305,7 @@ class Pages:
         }
         return room, buffers * sum(split.staging.values()) + indexes
 
-    def beside(self, rows: int, columns: int, prompt: int | None) -> int:
+    def other_bytes(self, rows: int, columns: int, prompt: int | None) -> int:
         """Return the bytes in no page: indexer keys, states, and the layers that transformers keeps.
 
         Of these layers cache.memory() counts the tensors, not what they are views of.
@@ -318,7 +318,7 @@ class Pages:
             else:
                 kept = columns if layer.window in (None, 1) else min(columns, layer.window - 1)
                 size += rows * kept * layer.elements * self.dtype.itemsize
-                size += _beside(layer, rows, columns, self.dtype)
+                size += _other_bytes(layer, rows, columns, self.dtype)
         return size
 
     def filled(self, rows: int, columns: int, prompt: int | None = None) -> MemoryReport:
@@ -348,7 +348,7 @@ class Pages:
                 )
                 real.update(*sides, index)
             seen = end
-        return replace(real.memory(), other=self.beside(rows, columns, prompt))
+        return replace(real.memory(), other=self.other_bytes(rows, columns, prompt))
 
 
 def index_room(columns: int, prompt: int | None) -> int:

@@ -61,12 +61,12 @@ def plan(
         context: tokens per row that the cache holds: a number or "128k" (128 * 1024). None takes 8,192, or what the
             model was made for if that is less.
         prompt: how many of them came in one prefill; None: the most that any prompt takes. What fits is for any prompt.
-            With offload: one prefill, whatever the prompt; text that comes token by token leaves a quarter more room outside.
+            With offload: one prefill, whatever the prompt; token by token, offloaded pages take a quarter more room.
         cache_config: options of all paged caches that are given by name, as a dict or a CacheConfig; there has to be one.
         device: a name of kv_hf.planner.devices, for `device_memory` and `bandwidth` that are not given.
         device_memory: bytes, "24GiB" or "24GB".
         bandwidth: of the device's memory: bytes per second or "3.35TB/s".
-        host_bandwidth: of the way to pages outside of the device, for caches that offload.
+        host_bandwidth: of the way to offloaded pages, for caches that offload.
         reserve: bytes to keep free of weights and caches (activations, the driver).
         weights: bytes of the weights, where they are not one number of `dtype` each, as in quantized checkpoints; 0 to
             plan for the caches alone.
@@ -139,7 +139,7 @@ def plan(
             "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
             f"{format_bytes(more)} more), until the next token"
         )
-    if host is None and speed and any(row.decode.outside for row in rows):
+    if host is None and speed and any(row.decode.offloaded for row in rows):
         notes.append(
             "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
             "leaves that way out"
@@ -164,7 +164,7 @@ def _context(inventory: Inventory, given: int | str | None, notes: list[str]) ->
 def _row(name: str, cache: Stock | Pages, asked: Plan, dynamic: int) -> CachePlan:
     """Return the row of a cache, which is one device's."""
     memory = cache.filled(asked.batch, asked.context, asked.prompt)
-    here, outside = slope(cache)
+    here, offloaded = slope(cache)
     decode = Decode(
         asked.batch,
         weights_read(cache.inventory, asked.batch, asked.weights),
@@ -179,7 +179,7 @@ def _row(name: str, cache: Stock | Pages, asked: Plan, dynamic: int) -> CachePla
         cache=name,
         memory=memory,
         bytes_per_token=here,
-        outside_bytes_per_token=outside,
+        offloaded_bytes_per_token=offloaded,
         ratio=dynamic / memory.total if memory.total else 1.0,
         decode=decode,
         tokens_per_second=speed,
@@ -252,7 +252,7 @@ def slope(cache: Stock | Pages) -> tuple[float, float]:
     """Return the bytes of one more token of one row in the long run, on the device and outside of it.
 
     Pages only: block tables (4 bytes per page) are not counted. A budget of an offload is taken to be used up: what
-    comes then lies outside.
+    comes then is offloaded.
     """
     grown, tokens = cache.unbounded(), FAR_PAGES * cache.page_size
     while tokens <= 2 * cache.widest:
@@ -342,7 +342,7 @@ def cache_read(
     takes, at most.
 
     Args:
-        report: of the cache, for the part of its pages that lies outside.
+        report: of the cache, for the part of its pages that is offloaded.
     """
     inventory, dtype = cache.inventory, cache.inventory.torch_dtype
     columns = cache.bound if isinstance(cache, Stock) and cache.bound is not None else context
@@ -363,5 +363,5 @@ def cache_read(
         read = columns * layer.index_bytes(dtype) + context * layer.position_bytes
         exact += layer.readers * read + layer.state_bytes(dtype)
     held = report.payload + report.scales + report.offloaded
-    outside = stored * report.offloaded / held if held else 0.0
-    return round((stored + chosen_by + exact) * batch), round(outside * batch)
+    offloaded = stored * report.offloaded / held if held else 0.0
+    return round((stored + chosen_by + exact) * batch), round(offloaded * batch)

@@ -37,13 +37,13 @@ _STATES = ("conv_states", "recurrent_states")
 _COUNTERS = ("_sliding_window_tensor", "cumulative_length")
 _KNOWN = {"keys", "values", *_STATES, *_INDEX_KEYS, _INDEX_POSITIONS, *_COUNTERS}
 # one model at a time: Python's warning filters, and torch's default dtype while a model is built, are the process's
-_alone = threading.RLock()
+_lock = threading.RLock()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Run alone, and keep what transformers says about slow paths from the user: nothing is computed here."""
-    with _alone, warnings.catch_warnings():
+    with _lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
@@ -180,10 +180,10 @@ def _layers(cache: Any, config: Any) -> tuple[tuple[CachedLayer, ...], list[str]
         for index, layer in enumerate(cache.layers)
     )
     notes = []
-    outside = layers.count(CachedLayer(cache_class="LinearAttentionLayer"))
-    if outside:
+    uncached = layers.count(CachedLayer(cache_class="LinearAttentionLayer"))
+    if uncached:
         notes.append(
-            f"{outside} layers keep their states in the model, not in its cache: not counted"
+            f"{uncached} layers keep their states in the model, not in its cache: not counted"
         )
     kept = kept_layers(config)
     notes += [f"{len(kept)} layers are not counted: {reason}" for reason in set(kept.values())]

@@ -43,13 +43,13 @@ class Decode:
         batch: rows, each of which gets a token in a step.
         weights: of the model, of routed experts the share that is expected to be asked for; None where not known.
         cache: keys, values and states, once per layer of the model that reads them.
-        outside: part of `cache` that comes from outside of the device first.
+        offloaded: part of `cache` that is fetched to the device first.
     """
 
     batch: int
     weights: int | None
     cache: int
-    outside: int = 0
+    offloaded: int = 0
 
     @property
     def step_bytes(self) -> int:
@@ -68,11 +68,11 @@ class Decode:
 
         Args:
             bandwidth: of the device's memory, bytes per second.
-            host_bandwidth: of the way from outside to the device; None leaves that way out.
+            host_bandwidth: of the way from offloaded pages to the device; None leaves that way out.
         """
         seconds = self.step_bytes / bandwidth
         if host_bandwidth is not None:
-            seconds = max(seconds, self.outside / host_bandwidth)
+            seconds = max(seconds, self.offloaded / host_bandwidth)
         return self.batch / seconds if seconds else float("inf")
 
 
@@ -84,7 +84,7 @@ class CachePlan:
         cache: its name, with options behind a colon.
         memory: what it holds at the plan's batch and context, by part; `memory.offloaded` lies outside of the device.
         bytes_per_token: of one more token of one row in the long run, on the device; windows that are full do not grow.
-        outside_bytes_per_token: the same outside of the device.
+        offloaded_bytes_per_token: the same of offloaded pages.
         ratio: bytes of a DynamicCache / `memory.total`.
         decode: bytes that a decode step reads.
         tokens_per_second: over all rows, at most; None without a bandwidth.
@@ -95,7 +95,7 @@ class CachePlan:
     cache: str
     memory: MemoryReport
     bytes_per_token: float
-    outside_bytes_per_token: float
+    offloaded_bytes_per_token: float
     ratio: float
     decode: Decode
     tokens_per_second: float | None
@@ -243,7 +243,7 @@ def columns(plan: Plan) -> list[tuple[str, list[str]]]:
     if plan.available is not None:
         found.append(("fits", ["yes" if row.fits else "no" for row in rows]))
     if any(row.memory.offloaded for row in rows):
-        found.append(("outside", [format_bytes(row.memory.offloaded) for row in rows]))
+        found.append(("offloaded", [format_bytes(row.memory.offloaded) for row in rows]))
     if plan.available is not None:
         found += [
             ("context", [_limit(plan, row, "context") for row in rows]),
@@ -258,7 +258,7 @@ def columns(plan: Plan) -> list[tuple[str, list[str]]]:
 
 def _speed(plan: Plan, row: CachePlan) -> str:
     """Return tokens per second, "-" where nobody said how fast the pages outside of the device can be read."""
-    if row.decode.outside and plan.host_bandwidth is None:
+    if row.decode.offloaded and plan.host_bandwidth is None:
         return "-"
     return _number(row.tokens_per_second or 0)
 

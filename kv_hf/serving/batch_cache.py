@@ -14,7 +14,7 @@ from ..cache.prefix_store import PrefixStats, PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row, Step
-from ..pages.storage import PageArena
+from ..pages.storage import PageMemory
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
 from .batch_store import BatchStore
 
@@ -44,7 +44,7 @@ class Request:
         row: in all layers; None where it holds nothing in them.
         prompt: tokens of its prompt.
         space: the state of the model in which it began, which its prefixes depend on; None before.
-        promised: pages that it takes in the next forward.
+        reserved: pages that it takes in the next forward.
         held, coming: tokens that it holds before the next forward, and that this one adds.
     """
 
@@ -52,7 +52,7 @@ class Request:
     row: int | None = None
     prompt: int = 0
     space: str | None = None
-    promised: int = 0
+    reserved: int = 0
     held: int = 0
     coming: int = 0
 
@@ -94,9 +94,9 @@ class BatchCache:
         self.max_batch_tokens = room.batch_tokens
         self.cache_allocators: dict[str, Any] = {}
         self.use_prefix_sharing = store is not None
-        self.arena = template.arena if store is not None else PageArena()
+        self.page_memory = template.page_memory if store is not None else PageMemory()
         self.groups = {
-            window: BatchRows(kind.sizes, self.arena.pool(window))
+            window: BatchRows(kind.sizes, self.page_memory.pool(window))
             for window, kind in kinds_of(template).items()
         }
         layers: Sequence[Any] = template.layers
@@ -115,10 +115,10 @@ class BatchCache:
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
         group, asked = self.groups[layer.window], layer.spec  # what the first tokens called for
-        if layer.storage is not None and self.arena is layer.arena:
+        if layer.storage is not None and self.page_memory is layer.page_memory:
             asked = layer.storage.asked  # it is there, and has become what they called for
         assert asked is not None
-        pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
+        pages = self.page_memory.storage(layer.layer_idx, asked, layer.device, group)
         pages.keeps = KEPT
         store = BatchStore(layer, pages, self.room.rows, group.sizes.slots)
         store.make_room(self.room.pages[layer.window])
@@ -152,30 +152,30 @@ class BatchCache:
         return max(0, full.sizes.sealed(tokens) - held)
 
     def _left(self) -> int:
-        """Return the pages of the full-attention layers that requests neither hold nor were promised.
+        """Return the pages of the full-attention layers that requests neither hold nor have reserved.
 
-        Those that the prefix store alone holds are among them: they give way. What generate() or another manager holds in a
+        Those that the prefix store alone holds are among them: they can be evicted. What generate() or another manager holds in a
         shared store comes on top of `room`.
         """
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        promised = sum(request.promised for request in self.requests)
-        return self.room.pages[None] - len(set().union(*full.batch.pages)) - promised
+        reserved = sum(request.reserved for request in self.requests)
+        return self.room.pages[None] - len(set().union(*full.batch.pages)) - reserved
 
     def _make_free(self, pages: int) -> bool:
-        """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
+        """Evict prefixes that no request holds until `pages` pages are free; say whether they are."""
         lacking, store = pages - self._left(), self.prefix_store
         if store is not None and lacking <= 0:
-            lacking += store.num_spare
-            lacking -= store.give_up(lacking)
+            lacking += store.num_evictable
+            lacking -= store.evict(lacking)
         return lacking <= 0
 
     def can_store_request_tokens(self, state: Any, request_len: int) -> bool:
-        """Say whether `request_len` more tokens of a request have room; if so they are promised it."""
+        """Say whether `request_len` more tokens of a request have room; if so it is reserved."""
         tokens = state.current_len() + request_len
         request = self.request(state.request_id)
-        request.promised, request.prompt = 0, len(state.initial_tokens)
+        request.reserved, request.prompt = 0, len(state.initial_tokens)
         needed = self._needed(request, tokens)
         if request.row is None and len(self.requests) >= self.room.rows:
             return False
@@ -185,7 +185,7 @@ class BatchCache:
             if self.prefix_store is not None:  # which knows nothing of its prompt
                 self.prefix_store.count_prompt(request.prompt, 0)
             self.admit(request)
-        request.promised = needed
+        request.reserved = needed
         return True
 
     def count_storable_requests(self, blocks: Any) -> int:
@@ -346,8 +346,8 @@ class BatchCache:
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         """Return {"pages": n} for the pages that a forward over `request_len` tokens of a request seals."""
-        promised = 0 if self.prefix_store is None else self.known[state.request_id].promised
-        return {"pages": promised} if promised else {}
+        reserved = 0 if self.prefix_store is None else self.known[state.request_id].reserved
+        return {"pages": reserved} if reserved else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: Mapping[str, int]) -> None:
         """Keep the sealed pages of a request for others that begin alike; a page that is there already is shared."""
@@ -392,7 +392,7 @@ class BatchCache:
         """
         coming, self._next = self._next, []
         for request in self.requests:
-            request.promised = 0
+            request.reserved = 0
         lengths = next(iter(self.groups.values())).lengths().tolist()
         reads_part = self.options.reads_part
         places: dict[Request, int] = {}

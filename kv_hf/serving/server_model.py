@@ -190,7 +190,7 @@ class ServedModel:
             **vars(stats),
             "skipped": stats.skipped,
             "max_bytes": self.store.max_bytes,
-            "pages_in_use": self.store.arena.num_held,
+            "pages_in_use": self.store.page_memory.num_held,
         }
 
 

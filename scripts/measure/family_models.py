@@ -118,7 +118,7 @@ def build_model(family: str, role: str = "causal", seed: int = 0) -> Any:
             parameter.copy_(WEIGHT_STD * noise)
         else:
             parameter.add_(ONE_DIMENSION_STD * noise)
-    settle_generation(model)
+    fix_generation(model)
     return model
 
 
@@ -137,7 +137,7 @@ def _noise(model: Any, seed: int) -> Any:
         yield parameter.data, torch.randn(parameter.shape, generator=generator)
 
 
-def settle_generation(model: Any) -> None:
+def fix_generation(model: Any) -> None:
     """Let generate() be greedy, never end early and use a cache, whatever the family's defaults are."""
     for part in (model.config, model.config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):

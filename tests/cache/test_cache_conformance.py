@@ -305,19 +305,19 @@ def test_rows_that_are_not_there_are_refused_and_change_nothing(rows, says):
 
 def test_a_crop_into_the_padding_keeps_what_is_left_of_it():
     paged, dynamic = make()
-    shown = torch.arange(45) >= torch.tensor([[0], [30]])
-    paged.observe_padding(shown[:, :40])
+    visible = torch.arange(45) >= torch.tensor([[0], [30]])
+    paged.observe_padding(visible[:, :40])
     for cache in (paged, dynamic):
         append(cache, states(2, 40, 0))
         cache.crop(-20)
     assert [row.padding for row in paged.group.rows] == [0, 20]
-    paged.observe_padding(shown)
+    paged.observe_padding(visible)
     for cache in (paged, dynamic):
         append(cache, states(2, 25, 1))
     assert [row.padding for row in paged.group.rows] == [0, 30]
     paged.check_integrity()
     for ours, theirs in zip(paged.layers, dynamic.layers, strict=True):
-        assert torch.equal(ours.keys, theirs.keys * shown[:, None, :, None])
+        assert torch.equal(ours.keys, theirs.keys * visible[:, None, :, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)

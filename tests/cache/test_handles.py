@@ -229,10 +229,10 @@ def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
     for start, end in ((0, 60), (60, 61), (61, 80), (80, 81)):
-        shown = (torch.arange(end) >= torch.tensor([[0], [padding]])).long()
+        visible = (torch.arange(end) >= torch.tensor([[0], [padding]])).long()
         for cache in caches:
             with torch.no_grad():
-                given = {"attention_mask": shown, "past_key_values": cache}
+                given = {"attention_mask": visible, "past_key_values": cache}
                 if padding and start and cache is caches[0]:  # it is not stored: zeros, not numbers
                     with pytest.raises(
                         kv_hf.InterruptedForwardError, match="lacks tokens that the other"

@@ -96,7 +96,7 @@ def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
         found.past_key_values.check_integrity()
     del found
     gc.collect()
-    assert store.arena.num_held == store.stats().pages
+    assert store.page_memory.num_held == store.stats().pages
 
 
 def test_append_in_chunks_skips_what_a_row_of_a_longer_shared_prefix_holds():
@@ -127,7 +127,7 @@ def test_later_calls_share_and_compute_only_what_is_new():
     first = kept[0].group.rows[0].pages[:12]
     assert all(cache.group.rows[0].pages[:12] == first for cache in kept)
     pool = kept[0].group.pool
-    assert set(first) <= pool.held(besides=kept[0].group) and len(pool.holders) == 6
+    assert set(first) <= pool.held(besides=kept[0].group) and len(pool.owners) == 6
 
 
 @pytest.mark.parametrize("name", ["one row", "ragged", "a row that is a prefix"])
@@ -218,7 +218,7 @@ def test_answer_that_is_not_known_is_not_kept(options):
         run(model, [SYSTEM[:70]], store, **options)
     assert store.stats().pages == (70 - 4) // PAGE
     gc.collect()
-    assert store.arena.num_held == store.stats().pages
+    assert store.page_memory.num_held == store.stats().pages
 
 
 class Stopping:
@@ -273,7 +273,7 @@ def test_full_store_gives_up_the_least_recently_used():
     stats = store.stats()
     assert stats.pages <= 20 and stats.evictions > 0
     assert stats.bytes <= store.max_bytes
-    store.arena.pool(None).check_integrity()
+    store.page_memory.pool(None).check_integrity()
 
 
 def test_tree_gives_up_ends_before_what_leads_to_them():
@@ -283,13 +283,13 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     pages = pool.allocate(4)
     tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
     tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
-    assert tree.give_up(-2) == tree.give_up(0) == 0  # nothing is lacking
-    assert tree.give_up(1) == 1
+    assert tree.evict(-2) == tree.evict(0) == 0  # nothing is lacking
+    assert tree.evict(1) == 1
     assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
     rows.adopt([Row(0, (pages[2],), 0)], 2)
-    assert tree.give_up(5) == 0 and tree.num_spare == 1
+    assert tree.evict(5) == 0 and tree.num_evictable == 1
     rows.reset()
-    assert tree.give_up(5) == 2 and not tree.num_roots and not pool.num_held
+    assert tree.evict(5) == 2 and not tree.num_roots and not pool.num_held
 
 
 def test_store_of_another_model_or_format_is_refused():
@@ -637,11 +637,12 @@ def test_a_reset_waits_for_a_store_that_clears_without_holding_what_that_needs()
     """clear() holds its pool's lock when it takes the owner's: reset() in the other order would wait for ever."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
     run(model, [SYSTEM], store)
-    resetting = threading.Thread(target=store.arena.clear, daemon=True)  # as a reset does last
+    # as a reset does last
+    resetting = threading.Thread(target=store.page_memory.clear, daemon=True)
     with store.tree.pool.lock:
         resetting.start()
         resetting.join(0.2)
-        assert resetting.is_alive() and store.arena.lock.acquire(timeout=10)
-        store.arena.lock.release()
+        assert resetting.is_alive() and store.page_memory.lock.acquire(timeout=10)
+        store.page_memory.lock.release()
     resetting.join(60)
     assert not resetting.is_alive()

@@ -11,7 +11,7 @@ import rounding
 import tiny_latent
 import torch
 from tiny_models import COMMON, make_model, tokens
-from token_states import place_outside
+from token_states import offload_to
 from transformers import MistralConfig
 from wrapped_kernels import wrap_kernels
 
@@ -279,8 +279,8 @@ def test_models_without_layers_to_choose_for_are_errors():
 
 @pytest.fixture(params=["disk", "eager", "late"])
 def place(request, monkeypatch):
-    """Options that put pages outside."""
-    return place_outside(request.param, monkeypatch)
+    """Options that offload pages."""
+    return offload_to(request.param, monkeypatch)
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def same_words(monkeypatch):
 
 @pytest.fixture
 def choices(monkeypatch):
-    """The pages that each choice among pages outside led to: a list for each row."""
+    """The pages that each choice among offloaded pages led to: a list for each row."""
     seen = []
 
     def recorded(choose_pages):

@@ -13,7 +13,7 @@ from at_once import at_once
 from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
 
 import kv_hf
-from kv_hf.pages.cpu_memory import AHEAD
+from kv_hf.pages.cpu_memory import RESERVE_FACTOR
 
 PAGE = 16
 FORMATS = ("exact", "fp8", "int8", "int4", "int2")
@@ -305,7 +305,7 @@ def test_loading_takes_the_memory_of_one_tensor(model, tmp_path):
     cache.save(tmp_path / "cache", model)
     with NewTensors() as made:
         loaded = kv_hf.PagedCache.load(tmp_path / "cache", model)
-    assert made.largest <= AHEAD * storage  # addresses: memory comes with what is written
+    assert made.largest <= RESERVE_FACTOR * storage  # addresses: memory comes with what is written
     assert torch.equal(loaded.layers[1].values, cache.layers[1].values)
 
 

@@ -27,7 +27,7 @@ import kv_hf
 from kv_hf.cache.layer_formats import FOUND
 from kv_hf.cache.widening import limit
 from kv_hf.formats import cache_options, key_scheme, value_scheme
-from kv_hf.quant.strain import Sample, usual_damage
+from kv_hf.quant.damage import Sample, usual_damage
 from kv_hf.spec import LANES, ROWS, predict_memory
 
 PAGE = 64
@@ -167,7 +167,7 @@ def test_widened_layers_are_counted_reported_and_said_once():
 
 
 def test_the_first_pages_decide_and_those_that_are_there_keep_their_formats():
-    """Pages never change: a strain that a model shows later is stored in the formats of the pages before it."""
+    """Pages never change: what a model damages later is stored in the formats of the pages before it."""
     ids = words(2, PROMPT + 3 * PAGE)
     held = cache_of()
     fed(plain(), held, ids[:, :PROMPT], 300)

@@ -197,11 +197,11 @@ def flash():
         assert mask is None or mask.ndim == 2
         q_len, kv_len = query.shape[2], key.shape[2]
         places = torch.arange(kv_len - q_len, kv_len)[:, None]
-        shown = torch.arange(kv_len) <= places
+        visible = torch.arange(kv_len) <= places
         if sliding_window is not None:
-            shown &= torch.arange(kv_len) > places - sliding_window
-        shown = shown[None, None] if mask is None else shown & mask[:, None, None].bool()
-        return sdpa_attention_forward(module, query, key, value, shown, scaling=scaling)
+            visible &= torch.arange(kv_len) > places - sliding_window
+        visible = visible[None, None] if mask is None else visible & mask[:, None, None].bool()
+        return sdpa_attention_forward(module, query, key, value, visible, scaling=scaling)
 
     AttentionInterface.register("flash_stand_in", attend)
     AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
@@ -254,9 +254,9 @@ def test_masks_of_columns_that_reach_attention_hide_what_comes_later_too(new, op
     keys, values = cache.update(*torch.randn(2, 2, 2, new, 16), 0)
     columns = torch.ones(2, 40 + new)
     columns[0, 7] = columns[1, 41:] = 0
-    shown = columns[:, None, None].bool() & torch.ones(new, 40 + new).bool().tril(40)
-    shown = torch.nn.functional.pad(shown, (0, keys.shape[2] - 40 - new))
-    for mask in (columns, shown):
+    visible = columns[:, None, None].bool() & torch.ones(new, 40 + new).bool().tril(40)
+    visible = torch.nn.functional.pad(visible, (0, keys.shape[2] - 40 - new))
+    for mask in (columns, visible):
         outs.append(kv_hf_attention(module, query, keys, values, mask)[0])
     assert torch.equal(*outs)
     every = torch.arange(40 + new).expand(2, new, 40 + new)  # all columns are chosen

@@ -128,7 +128,7 @@ def drafts(kind, model):
     # the model itself accepts nearly everything, a smaller one nearly nothing
     draft = model if kind == "itself" else make_model("llama", num_hidden_layers=1)
     # transformers drafts up to 20 tokens and adapts a threshold where scikit-learn is installed; more than a page of
-    # doubtful tokens would be sealed, which is said once
+    # unconfirmed tokens would be sealed, which is said once
     draft.generation_config.num_assistant_tokens = 12
     draft.generation_config.assistant_confidence_threshold = 0
     return {"assistant_model": draft}

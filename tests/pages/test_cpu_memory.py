@@ -14,10 +14,10 @@ from token_states import FULL, HYBRID, PAGE, dense, feed, same, text
 import kv_hf
 from kv_hf.pages import cpu_memory
 from kv_hf.pages.cpu_memory import (
-    AHEAD,
     LEAST_BYTES,
     LEAST_COLUMNS,
     LEAST_HUGE,
+    RESERVE_FACTOR,
     TRIM_VARIABLE,
     give_back_freed,
     runs_of,
@@ -63,16 +63,16 @@ def test_grown_stays_in_its_memory_as_long_as_there_are_addresses():
     before = dict(storage.fields)
     storage.fields = storage.grown(PAGES + 1)
     check(storage, PAGES, PAGES + 1)
-    assert AHEAD * before["codes"].nbytes >= LEAST_BYTES
+    assert RESERVE_FACTOR * before["codes"].nbytes >= LEAST_BYTES
     for name, field in storage.fields.items():
-        stays = AHEAD * before[name].nbytes >= LEAST_BYTES
+        stays = RESERVE_FACTOR * before[name].nbytes >= LEAST_BYTES
         assert (field.data_ptr() == before[name].data_ptr()) or not stays
         assert len(before[name]) == PAGES  # whoever reads these goes on
-    storage.fields = storage.grown(AHEAD * PAGES)
-    check(storage, PAGES, AHEAD * PAGES)
+    storage.fields = storage.grown(RESERVE_FACTOR * PAGES)
+    check(storage, PAGES, RESERVE_FACTOR * PAGES)
     assert storage.fields["codes"].data_ptr() == before["codes"].data_ptr()
-    storage.fields = storage.grown(AHEAD * PAGES + 1)
-    check(storage, PAGES, AHEAD * PAGES + 1)
+    storage.fields = storage.grown(RESERVE_FACTOR * PAGES + 1)
+    check(storage, PAGES, RESERVE_FACTOR * PAGES + 1)
     assert storage.fields["codes"].data_ptr() != before["codes"].data_ptr()
     assert bool((before["codes"][3].view(torch.uint8) == 3).all())
 
@@ -89,7 +89,7 @@ def test_grown_does_without_mappings_that_the_system_refuses(refused, monkeypatc
 
     storage = filled(PAGES)
     monkeypatch.setattr(cpu_memory.mmap, "mmap", mapping)
-    for room in (AHEAD * PAGES + 1, AHEAD * PAGES + 2):
+    for room in (RESERVE_FACTOR * PAGES + 1, RESERVE_FACTOR * PAGES + 2):
         storage.fields = storage.grown(room)
         check(storage, PAGES, room)
     assert asked or not hasattr(mmap, "MAP_PRIVATE")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from at_once import at_once
 from tiny_models import left_padded, make_model, make_sliding, tokens
-from token_states import FULL, FakeLayer, LateCopies, dense, feed, place_outside, same, text
+from token_states import FULL, FakeLayer, LateCopies, dense, feed, offload_to, same, text
 
 import kv_hf
 from kv_hf.pages.staging import Copies, SlotPlan, Staging
@@ -27,8 +27,8 @@ PAGE_BYTES = 2 * 2 * PAGE * 16 * 4  # both sides, kv heads, tokens, head_dim, fp
 
 @pytest.fixture(params=["disk", "eager", "late"])
 def place(request, monkeypatch):
-    """Options that put pages outside: into a file, or through two buffers as on a GPU (with host memory as both)."""
-    return place_outside(request.param, monkeypatch)
+    """Options that offload pages: into a file, or through two buffers as on a GPU (with host memory as both)."""
+    return offload_to(request.param, monkeypatch)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def forward(model, cache, ids):
         return model(ids, past_key_values=cache).logits
 
 
-def outside(cache):
+def offloaded(cache):
     return [layer.layer_idx for layer in cache.paged_layers if layer.storage.offloaded_bytes]
 
 
@@ -84,7 +84,7 @@ RAGGED = left_padded([150, 4, 77])
 LOOKED_UP = {"input_ids": tokens(1, 20).repeat(1, 6)}
 FIVE = (five_layers, range(LAYERS))
 FOUR = range(4)
-# model, layers that end outside, inputs, format, options of both caches, of the one outside, and of generate()
+# model, layers offloaded at the end, inputs, format, options of both caches, of the one that offloads, and of generate()
 CALLS = {
     "exact": (*FIVE, RAGGED, "exact", {}, {}, {}),
     "int4": (*FIVE, RAGGED, "int4", {}, {}, {}),
@@ -119,12 +119,12 @@ def alone(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_generate_is_equal(place, name):
-    _, outside_at_last, inputs, keys, config, more, options = CALLS[name]
+    _, offloaded_at_last, inputs, keys, config, more, options = CALLS[name]
     model, expected = alone(name)
     found = generate(model, inputs, keys, {**config, **more, **place}, **options)
     check_equal(found, expected)
-    left = outside(found.past_key_values)
-    assert 0 < len(left) < LAYERS if more else left == [*outside_at_last]
+    left = offloaded(found.past_key_values)
+    assert 0 < len(left) < LAYERS if more else left == [*offloaded_at_last]
 
 
 def test_copies_generate_at_once_in_threads(place):
@@ -168,7 +168,7 @@ def test_budget_holds_at_every_step_and_layers_leave_one_by_one(place):
     for seed in range(20):
         forward(model, cache, tokens(1, 16, seed=seed))
         assert page_bytes_on_device(cache) <= budget
-        numbers.append(len(outside(cache)))
+        numbers.append(len(offloaded(cache)))
         assert cache.memory().offloaded == sum(x.storage.offloaded_bytes for x in cache.layers)
     assert numbers == sorted(numbers)
     assert numbers[0] == 0
@@ -244,7 +244,7 @@ def test_reset_gives_everything_back(tmp_path):
     assert open_files(tmp_path) == []
     assert (cache.memory().total, cache.memory().offloaded) == (0, 0)
     forward(model, cache, tokens(1, 50))
-    assert outside(cache) == list(range(LAYERS))
+    assert offloaded(cache) == list(range(LAYERS))
 
 
 # -- fetching ------------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
 @needs_fork
 def test_child_cannot_read_pages_that_its_parent_may_change():
     cache = filled(offload="disk")
-    staging = cache.arena.staging(torch.device("cpu"))
+    staging = cache.page_memory.staging(torch.device("cpu"))
     for size in (0, staging.size):  # nothing is left in buffers of the child's own
         staging.resize(size)
 

@@ -10,7 +10,7 @@ import rounding
 import torch
 from faults import throw
 from tiny_models import make_sliding, shared_model
-from token_states import PAGE, place_outside
+from token_states import PAGE, offload_to
 from transformers import DynamicCache
 
 import kv_hf
@@ -32,7 +32,7 @@ class World:
         keys: "exact" is compared with DynamicCache, another format with a growing cache of pages.
         recording: tokens of each forward may be taken back, as in assisted decoding.
         faults: exceptions are thrown into half of the operations.
-        place: options that put pages outside of the device.
+        place: options that offload pages.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class World:
 
     def make(self, kind=None):
         """Make an empty cache, often one that shares pages, has them elsewhere or cannot grow."""
-        kinds = ["plain", "outside", "some outside", "fixed", *["store"] * 2 * bool(self.store)]
+        kinds = ["plain", "offloaded", "some offloaded", "fixed", *["store"] * 2 * bool(self.store)]
         some = 204_800 if self.keys == "exact" else 38_400
         options = {
-            "outside": self.place,
-            "some outside": {**self.place, "device_bytes": some},
+            "offloaded": self.place,
+            "some offloaded": {**self.place, "device_bytes": some},
             "fixed": {"max_length": 800},
             "store": {"prefix_store": self.store},
         }.get(kind or self.rng.choice(kinds), {})
@@ -111,12 +111,12 @@ class World:
             call = AttentionCall(query, view.kv, 0.2, sliding_window=view.sliding_window)
             found = paged_attention(call, kernel=view.kernel)
             columns = seen - keys.shape[2] + torch.arange(keys.shape[2])
-            shown = (columns <= at) & (columns >= start)
+            visible = (columns <= at) & (columns >= start)
             if view.sliding_window:
-                shown = shown & (columns > at - view.sliding_window)
+                visible = visible & (columns > at - view.sliding_window)
             query, keys, values = (one.double() for one in (query, keys, values))
             wanted = torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, shown, scale=0.2, enable_gqa=True
+                query, keys, values, visible, scale=0.2, enable_gqa=True
             )
             real = (at >= start).expand(*found.shape[:3], 1).expand_as(found)
             rounding.assert_close(found[real].double(), wanted[real])
@@ -238,15 +238,15 @@ class World:
 
     def end(self):
         """Let all caches go: nobody holds a page then but the store, and it gives all back."""
-        arenas = [twin.paged.arena for twin in self.twins]
+        memories = [twin.paged.page_memory for twin in self.twins]
         self.twins.clear()
         gc.collect()
-        for arena in arenas:
-            of_store = self.store is not None and arena is self.store.arena
-            assert arena.num_held == (self.store.stats().pages if of_store else 0)
+        for memory in memories:
+            of_store = self.store is not None and memory is self.store.page_memory
+            assert memory.num_held == (self.store.stats().pages if of_store else 0)
         if self.store is not None:
             self.store.clear()
-            assert self.store.arena.num_held == 0
+            assert self.store.page_memory.num_held == 0
 
 
 class Twin:
@@ -368,7 +368,7 @@ RUNS = [(0, 40), pytest.param(1, 2000, marks=SLOW)]
 @pytest.mark.parametrize(("seed", "operations"), RUNS)
 def test_random_operations_equal_plain_caches(kind, seed, operations, place, tmp_path, monkeypatch):
     world = World(
-        seed, tmp_path / "cache.safetensors", place_outside(place, monkeypatch), **KINDS[kind]
+        seed, tmp_path / "cache.safetensors", offload_to(place, monkeypatch), **KINDS[kind]
     )
     for number in range(operations):
         world.step()
@@ -379,9 +379,9 @@ def test_random_operations_equal_plain_caches(kind, seed, operations, place, tmp
 
 
 # kinds of caches -> worlds in which an operation on one of them is stopped at places one after the other
-FAST = ("plain, exact", "store, exact", "outside, int4", "some outside, int4", "fixed, int4", "plain, sliding", "fixed, sliding")  # fmt: skip
+FAST = ("plain, exact", "store, exact", "offloaded, int4", "some offloaded, int4", "fixed, int4", "plain, sliding", "fixed, sliding")  # fmt: skip
 STOPPED = {
-    **{f"{kind}, {keys}": (kind, {"keys": keys}) for kind in ("plain", "outside", "some outside", "fixed", "store") for keys in ("exact", "int4")},
+    **{f"{kind}, {keys}": (kind, {"keys": keys}) for kind in ("plain", "offloaded", "some offloaded", "fixed", "store") for keys in ("exact", "int4")},
     "plain, sliding": ("plain", {"sliding": True}),
     "fixed, sliding": ("fixed", {"sliding": True}),
 }  # fmt: skip
@@ -397,7 +397,7 @@ def test_operations_stopped_at_places_leave_the_cache_or_say_reset(
 ):
     """A cache that was stopped is as before, as afterwards, or asks for a reset; those that share its pages notice nothing."""
     made, options = STOPPED[kind]
-    world = World(0, tmp_path / "cache.safetensors", place_outside("disk", monkeypatch), **options)
+    world = World(0, tmp_path / "cache.safetensors", offload_to("disk", monkeypatch), **options)
     base = Twin(world, world.make(made))
     for _ in range(2):
         world.change(base, "append")

@@ -52,7 +52,7 @@ def test_tables_show_the_pages_of_every_row():
 def test_a_page_that_a_crop_decodes_is_held_until_the_next_forward():
     """Somebody beside it would seal over the page before the layers have decoded its first tokens."""
     group = rows_of(Geometry(16, 4, 0))
-    beside = Holder(group.pool)
+    beside = Owner(group.pool)
     append(group, 60)
     page = group.rows[0].pages[1]
     group.crop(25)
@@ -63,7 +63,7 @@ def test_a_page_that_a_crop_decodes_is_held_until_the_next_forward():
 
 def test_tables_of_an_earlier_step_keep_their_pages():
     """Kernels of an earlier step may still run when the next ones are made: they read their rows' pages."""
-    tables, shown = Tables(), []
+    tables, made = Tables(), []
     for pages in (
         ((0, 1), (2,)),
         ((0, 1), (2, 3)),  # appended in place: behind what the earlier step reads
@@ -73,8 +73,8 @@ def test_tables_of_an_earlier_step_keep_their_pages():
         ((2,), (0, 1, 4)),
         ((2, 6), (0, 1, 4)),
     ):
-        shown.append((pages, tables.show(pages)[CPU]))
-        for held, table in shown:
+        made.append((pages, tables.of(pages)[CPU]))
+        for held, table in made:
             for row, place in zip(held, table.tolist(), strict=True):
                 assert place[: len(row)] == list(row)
 
@@ -156,8 +156,8 @@ def test_long_texts_take_few_operations(window, monkeypatch):
 # -- page ids -----------------------------------------------------------------------------------------------
 
 
-class Holder:
-    """Whoever holds pages."""
+class Owner:
+    """Owns pages."""
 
     def __init__(self, pool, *pages):
         self.pages = pages
@@ -167,10 +167,10 @@ class Holder:
         return self.pages
 
 
-def test_ids_are_handed_out_again_when_no_holder_lists_them():
+def test_ids_are_handed_out_again_when_no_owner_lists_them():
     pool = PagePool()
-    one, two = Holder(pool, pool.allocate(2)), Holder(pool, pool.allocate(3))
-    three = Holder(pool, [4, 0], [0])  # some of them twice
+    one, two = Owner(pool, pool.allocate(2)), Owner(pool, pool.allocate(3))
+    three = Owner(pool, [4, 0], [0])  # some of them twice
     assert (pool.num_ids, pool.num_held, pool.held(besides=two)) == (5, 5, {0, 1, 4})
     del one, two
     assert (pool.num_ids, pool.num_held) == (5, 2)
@@ -182,18 +182,18 @@ def test_ids_are_handed_out_again_when_no_holder_lists_them():
 
 def test_ids_beyond_256_are_made_as_many_as_storage_makes_room_for():
     pool = PagePool()
-    held = Holder(pool, pool.allocate(256))
+    held = Owner(pool, pool.allocate(256))
     assert pool.num_ids == 256
     held.pages += (pool.allocate(1),)
     assert (pool.num_ids, held.pages[-1]) == (258, [256])
     bounded = PagePool(max_pages=257)
-    held = Holder(bounded, bounded.allocate(257))
+    held = Owner(bounded, bounded.allocate(257))
     assert bounded.num_ids == 257
 
 
 def test_allocate_past_max_pages_raises_and_changes_nothing():
     pool = PagePool(max_pages=4)
-    held = Holder(pool, pool.allocate(3))
+    held = Owner(pool, pool.allocate(3))
     held.pages = ([0, 2],)
     with pytest.raises(PagePoolExhaustedError, match=r"max_pages=4 is reached: 2 pages .* 3 more"):
         pool.allocate(3)
@@ -209,7 +209,7 @@ def test_allocate_past_max_pages_raises_and_changes_nothing():
 )
 def test_check_integrity_finds_pages_that_could_be_handed_out_twice(free, pages):
     pool = PagePool()
-    held = Holder(pool, pool.allocate(3))
+    held = Owner(pool, pool.allocate(3))
     pool.check_integrity()
     pool._free[:], held.pages = free, (pages,)
     with pytest.raises(ValueError, match="handed out|are held"):

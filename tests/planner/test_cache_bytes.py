@@ -164,15 +164,15 @@ def test_the_meta_model_says_what_a_real_forward_caches(kind, name):
 # cache, options, (real lengths of the rows' prompts, new tokens): each with every family
 PADDED, ALIKE = ((40, 3, 21), 24), ((150, 150), 2)
 INT4 = {"keys": "int4", "values": "int8", "page_size": 16}
-OUTSIDE = {"keys": "int8", "page_size": 16, "offload": "disk"}
-PART = {**OUTSIDE, "read_tokens": 52, "read_from": 96, "widen": "never"}
+OFFLOADED = {"keys": "int8", "page_size": 16, "offload": "disk"}
+PART = {**OFFLOADED, "read_tokens": 52, "read_from": 96, "widen": "never"}
 TABLE = [
     ("dynamic", {}, PADDED),
     ("static", {}, PADDED),
     ("paged", INT4, PADDED),
     ("paged", {**INT4, "sink_tokens": 0, "recent_tokens": 20}, PADDED),
     ("paged", {**INT4, "page_size": 32, "reserve_tokens": 60}, PADDED),
-    ("paged", OUTSIDE, ALIKE),
+    ("paged", OFFLOADED, ALIKE),
 ]
 LATENTS = {"keys": "latent", "values": "k_rope"}  # what latent attention calls them
 
@@ -225,22 +225,22 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
 
 
 @pytest.mark.parametrize(
-    ("options", "outside"),
+    ("options", "offloaded"),
     [
-        ({**OUTSIDE, "device_bytes": 60_000}, 2),
-        ({**OUTSIDE, "device_bytes": 140_000}, 0),
+        ({**OFFLOADED, "device_bytes": 60_000}, 2),
+        ({**OFFLOADED, "device_bytes": 140_000}, 0),
         (PART, 4),
         ({**PART, "keys": "int4", "device_bytes": 40_000}, 2),
         ({**PART, "read_tokens": None, "read_share": 0.3, "read_from": 20}, 4),
     ],
 )
-def test_pages_outside_of_the_device(options, outside):
+def test_offloaded_pages(options, offloaded):
     config = config_of("layers", "gemma3")
     model, inventory = model_of(config), load_inventory(config, dtype="float32")
     cache = check(model, inventory, "paged", options, ALIKE)
     away = [layer for layer in cache.paged_layers if layer.storage.offloaded_bytes]
-    assert len(away) == outside
-    # token by token there is up to a quarter more room outside
+    assert len(away) == offloaded
+    # token by token there is up to a quarter more room for them
     cache = generated(model, kv_hf.PagedCache(model.config, **options), (90, 9, 33), 40)
     given = {"row_tokens": [129, 48, 72], "prompt": 90, "on_cpu": True}
     found, real = predict(inventory, "paged", cache.options, **given), cache.memory()

@@ -242,7 +242,7 @@ def test_bounds_of_the_cache_bound_what_fits():
     budget = "paged_int4:offload=cpu,device_bytes=2GiB"
     inventory = model(*[attention(32)] * 8, parameters=10**9)
     found = row_of(inventory, budget, context=8192, device_memory="24GiB")
-    assert found.fits and found.outside_bytes_per_token > 0
+    assert found.fits and found.offloaded_bytes_per_token > 0
     cache = Choice.read(budget, {}).of(inventory)
     assert cache.report([found.fit.context]).total <= 24 * GIB
     with pytest.raises(DeviceBudgetError):
@@ -304,13 +304,13 @@ def test_offloaded_pages_come_over_the_host_link():
     inventory = seventy(parameters=10**9)
     given = {"caches": ["paged_int4", "paged_int4:offload=cpu"], "context": 100_000}
     found = kv_hf.plan(inventory, **given, bandwidth="3TB/s")
-    plain, outside = found.rows
-    assert plain.decode.outside == 0 and outside.decode.cache == plain.decode.cache
-    assert outside.decode.outside > 0.99 * outside.decode.cache
-    assert outside.tokens_per_second == plain.tokens_per_second
+    plain, offloaded = found.rows
+    assert plain.decode.offloaded == 0 and offloaded.decode.cache == plain.decode.cache
+    assert offloaded.decode.offloaded > 0.99 * offloaded.decode.cache
+    assert offloaded.tokens_per_second == plain.tokens_per_second
     assert any("host_bandwidth" in note for note in found.notes)
     slow = kv_hf.plan(inventory, **given, bandwidth="3TB/s", host_bandwidth="64GB/s").rows[1]
-    assert slow.tokens_per_second == pytest.approx(64e9 / slow.decode.outside)
+    assert slow.tokens_per_second == pytest.approx(64e9 / slow.decode.offloaded)
 
 
 def test_a_step_reads_the_experts_that_its_tokens_take():
@@ -382,8 +382,8 @@ def test_memory_prints_what_the_plan_says(capsys):
         assert cells["batch"] == f"{row.fit.batch:,}"
         assert cells["resident"] == f"{row.fit.resident_tokens:,}"
         assert cells["context"] == f"{row.fit.context:,}" + "*" * (row.fit.context > 131_072)
-        # nobody said how fast pages outside of the device can be read
-        speed = "-" if row.decode.outside else f"{row.tokens_per_second:,.1f}"
+        # nobody said how fast offloaded pages can be read
+        speed = "-" if row.decode.offloaded else f"{row.tokens_per_second:,.1f}"
         assert cells["tokens/s"] == speed or row.tokens_per_second >= 1000
     assert table["dynamic"]["cache bytes"] == "16.00 GiB"
     assert "layers: 32 x 8 kv heads of 128" in text and "8.03 B parameters" in text

@@ -29,8 +29,8 @@ APART = [
     {"evaluation", "planner"},
     {"gqa", "planner"},
 ]
-# outside package -> the only folders and files of kv_hf that import it
-HOMES = {
+# package -> the only folders and files of kv_hf that import it
+IMPORTED_BY = {
     "triton": ("backends/triton/",),
     "transformers": (
         *("cache/", "hf/", "chat.py", "evaluation/", "gqa/", "planner/", "doctor/", "serving/"),
@@ -81,12 +81,12 @@ def test_imports_point_down():
     assert not wrong
 
 
-def test_outside_packages_are_imported_where_they_belong():
+def test_other_packages_are_imported_where_they_belong():
     asked = [(name, one.partition(".")[0]) for name in FILES for one in imports(name)]
     assert not [
-        (name, outside)
-        for name, outside in asked
-        if outside in HOMES and not name.startswith(HOMES[outside])
+        (name, package)
+        for name, package in asked
+        if package in IMPORTED_BY and not name.startswith(IMPORTED_BY[package])
     ]
 
 

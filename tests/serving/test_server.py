@@ -311,8 +311,8 @@ def check_balance(server):
     server.chat("the last one", max_tokens=1)  # one thread generates: all others are over
     gc.collect()
     store = store_of(server)
-    store.arena.pool(None).check_integrity()
-    assert store.arena.num_held == store.stats().pages
+    store.page_memory.pool(None).check_integrity()
+    assert store.page_memory.num_held == store.stats().pages
 
 
 @contextlib.contextmanager

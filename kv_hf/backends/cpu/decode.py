@@ -35,16 +35,16 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
     """
     kv, mask = call.kv, call.mask
-    shown = None
+    mask_layout = None
     if mask is not None:
         mask = _readable_mask(mask)
-        shown = mask.shape, mask.stride(), mask.dtype
+        mask_layout = mask.shape, mask.stride(), mask.dtype
     query = _readable_query(call.query)
     out = empty_output(query, kv)
     block = take_block(kv.launches, _ATTEND, DECODE.count)
     pages = _marked(kv)
     function = "kv_hf_decode_latent" if kv.spec.is_latent else "kv_hf_decode"
-    _pack(block, function, call, query, pages, out, mask, (call.sliding_window, shown))
+    _pack(block, function, call, query, pages, out, mask, (call.sliding_window, mask_layout))
     _run(block, call, query, pages, out, mask)
     kv.launches[_ATTEND] = block
     return out

@@ -36,7 +36,7 @@ typedef uint32_t __attribute__((may_alias)) Bits;
 typedef struct {
     const uint32_t *words; /* the word of r = 0 and lane 0 */
     int64_t num_words, stride; /* stride: lanes of the whole page */
-    int64_t ahead;             /* how many words further on the next page lies, which is fetched meanwhile */
+    int64_t next_page;         /* how many words further on the next page lies, which is fetched meanwhile */
     int64_t run;               /* coefficients of one place */
     const Bits *from[4];       /* each row's coefficients: floats, or pairs of integers */
     float step[4], *to[4];
@@ -139,7 +139,7 @@ static void unmark_beyond(const float *mass, int64_t pages, float read, float en
 }
 
 #define CHOICE_PAGES 32 /* least pages of a task that estimates what attention finds in them */
-#define FETCH_AHEAD 8    /* pages from the one in work to the one that is fetched */
+#define PREFETCH_PAGES 8 /* pages from the one in work to the one that is fetched */
 
 /* A choice of pages: what is found of each row lies in row_floats floats of call.partials.
  * largest scores and sums of weights [heads, queries, pages + 16], the window behind the pages; masses, ranks and marks [pages]. */

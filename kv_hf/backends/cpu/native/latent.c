@@ -28,23 +28,23 @@ typedef struct {
 typedef struct {
     const char *at[MAX_RANGES], *end[MAX_RANGES];
     int64_t ranges, lines; /* lines: of each step */
-} Ahead;
+} Prefetch;
 
-static inline void fetch_ahead(Ahead *ahead) {
-    for (int64_t lines = ahead->lines; lines && ahead->ranges;) {
-        int64_t r = ahead->ranges - 1;
-        for (; lines && ahead->at[r] < ahead->end[r]; lines--, ahead->at[r] += 64) __builtin_prefetch(ahead->at[r], 0, 2);
-        if (ahead->at[r] >= ahead->end[r]) ahead->ranges--;
+static inline void prefetch_some(Prefetch *prefetch) {
+    for (int64_t lines = prefetch->lines; lines && prefetch->ranges;) {
+        int64_t r = prefetch->ranges - 1;
+        for (; lines && prefetch->at[r] < prefetch->end[r]; lines--, prefetch->at[r] += 64) __builtin_prefetch(prefetch->at[r], 0, 2);
+        if (prefetch->at[r] >= prefetch->end[r]) prefetch->ranges--;
     }
 }
 
 /* The codes of tokens [from, to) of page number `at`, if a page's codes lay in the order of its tokens. */
-static void add_range(Ahead *ahead, const Side *side, int64_t page, int64_t at, int64_t from, int64_t to) {
+static void add_range(Prefetch *prefetch, const Side *side, int64_t page, int64_t at, int64_t from, int64_t to) {
     int64_t bytes = side->codes_stride * 4;
-    if (ahead->ranges == MAX_RANGES || !side->dim) return;
-    ahead->at[ahead->ranges] = (const char *)side->codes + at * bytes + bytes * from / page;
-    ahead->end[ahead->ranges++] = (const char *)side->codes + at * bytes + bytes * to / page;
-    ahead->lines += bytes * (to - from) / page / 64 + 2;
+    if (prefetch->ranges == MAX_RANGES || !side->dim) return;
+    prefetch->at[prefetch->ranges] = (const char *)side->codes + at * bytes + bytes * from / page;
+    prefetch->end[prefetch->ranges++] = (const char *)side->codes + at * bytes + bytes * to / page;
+    prefetch->lines += bytes * (to - from) / page / 64 + 2;
 }
 
 static Splits latent_splits(const Latents *call, int64_t row) {

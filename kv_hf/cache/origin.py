@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from .identity import Adapters, ModelId
+from .model_shape import decoder_config, signature
 
 
 def check_token_ids(token_ids: Any, rows: int, seen: int) -> None:
@@ -27,9 +28,12 @@ def check_token_ids(token_ids: Any, rows: int, seen: int) -> None:
 
 
 class Origin:
-    """The origin of a cache's tokens.
+    """The model that a cache was built for, and the origin of its tokens.
 
+    Args:
+        sizes: of the model, as of identity.signature.
     Attributes:
+        sizes: as given.
         token_ids: of the text whose first columns this cache holds, [rows, columns] int64, padding included; None where
             nothing is known.
         known_columns: how many columns that the cache holds have a known id. Later columns of `token_ids`, the last generated
@@ -41,12 +45,24 @@ class Origin:
         weights: of the model that generate() filled it with, see ModelId; None where not known.
     """
 
-    token_ids: torch.Tensor | None = None
-    known_columns: int = 0
-    computed_by: tuple[Adapters, ...] = ()
-    prefix_spaces: tuple[str | None, ...] = ()
-    from_file: bool = False
-    weights: dict[str, str] | None = None
+    def __init__(self, sizes: dict[str, Any]) -> None:
+        self.sizes = sizes
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget by what the cache was filled: it is empty."""
+        self.token_ids: torch.Tensor | None = None
+        self.known_columns = 0
+        self.computed_by: tuple[Adapters, ...] = ()
+        self.prefix_spaces: tuple[str | None, ...] = ()
+        self.from_file = False
+        self.weights: dict[str, str] | None = None
+
+    def check_model(self, config: Any) -> None:
+        """Raise CacheMismatchError where the cache was built for a model of other sizes."""
+        found = ModelId(self.sizes).difference(ModelId(signature(decoder_config(config))))
+        if found is not None:
+            raise CacheMismatchError(f"this cache was built for {found}; use one cache per model")
 
     def check_filled_by(self, own: ModelId) -> None:
         """Raise CacheMismatchError where another model has filled this cache.
@@ -74,13 +90,6 @@ class Origin:
         if space not in self.prefix_spaces:
             self.prefix_spaces = (*self.prefix_spaces, space)
 
-    def forget_origin(self) -> None:
-        """Forget by what this cache was filled: it is empty."""
-        self.token_ids = self.weights = None
-        self.computed_by = self.prefix_spaces = ()
-        self.from_file = False
-        self.known_columns = 0
-
     # -- the text ------------------------------------------------------------------------------------------
 
     def note_text(self, token_ids: torch.Tensor, columns_in_front: int, columns_held: int) -> None:
@@ -97,13 +106,13 @@ class Origin:
             self.token_ids = torch.cat([kept, token_ids.long()], dim=1)
         self.known_columns = min(self.token_ids.shape[1], columns_held)
 
-    def forget_tokens(self, columns: int) -> None:
+    def crop(self, columns: int) -> None:
         """Forget the text after the first `columns`: a crop removed it."""
         self.known_columns = min(self.known_columns, columns)
         if self.token_ids is not None:
             self.token_ids = self.token_ids[:, :columns]
 
-    def select_tokens(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Let the text of row i be that of the former row rows[i]."""
         if self.token_ids is not None:
             self.token_ids = self.token_ids[list(rows)]

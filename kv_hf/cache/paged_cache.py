@@ -24,11 +24,10 @@ from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadMemory
 from ..pages.rows import Rows
-from ..pages.step import FixedStep, Row
+from ..pages.step import FixedStep
 from ..spec import MemoryReport
 from . import compiled
 from .build import MadeOfOptions, make_room, page_layers
-from .identity import ModelId
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import planned_specs
 from .layer_kinds import HybridLayer, LatentLayer
@@ -47,8 +46,6 @@ from .model_shape import (
 from .origin import Origin, check_token_ids
 from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, one_line, report_layers
-
-Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 
 
 def filled_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
@@ -76,7 +73,7 @@ def _filled(layer: Any) -> bool:
     return bool(getattr(layer, "is_initialized", False)) and not is_dummy(layer)
 
 
-class PagedCache(MadeOfOptions, Origin, DynamicCache):
+class PagedCache(MadeOfOptions, DynamicCache):
     """Keys and values in fixed-size pages, stored exactly or quantized.
 
         cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
@@ -95,7 +92,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         **options: the other fields of `kv_hf.CacheConfig`.
     Attributes:
         options: of the cache.
-        model_signature: sizes of the model that it was built for.
+        origin: the model that it was built for, and what is known of its tokens.
         groups: rows and lengths, one for all layers that see the same tokens; full attention first.
         forward: the forward in progress, by which one that stopped is noticed.
         page_memory: where sealed pages lie.
@@ -104,7 +101,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """
 
-    layer_class = PagedLayer
+    _layer_class = PagedLayer
     captured = False
     _last_updated = sys.maxsize  # layer of the last update
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
@@ -122,11 +119,11 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         self.options = options
         self._config = decoder
         self._attention_config = attention_config(config)
-        self.model_signature = signature(decoder)
+        self.origin = Origin(signature(decoder))
         self._prefill = PrefillWatch()
         self._kept = kept_layers(decoder)
         # a model that attends to images in layers of the same cache asks each layer whether it has keys
-        kind = HandleLayer if self._kept else self.layer_class
+        kind = HandleLayer if self._kept else self._layer_class
         self.layers, self.forward, self.page_memory = page_layers(
             self.layers, decoder, options, self._kept, kind
         )
@@ -151,6 +148,11 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
     def prefix_store(self) -> PrefixStore | None:
         """The store that this cache shares prefixes with, or None."""
         return self.options.prefix_store
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """Ids of the text whose first columns this cache holds, [rows, columns] int64, padding included, as far as they are known."""
+        return self.origin.token_ids
 
     @property
     def max_length(self) -> int | None:
@@ -234,7 +236,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         self.forward.changing = True
         raise CacheMismatchError(
             f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
-            f"(model_type={self.model_signature['model_type']!r}), and a model of more layers writes to it. Its layers hold "
+            f"(model_type={self.origin.sizes['model_type']!r}), and a model of more layers writes to it. Its layers hold "
             "tokens of that forward now: call cache.reset() before its own model uses it again, and make a cache of "
             "the other model's config"
         )
@@ -278,7 +280,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
-        self.forget_origin()
+        self.origin.forget()
         self.started = False
         self.views, self.compared = {}, ()
         self.forward.changing = True
@@ -325,7 +327,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
             for layer in self.paged_layers:
                 layer.follow(layer.group.step)
         self.started = bool(self.group.seen)
-        self.forget_tokens(self.group.seen)
+        self.origin.crop(self.group.seen)
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
@@ -365,7 +367,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
                     getattr(layer, method, layer.reorder_cache)(indices)
                 elif layer.group.step is not None:
                     layer.follow(layer.group.step)
-        self.select_tokens(sources)
+        self.origin.select(sources)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 
@@ -398,7 +400,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         """
         seen = int(self.get_seq_length())
         check_token_ids(token_ids, self.num_rows, seen)
-        self.note_text(token_ids[:, :seen], 0, seen)
+        self.origin.note_text(token_ids[:, :seen], 0, seen)
 
     def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
@@ -423,15 +425,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         """
         if attention_mask is not None:
             check_padding_mask(attention_mask, self.num_rows, not self.group.needs_padding())
-            self.learn_padding(attention_mask)
-
-    def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
-        """Learn the left padding of rows that hold no token yet, without checking the mask.
-
-        Args:
-            attention_mask: [batch, columns], 0 or False = padding; masks of other dimensions and None change nothing.
-        """
-        if attention_mask is not None:
             for group in self.groups:
                 group.observe_padding(attention_mask)
 
@@ -495,15 +488,6 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         # two caches with one set of rows would pull the rug from under each other
         return copy.deepcopy(self)
 
-    def resume(self) -> None:
-        """Go on from rows and layers that were filled from a file."""
-        for layer in self.paged_layers:
-            layer.seen = layer.group.seen
-            layer.revision += 1
-        self.forward.resume(len(self.paged_layers))
-        self.started, self.tokens_on = bool(self.group.seen), self.paged_layers[0].device
-        self.check_integrity()
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
         return {**vars(self), "number": None, "views": {}, "compared": ()}
@@ -548,42 +532,7 @@ class PagedCache(MadeOfOptions, Origin, DynamicCache):
         group = self.group
         return [(group.tokens(row), row.pages) for row in group.rows]
 
-    def begin_with(self, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:
-        """Let this cache, which is empty, begin with `rows`, whose pages are in its storage, and have seen `seen` columns.
-
-        Stopped half-way, by whatever exception, it holds no more pages than its rows do, and asks for reset().
-
-        Args:
-            sinks: for each row, and then each layer, its exact first keys and values; None for a row without pages.
-        """
-        with self.forward.change():
-            self.group.adopt(rows, seen)
-            for place, layer in enumerate(self.paged_layers):
-                layer.adopt([None if one is None else one[place] for one in sinks], seen)
-        self.started, self.tokens_on = True, self.paged_layers[0].device
-
-    def sinks_of(self, row: int) -> Sinks:
-        """Return copies of the exact first keys and values of a row, for each layer."""
-        return [layer.sinks_of(row) for layer in self.paged_layers]
-
-    def share_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        """Let a row hold `pages`, which contain the same tokens, in place of its own; between two forwards.
-
-        Handles of before become stale first, as they know the pages that the row lets go of.
-        """
-        with self.forward.change():
-            for layer in self.paged_layers:
-                layer.revision += 1
-            self.group.replace_pages(row, pages)
-
     # -- models and files ----
-
-    def check_model(self, config: Any) -> None:
-        """Raise CacheMismatchError when this cache was built for a model of other sizes."""
-        theirs = ModelId(signature(decoder_config(config)))
-        found = ModelId(self.model_signature).difference(theirs)
-        if found is not None:
-            raise CacheMismatchError(f"this cache was built for {found}; use one cache per model")
 
     def save(
         self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
@@ -638,7 +587,7 @@ class CrossCache(PagedCache):
     not used.
     """
 
-    layer_class = HandleLayer
+    _layer_class = HandleLayer
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         exact = replace(options.reading_everything(), reserve_tokens=0, recent_tokens=0)

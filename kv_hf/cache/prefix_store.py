@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..config import READ_LIMITS, CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..geometry import page_start
@@ -19,6 +21,7 @@ from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId
 
+Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
     "keys", "values", "page_size", "key_group_size", "value_group_size", "sink_tokens", "layers", "latent",
@@ -240,7 +243,7 @@ class PrefixStore:
                     else Row(columns, (), 0)
                     for one, columns in zip(known, padding, strict=True)
                 ]
-                cache.begin_with(adopted, [one.sinks for one in known], seen)
+                _begin(cache, adopted, [one.sinks for one in known], seen)
         return seen
 
     def _first_column(
@@ -298,9 +301,9 @@ class PrefixStore:
         with tree.pool.lock:
             for index, tokens in enumerate(rows):
                 _, pages = held_rows[index]
-                shared = self.keep(space, tokens, pages, partial(cache.sinks_of, index))
+                shared = self.keep(space, tokens, pages, partial(_sinks_of, cache, index))
                 if shared != pages[: len(shared)]:
-                    cache.share_pages(index, shared + pages[len(shared) :])
+                    _replace_pages(cache, index, shared + pages[len(shared) :])
 
     def keep(
         self,
@@ -357,9 +360,9 @@ class PrefixStore:
 
     def _space_of(self, cache: Any) -> Hashable:
         """Return the one space whose tokens `cache` holds."""
-        spaces = cache.prefix_spaces
+        spaces = cache.origin.prefix_spaces
         if len(spaces) > 1:
-            adapters = ", then ".join(map(str, cache.computed_by))
+            adapters = ", then ".join(map(str, cache.origin.computed_by))
             raise CacheMismatchError(
                 "this cache holds tokens that were computed in more than one state of the model, by adapters, hooks or weights "
                 f"({adapters}); a prefix_store keeps tokens of a single state"
@@ -432,3 +435,34 @@ def _reads(options: CacheConfig | None) -> str:
 def salted(space: str, salt: str) -> str:
     """Return the space of prefixes that requests of one salt share; "" is `space` itself."""
     return f"{space} salt {salt}" if salt else space
+
+
+def _begin(cache: Any, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:
+    """Let an empty cache begin with `rows`, whose pages are in its storage, and have seen `seen` columns.
+
+    Stopped half-way, by whatever exception, it holds no more pages than its rows do, and asks for reset().
+
+    Args:
+        sinks: for each row its exact first keys and values; None for a row without pages.
+    """
+    with cache.forward.change():
+        cache.group.adopt(rows, seen)
+        for place, layer in enumerate(cache.paged_layers):
+            layer.adopt([None if one is None else one[place] for one in sinks], seen)
+    cache.started, cache.tokens_on = True, cache.paged_layers[0].device
+
+
+def _sinks_of(cache: Any, row: int) -> Sinks:
+    """Return copies of the exact first keys and values of a row."""
+    return [layer.sinks_of(row) for layer in cache.paged_layers]
+
+
+def _replace_pages(cache: Any, row: int, pages: tuple[int, ...]) -> None:
+    """Let a row hold `pages`, which contain the same tokens, in place of its own; between two forwards.
+
+    Handles of before become stale first, as they know the pages that the row lets go of.
+    """
+    with cache.forward.change():
+        for layer in cache.paged_layers:
+            layer.revision += 1
+        cache.group.replace_pages(row, pages)

@@ -92,10 +92,10 @@ def save(
         token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
     """
     _check_model_argument(model)
-    cache.check_model(model.config)
-    cache.check_filled_by(ModelId.of(model))
+    cache.origin.check_model(model.config)
+    cache.origin.check_filled_by(ModelId.of(model))
     _check_complete(cache)
-    _check_adapters(cache.computed_by, model)
+    _check_adapters(cache.origin.computed_by, model)
     tensors = {}
     if token_ids is not None:
         check_token_ids(token_ids, cache.num_rows, cache.group.seen)
@@ -280,12 +280,22 @@ def load(
             _fill(layer, tensors, rows, chosen or _device_of(model, layer.layer_idx))
         if tensors:
             raise CacheFileError(f"it holds tensors that belong to no cache: {short(min(tensors))}")
-        cache.resume()
+        _resume(cache)
         if token_ids is not None:
-            cache.note_text(token_ids, 0, cache.group.seen)
-    cache.computed_by, cache.from_file = (adapters_of(model),), True
-    cache.weights = ModelId.of(model).weights
+            cache.origin.note_text(token_ids, 0, cache.group.seen)
+    cache.origin.computed_by, cache.origin.from_file = (adapters_of(model),), True
+    cache.origin.weights = ModelId.of(model).weights
     return cache
+
+
+def _resume(cache: Any) -> None:
+    """Let a cache go on from rows and layers that were filled from a file."""
+    for layer in cache.paged_layers:
+        layer.seen = layer.group.seen
+        layer.revision += 1
+    cache.forward.resume(len(cache.paged_layers))
+    cache.started, cache.tokens_on = bool(cache.group.seen), cache.paged_layers[0].device
+    cache.check_integrity()
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class Text:
         if not self.seen or not (self.is_whole or self.is_embedded):
             return
         known = cache.token_ids
-        held = 0 if known is None else min(self.seen, cache.known_columns)
+        held = 0 if known is None else min(self.seen, cache.origin.known_columns)
         if cache.options.on_edit == "crop" and self.is_whole and self.is_comparable:
             self._keep_beginning(known, min(held, columns - 1))
             return
@@ -159,9 +159,9 @@ class Text:
         front = 0 if self.is_whole else self.seen
         end, seen = front + self.ids.shape[1], self.cache.get_seq_length()
         # a model may have put other columns into the cache than its tokens
-        if not self.is_known or seen != end or self.cache.known_columns < front:
+        if not self.is_known or seen != end or self.cache.origin.known_columns < front:
             return None
-        self.cache.note_text(self.ids, front, end)
+        self.cache.origin.note_text(self.ids, front, end)
         return front
 
 
@@ -217,7 +217,7 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(made, torch.Tensor) and kwargs.get("custom_generate") is None:
             for cache, front, kept in filled:
                 if made.ndim == 2 and made.shape[0] == cache.num_rows:
-                    cache.note_text(made, front, cache.get_seq_length())
+                    cache.origin.note_text(made, front, cache.get_seq_length())
                     if kept:
                         _keep(cache)
         return result
@@ -228,6 +228,6 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 def _keep(cache: Any) -> None:
     """Add the text that a cache holds to its store, where all of it is known."""
     seen = cache.get_seq_length()
-    if cache.known_columns == seen:
+    if cache.origin.known_columns == seen:
         rows = zip(cache.token_ids[:, :seen].tolist(), cache.held_rows(), strict=True)
         cache.prefix_store.add(cache, [ids[seen - count :] for ids, (count, _) in rows])

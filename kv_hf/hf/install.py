@@ -140,7 +140,7 @@ def _check_given(given: Any, asked: Generation) -> None:
     own, cross = paged_halves(given)
     for half in (own, cross):
         if half is not None:
-            half.check_model(model.config)
+            half.origin.check_model(model.config)
             half.end_recording()  # assisted decoding, if it is that, turns it on again
     if cross is not None:
         _check_paged_cross(model)

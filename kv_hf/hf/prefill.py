@@ -127,7 +127,7 @@ def _share(
     """Run the prefill after what the store of an empty cache knows of `prompt`."""
     store: Any = cache.prefix_store
     space = _space_of(model, cache, store)
-    cache.note_space(space)
+    cache.origin.note_space(space)
     chunk = getattr(generation_config, "prefill_chunk_size", None)
     try:
         skipped = attach_prefix(model, cache, prompt, space, chunk)
@@ -155,7 +155,7 @@ def _prompt_to_share(
     if isinstance(prompt, Prompt):
         return prompt
     warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
-    cache.note_space(None)
+    cache.origin.note_space(None)
     return None
 
 
@@ -200,12 +200,12 @@ def note_origin(model: Any, cache: Any) -> None:
     """
     started = cache.get_seq_length() > 0
     if not started:
-        cache.forget_origin()
-    cache.note_model(ModelId.of(model))
+        cache.origin.forget()
+    cache.origin.note_model(ModelId.of(model))
     store = cache.prefix_store
     if started and store is not None:
         tokens_alone = more_than_tokens(model) is None
-        cache.note_space(_space_of(model, cache, store) if tokens_alone else None)
+        cache.origin.note_space(_space_of(model, cache, store) if tokens_alone else None)
 
 
 def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ def caches(keys="exact", **options):
 
 def filled(cache, lengths, padding=(0, 0, 0)):
     total = sum(lengths)
-    cache.learn_padding(torch.tensor([[0] * p + [1] * (total - p) for p in padding]))
+    for group in cache.groups:
+        group.observe_padding(torch.tensor([[0] * p + [1] * (total - p) for p in padding]))
     for seed, length in enumerate(lengths):
         append(cache, states(len(padding), length, seed))
 

@@ -274,7 +274,7 @@ def test_text_of_direct_calls_can_be_noted(options):
         ):
             cache.note(wrong)
     cache.note(next_turn(ids))  # what is not held yet is not compared
-    assert torch.equal(cache.token_ids, ids) and cache.known_columns == 40
+    assert torch.equal(cache.token_ids, ids) and cache.origin.known_columns == 40
     refused(cache, edited(next_turn(ids)))
     expected = model.generate(next_turn(ids), past_key_values=first_prefill(model, ids), **GREEDY)
     assert torch.equal(go_on(cache, next_turn(ids)), expected)

@@ -96,7 +96,8 @@ class World:
         """Append the columns from `first` on to all layers; return what their updates did."""
         if isinstance(cache, kv_hf.PagedCache):
             columns = torch.arange(padding[0] + len(rows[0]))
-            cache.learn_padding((columns >= torch.tensor(padding)[:, None]).long())
+            for group in cache.groups:
+                group.observe_padding((columns >= torch.tensor(padding)[:, None]).long())
         layers = range(self.layers)
         return [cache.update(*self.states(rows, padding, first, n), n) for n in layers]
 
@@ -210,7 +211,8 @@ class World:
 
         def begin():
             columns = torch.arange(width)
-            twin.paged.learn_padding((columns >= torch.tensor(padding)[:, None]).long())
+            for group in twin.paged.groups:
+                group.observe_padding((columns >= torch.tensor(padding)[:, None]).long())
             seen = self.store.attach(twin.paged, (), rows, padding)
             self.append(twin.paged, rows, padding, seen)
             self.store.add(twin.paged, rows)

@@ -45,7 +45,7 @@ TIMES = (0.5, 1, 2, 4)  # the package's number of splits
 @on_gpu(
     "first",
     grid=[{"what": ["compiled", "graph", "generate", *TRIED, "choice"]}],  # the longest first
-    limit=60,
+    limit=150,  # a compiled step alone takes more than a minute
     until=0.05,
     timed=False,
     columns="contender error error_allowed",

@@ -20,11 +20,11 @@ MOST = (2**31 - 1, 65535, 65535)  # programs of each dimension of a grid
 
 
 @contextmanager
-def emulated_gpu(capability: int, seed: int = 0) -> Iterator[FakeGpu]:
+def emulated_gpu(capability: int) -> Iterator[FakeGpu]:
     """Take the CPU for an NVIDIA GPU within the context, as pretend_gpu does, and run its kernels.
 
     Args:
-        capability: compute capability * 10; seed: of the order of programs.
+        capability: compute capability * 10.
     Raises: AssertionError in the end, where nothing orders two accesses; PtxError where a GPU would fault.
     """
     hazards: list[str] = []
@@ -35,7 +35,7 @@ def emulated_gpu(capability: int, seed: int = 0) -> Iterator[FakeGpu]:
         kernel = compiled(metadata.hash, metadata.name)
         numbers = packed(source, given)
         numbers += [0] * (len(kernel.params) - len(numbers))  # scratch, which no kernel here takes
-        hazards.extend(ptx.launch(kernel, grid, metadata.shared, numbers, storages(), seed))
+        hazards.extend(ptx.launch(kernel, grid, metadata.shared, numbers, storages()))
 
     with pretend_gpu(capability, carry_out=carry_out) as gpu:
         yield gpu

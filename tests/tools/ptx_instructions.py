@@ -458,18 +458,6 @@ def store(one: Instruction, kernel: Kernel) -> Step:
     return step
 
 
-def atomic(one: Instruction, kernel: Kernel) -> Step:
-    """atom.add, thread by thread."""
-    refuse(one, ("add", "gpu", "sys", "cta", "relaxed", "acquire", "release", "acq_rel"))
-    to, where, value = one.operands
-    address, place = address_of(kernel, where), source(kernel, value, one.types[-1])
-
-    def step(program, mask):
-        program.write(to, program.add(one, address(program), program.read(place), mask), mask)
-
-    return step
-
-
 def copy(one: Instruction, kernel: Kernel) -> Step:
     """cp.async, its commits and waits."""
     refuse(one, ("async", "commit_group", "wait_group"))
@@ -603,7 +591,6 @@ HANDLERS: dict[str, Callable[[Instruction, Kernel], Step]] = {
     "cvt": convert,
     "ld": load,
     "st": store,
-    "atom": atomic,
     "cp": copy,
     "ldmatrix": load_matrix,
     "stmatrix": store_matrix,

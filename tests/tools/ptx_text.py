@@ -1,7 +1,7 @@
 """Read the PTX that Triton makes: one kernel, as segments of instructions whose operands are places of registers.
 
-A segment is code that runs from its start to its end: between labels, branches, barriers and atomics. Knows nothing of
-what instructions do.
+A segment is code that runs from its start to its end: between labels, branches and barriers. Knows nothing of what
+instructions do.
 """
 
 import re
@@ -83,11 +83,10 @@ class Instruction:
 
 @dataclass
 class Segment:
-    """Instructions in order; switch: other programs may run before it; barrier: threads meet at its end."""
+    """Instructions in order; barrier: threads meet at its end."""
 
     index: int
     code: list[Instruction] = field(default_factory=list)
-    switch: bool = False
     barrier: bool = False
 
 
@@ -129,7 +128,7 @@ class Kernel:
         for segment in self.segments:
             for one in segment.code:
                 copies = one.parts[0] == "cp" and len(one.operands) > 2
-                if copies or one.parts[0] in ("st", "atom", "stmatrix"):
+                if copies or one.parts[0] in ("st", "stmatrix"):
                     self.granules[one.space] = min(self.granules[one.space], one.nbytes)
 
     def line(self, number: int) -> str:
@@ -191,12 +190,9 @@ class Kernel:
         )
         if guard:
             one.guard, one.negated = self._find(guard), negated == "!"
-        if one.parts[0] == "atom":
-            self._start()
-            self.segments[-1].switch = True
         self.segments[-1].code.append(one)
         self.segments[-1].barrier = one.parts[:2] == ("bar", "sync")
-        if one.parts[0] in ("atom", "bra", "ret") or self.segments[-1].barrier:
+        if one.parts[0] in ("bra", "ret") or self.segments[-1].barrier:
             self._start()
 
     def _find(self, name: str) -> Register | str:

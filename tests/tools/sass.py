@@ -14,7 +14,6 @@ import torch
 import triton
 
 from kv_hf.backends.triton.meta_params import Step, column_block, tile_tokens
-from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -84,20 +83,6 @@ def _run(tool: str, option: str, path: Path) -> str:
     return subprocess.run(
         [str(TOOLS / tool), option, str(path)], check=True, capture_output=True, text=True
     ).stdout
-
-
-def standard_spec(name: str, dim: int) -> PageSpec:
-    """Return pages of 64 tokens, bfloat16, keys and values in one format or in "keys+values"."""
-    keys, _, values = name.partition("+")
-    return PageSpec.build(
-        key_scheme(keys),
-        value_scheme(values or keys, 16 if name == "int2" and dim % 32 else None),
-        num_kv_heads=8,
-        key_dim=dim,
-        value_dim=dim,
-        page_size=64,
-        dtype=torch.bfloat16,
-    )
 
 
 def instructions_per_number(code: Any, spec: PageSpec, group: int) -> float:

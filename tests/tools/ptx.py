@@ -50,14 +50,11 @@ class Launch:
         self.hazards: dict[tuple[int, str], str] = {}
         given = bytearray(kernel.param_bytes)
         for (offset, kind), value in zip(kernel.params, params, strict=True):
-            size = SIZES[kind]
-            bits = value % 2 ** (8 * size) if kind not in PACKED else 0
-            packed = (
-                struct.pack(PACKED[kind], value)
-                if kind in PACKED
-                else bits.to_bytes(size, "little")
-            )
-            given[offset : offset + size] = packed
+            if kind in PACKED:
+                struct.pack_into(PACKED[kind], given, offset, value)
+            else:
+                size = SIZES[kind]
+                given[offset : offset + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
         self.params = Params(given)
         # what registers hold in all programs
         self.registers = [np.ones(kernel.threads, "?") if one.kind == "pred" else np.full(kernel.threads, 0xDD, one.code)
@@ -104,9 +101,8 @@ class Program:
 
     def run(self):
         """Run to the end."""
-        places = np.zeros(
-            self.threads, np.int64
-        )  # the segment that each thread comes to, -1 behind the end
+        # the segment that each thread comes to, -1 behind the end
+        places = np.zeros(self.threads, np.int64)
         waiting = np.zeros(self.threads, bool)  # at a barrier
         while some(places >= 0):
             going = (places >= 0) & ~waiting

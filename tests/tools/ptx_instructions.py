@@ -266,21 +266,8 @@ SIMPLE: dict[str, tuple[str, Callable[..., Any]]] = {
     "setp.num": ("ptt", lambda a, b: (a == a) & (b == b)),
 }
 # parts of an opcode that change nothing here
-HINTS = {
-    "rn",
-    "lo",
-    "uni",
-    "sync",
-    "aligned",
-    "cg",
-    "ca",
-    "global",
-    "shared",
-    "shared::cta",
-    "param",
-    "ftz",
-    "rzi",
-}
+HINT_NAMES = "rn lo uni sync aligned cg ca global shared shared::cta param ftz rzi"
+HINTS = frozenset(HINT_NAMES.split())
 
 
 def translate(one: Instruction, kernel: Kernel) -> Step:

@@ -63,6 +63,17 @@ class Space:
         """Check addresses [accesses]; return byte offsets into `rows` and into what is noted."""
         raise NotImplementedError
 
+    def check(self, program, line: int, address, nbytes: int, end, lanes):
+        """Refuse accesses that reach behind `end`, that of the memory around each, and those that are not aligned."""
+        for bad, why in (
+            (address + nbytes > end, "out of bounds"),
+            (address & (nbytes - 1), "misaligned"),
+        ):
+            if some(bad):
+                lane = int(bad.nonzero()[0][0])
+                where = f"{nbytes} bytes at {address[lane]:#x} of {self.name} memory that ends at {end[lane]:#x}"
+                raise program.error(line, f"{where}, thread {lanes[lane]}: {why}")
+
     def unordered(self, program, noted, mine):
         """Return which accesses of this program no barrier orders before those of `mine`; floor: of its last barrier."""
         late = noted >= program.floor
@@ -181,28 +192,15 @@ class GlobalMemory(Space):
         self.firsts = np.cumsum(room) - room
         super().__init__(int(room.sum()), granule)
         # program + 1, or 0 for none
-        self.first_writer, self.first_reader = (
-            np.zeros(len(self.writer), np.int32) for _ in range(2)
-        )
+        self.first_writer = np.zeros(len(self.writer), np.int32)
+        self.first_reader = np.zeros(len(self.writer), np.int32)
 
     def rows(self, size: int, count: int) -> np.ndarray:
         return host_rows(size, count)
 
     def place(self, program, line: int, address, nbytes: int, lanes):
         block = self.starts.searchsorted(address, "right") - 1
-        outside, odd = address + nbytes > self.ends[block], address & (nbytes - 1)
-        if some(outside):
-            lane = int(outside.nonzero()[0][0])
-            past = int(address[lane]) + nbytes - int(self.ends[block[lane]])
-            why = f"out of bounds, {past} bytes behind the end of an allocation"
-            raise program.error(
-                line, f"{nbytes} bytes at {address[lane]:#x}, thread {lanes[lane]}: {why}"
-            )
-        if some(odd):
-            lane = int(odd.nonzero()[0][0])
-            raise program.error(
-                line, f"{nbytes} bytes at {address[lane]:#x}, thread {lanes[lane]}: misaligned"
-            )
+        self.check(program, line, address, nbytes, self.ends[block], lanes)
         shadow = address - self.origins[block] + self.firsts[block]
         return address.view(np.int64) - HostMemory.BASE, shadow.view(np.int64)
 
@@ -243,21 +241,16 @@ class SharedMemory(Space):
         self.nbytes = nbytes
         self.bytes = np.full(-(-nbytes // 16) * 2, -1, np.int64).view(np.uint8)
         super().__init__(nbytes, granule)
-        self.copies = np.zeros(
-            len(self.writer), np.int64
-        )  # the group of a cp.async that wrote it last
+        # the group of a cp.async that wrote it last
+        self.copies = np.zeros(len(self.writer), np.int64)
 
     def rows(self, size: int, count: int) -> np.ndarray:
         return self.bytes.view(f"u{size}").reshape(-1, count)
 
     def place(self, program, line: int, address, nbytes: int, lanes):
         offset = address.astype(np.int64)
-        outside = offset + nbytes > self.nbytes
-        for bad, why in ((outside, "out of bounds"), (offset & (nbytes - 1), "misaligned")):
-            if some(bad):
-                lane = int(bad.nonzero()[0][0])
-                where = f"{nbytes} bytes at byte {offset[lane]} of {self.nbytes} of shared memory"
-                raise program.error(line, f"{where}, thread {lanes[lane]}: {why}")
+        end = np.broadcast_to(self.nbytes, offset.shape)
+        self.check(program, line, offset, nbytes, end, lanes)
         return offset, offset
 
     def note_read(self, program, line: int, granules, lanes):

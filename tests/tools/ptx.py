@@ -29,7 +29,7 @@ class Kernel(Text):
 
     def __init__(self, ptx: str):
         super().__init__(ptx)
-        self.steps = [[self._step(one) for one in segment.code] for segment in self.segments]
+        self.steps = [[self._step(one) for one in segment] for segment in self.segments]
 
     def _step(self, one: Instruction):
         try:
@@ -112,17 +112,16 @@ class Program:
                 continue
             here = int(places[going].min())
             mask = going & (places == here)
-            segment = self.kernel.segments[here]
             everyone = None if some(mask) == self.threads else mask
             for step in self.kernel.steps[here]:
                 step(self, everyone)
             places[mask] = self.following(here)[mask]
-            if segment.barrier:
+            if self.kernel.segments[here][-1].is_barrier:
                 waiting |= mask
 
     def following(self, here: int):
         """Return the segment that each thread goes to."""
-        last = self.kernel.segments[here].code[-1]
+        last = self.kernel.segments[here][-1]
         after = here + 1 if here + 1 < len(self.kernel.segments) else -1
         if last.parts[0] not in ("bra", "ret"):
             return np.full(self.threads, after)
@@ -133,7 +132,7 @@ class Program:
 
     def meet(self, places):
         """End a barrier that threads wait at in front of `places`."""
-        barriers = [self.kernel.segments[place - 1].code[-1].line for place in np.unique(places)]
+        barriers = [self.kernel.segments[place - 1][-1].line for place in np.unique(places)]
         if len(barriers) > 1:
             self.hazard(
                 barriers[0], f"threads meet at different barriers, also in line {barriers[1]}"

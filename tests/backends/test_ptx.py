@@ -311,15 +311,8 @@ def test_matrices():
         mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {r7, r8, r9, r10}, {r0, r1, r2, r3}, {r4, r5}, {r6, r6, r6, r6};
         ld.param.b64 y, [out]; mad.wide.u32 y, t, 4, y;
         st.global.b32 [y], r7; st.global.b32 [y+128], r8; st.global.b32 [y+256], r9; st.global.b32 [y+384], r10; ret; }""")
-    places = [padded.ctypes.data, result.ctypes.data]
-    hazards = ptx.launch(
-        kernel,
-        (1, 1, 1),
-        1024,
-        places,
-        dict(zip(places, (padded.nbytes, result.nbytes), strict=True)),
-    )
-    assert not hazards
+    blocks = {array.ctypes.data: array.nbytes for array in (padded, result)}
+    assert not ptx.launch(kernel, (1, 1, 1), 1024, list(blocks), blocks)
     found = np.empty((16, 8))
     for register, lane in np.ndindex(4, 32):
         found[lane // 4 + 8 * (register // 2), lane % 4 * 2 + register % 2] = result[register, lane]

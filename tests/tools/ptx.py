@@ -264,7 +264,6 @@ def carry_out(text: str, outputs: int, words: np.ndarray) -> list[np.ndarray]:
         ld.param.b64 to, [results]; mad.wide.u32 to, at, {4 * outputs}, to; {stores} ret;
         }}""")  # fmt: skip
     results = np.zeros((len(words), outputs), np.uint32)
-    places = [array.ctypes.data for array in (words, results)]
-    blocks = dict(zip(places, (words.nbytes, results.nbytes), strict=True))
-    assert not launch(kernel, (len(words) // threads, 1, 1), 0, places, blocks)
+    blocks = {array.ctypes.data: array.nbytes for array in (words, results)}
+    assert not launch(kernel, (len(words) // threads, 1, 1), 0, list(blocks), blocks)
     return list(np.ascontiguousarray(results.T))

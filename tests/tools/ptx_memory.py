@@ -33,18 +33,6 @@ def host_rows(size: int, count: int) -> np.ndarray:
     return np.asarray(HostMemory(size, count))
 
 
-def merged(blocks: dict[int, int]) -> list[tuple[int, int]]:
-    """Return (start, end) of blocks {address: bytes} in order; those that overlap become one."""
-    found: list[tuple[int, int]] = []
-    for start, nbytes in sorted(blocks.items()):
-        if found and start < found[-1][1]:
-            start, end = found.pop()
-            found.append((start, max(end, start + nbytes)))
-        elif nbytes:
-            found.append((start, start + nbytes))
-    return found
-
-
 class Space:
     """Memory with its last writer and two last readers of different warps for each granule of bytes."""
 
@@ -178,14 +166,14 @@ class GlobalMemory(Space):
     """Host memory in blocks, shared by all programs of a launch, with the first program that wrote or read each granule.
 
     Args:
-        blocks: bytes that kernels may touch, by address.
+        blocks: bytes that kernels may touch, by address; no two overlap.
     """
 
     name = "global"
 
     def __init__(self, blocks: dict[int, int], granule: int):
         # the first block is nothing: what lies below all others
-        ends = [(0, 0), *merged(blocks)]
+        ends = [(0, 0), *sorted((start, start + nbytes) for start, nbytes in blocks.items())]
         self.starts, self.ends = (np.array(column, np.uint64) for column in zip(*ends, strict=True))
         self.origins = self.starts & ~np.uint64(15)
         room = (self.ends - self.origins + np.uint64(31)) & ~np.uint64(15)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 from transformers.utils import logging
-from triton_machine import INTERPRETER, MACHINES, SM_90, running_on
+from triton_machine import INTERPRETER, MACHINES, running_on
 
 import kv_hf
 from kv_hf import notices
@@ -62,9 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests of Triton kernels once on each emulated GPU if they are asked for; some never in the interpreter."""
     if "machine" in metafunc.fixturenames:
-        compiled = [SM_90] if metafunc.definition.get_closest_marker("compiled") else [INTERPRETER]
-        machines = MACHINES.get(metafunc.config.getoption("--triton"), compiled)
-        metafunc.parametrize("machine", machines, ids=str, indirect=True)
+        compiled = metafunc.definition.get_closest_marker("compiled")
+        own = "sm_90" if compiled else INTERPRETER
+        machines = MACHINES.get(metafunc.config.getoption("--triton"), [own])
+        metafunc.parametrize("machine", machines, indirect=True)
 
 
 @pytest.fixture

@@ -14,7 +14,14 @@ from kv_hf.backends.cpu import library
 from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages as reference_pages
-from kv_hf.formats import format_names, k_rope_scheme, key_scheme, latent_scheme, value_scheme
+from kv_hf.formats import (
+    format_names,
+    k_rope_name,
+    k_rope_scheme,
+    key_scheme,
+    latent_scheme,
+    value_scheme,
+)
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, LATENT_SIDES, PageSpec, PageWrite
@@ -87,10 +94,14 @@ def make_kv(
 def latent_spec(
     latent="int8", k_rope="exact", *, rank=64, rope=16, page=PAGE, dtype=torch.float32, group=None, layout=LANES
 ):  # fmt: skip
-    """Return pages of latents; groups of `group` channels (or of half a page's tokens, as the format groups them)."""
+    """Return pages of latents; groups of `group` channels (or of half a page's tokens, as the format groups them).
+
+    k_rope: None: what goes with the format of the latents.
+    """
+    scheme = latent_scheme(latent, group, None if group is None else page // 2)
     return PageSpec.build(
-        latent_scheme(latent, group, None if group is None else page // 2),
-        k_rope_scheme(k_rope, rope),
+        scheme,
+        k_rope_scheme(k_rope_name(k_rope, scheme), rope),
         key_dim=rank,
         value_dim=rope,
         page_size=page,

@@ -5,14 +5,13 @@ speed of memory only if unpacking takes no more instructions than the multiproce
 """
 
 import json
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
+from paged_inputs import page_spec
 from paths import TESTS
-
-from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.spec import PageSpec
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 BUDGETS = json.loads((TESTS / "triton_budgets.json").read_text())
 SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}  # KiB per program
 QUICK = {("int4", 128), ("int8", 128), ("int2_mixed+int2_rotated", 128)}
+spec_of = partial(page_spec, heads=8, key_dim=128, dtype=torch.bfloat16)
 
 
 def variants():
@@ -29,18 +29,6 @@ def variants():
         quick = arch == "sm_90" and group == 4 and (name, dim) in QUICK
         marks = () if quick else pytest.mark.slow
         yield pytest.param(arch, name, dim, group, budget, marks=marks)
-
-
-def spec_of(name, dim=128, page=64, dtype=torch.bfloat16, values=None, value_group=None):
-    return PageSpec.build(
-        key_scheme(name),
-        value_scheme(values or name, value_group or (16 if dim % 32 else None)),
-        num_kv_heads=8,
-        key_dim=dim,
-        value_dim=dim,
-        page_size=page,
-        dtype=dtype,
-    )
 
 
 def decode(spec, arch="sm_90", **options):
@@ -52,9 +40,9 @@ def decode(spec, arch="sm_90", **options):
 
 @pytest.mark.parametrize(("arch", "name", "dim", "group", "budget"), variants())
 def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
-    from sass import instructions_per_number, standard_spec
+    from sass import instructions_per_number
 
-    spec = standard_spec(name, dim)
+    spec = spec_of(*name.split("+"), key_dim=dim)
     code = decode(spec, arch, group=group)
     assert code.count("LDL", "STL") == 0
     # outside of the loop, once per program: what ptxas of one or the other version leaves there
@@ -77,7 +65,7 @@ def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
     ids=str,
 )
 def test_decode_of_mixed_formats_does_not_spill(pair):
-    assert decode(spec_of(pair[0], values=pair[1])).spills == 0
+    assert decode(spec_of(*pair)).spills == 0
 
 
 OPTIONS = {
@@ -121,7 +109,7 @@ def test_decode_compiles_for_every_query_dtype(dtype):
 @pytest.mark.parametrize("page", [16, 32, 128, 256])
 @pytest.mark.parametrize("name", ["exact", "int8", "int4"])
 def test_decode_of_every_page_size_does_not_spill(name, page, arch):
-    assert decode(spec_of(name, page=page), arch).spills == 0
+    assert decode(spec_of(name, page_size=page), arch).spills == 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +124,7 @@ def test_kernels_compile_for_amd(name, values):
     """Not checked further: the tables and counts are NVIDIA's."""
     import aot
 
-    spec = spec_of(name, values=values)
+    spec = spec_of(name, values)
     assert "mfma" in aot.compile_decode(spec, "gfx942").asm["amdgcn"]
     assert aot.compile_seal_pair(spec, "gfx942").asm["amdgcn"]
 
@@ -155,7 +143,7 @@ def test_seal_rounds_every_step_and_does_not_spill(pair):
     import aot
     import sass
 
-    kernel = aot.compile_seal_pair(spec_of(pair[0], values=pair[1]), "sm_90")
+    kernel = aot.compile_seal_pair(spec_of(*pair), "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]
     assert "fma" not in kernel.asm["ptx"]
     assert "div.full" not in kernel.asm["ptx"]
@@ -168,5 +156,5 @@ def test_small_kernels_compile(arch):
 
     kind = "cubin" if arch.startswith("sm_") else "amdgcn"
     for values in ("int4", "int2_rotated"):
-        assert aot.compile_combine(spec_of("int4", 96, values=values), arch).asm[kind]
+        assert aot.compile_combine(spec_of("int4", values, key_dim=96), arch).asm[kind]
     assert aot.compile_append_pair(arch, 96, 64).asm[kind]

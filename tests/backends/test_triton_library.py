@@ -7,21 +7,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from paged_inputs import make_kv, make_query
+from paged_inputs import latent_spec, make_kv, make_query, page_spec
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.registry import load
 from kv_hf.backends.triton import meta_params, support
 from kv_hf.backends.triton.support import why_not
-from kv_hf.formats import (
-    format_names,
-    k_rope_name,
-    k_rope_scheme,
-    key_scheme,
-    latent_scheme,
-    value_scheme,
-)
-from kv_hf.spec import LANES, LATENT_SIDES, PageSpec
+from kv_hf.formats import format_names
+from kv_hf.spec import LANES, ROWS, PageSpec
 
 CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(
@@ -29,38 +22,12 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def spec_of(name="int4", dim=128, page=64, dtype=torch.bfloat16, **options):
-    return PageSpec.build(
-        key_scheme(name),
-        value_scheme(name),
-        num_kv_heads=2,
-        key_dim=dim,
-        value_dim=dim,
-        page_size=page,
-        dtype=dtype,
-        **options,
-    )
+def spec_of(keys="int4", values=None, **sizes):
+    return page_spec(keys, values, **{"key_dim": 128, "dtype": torch.bfloat16, **sizes})
 
 
-def of_two_formats(keys, values, dim=128):
-    return PageSpec.build(
-        key_scheme(keys), value_scheme(values), num_kv_heads=2, key_dim=dim, value_dim=dim, page_size=64,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
-def latent_spec(name, dtype=torch.bfloat16, rank=512):
-    scheme = latent_scheme(name)
-    return PageSpec.build(
-        scheme,
-        k_rope_scheme(k_rope_name(None, scheme), 64),
-        key_dim=rank,
-        value_dim=64,
-        page_size=64,
-        dtype=dtype,
-        num_kv_heads=1,
-        sides=LATENT_SIDES,
-    )
+def latents_of(name, dtype=torch.bfloat16, rank=512):
+    return latent_spec(name, None, rank=rank, rope=64, page=64, dtype=dtype, layout=ROWS)
 
 
 @needs_triton
@@ -102,7 +69,7 @@ def test_why_not_has_nothing_against_a_gpu(monkeypatch):
         assert why_not(CUDA, spec_of(name)) is None
     for keys in ("int2_mixed", "int4_mixed"):
         for values in ("int2_rotated", "int3_rotated", "int4_rotated"):
-            assert why_not(CUDA, of_two_formats(keys, values)) is None
+            assert why_not(CUDA, spec_of(keys, values)) is None
     Gpu(monkeypatch, capability=(0, 0), hip="6.2", shared=64 * 1024)
     assert why_not(torch.device("cuda:1"), spec_of()) is None
 
@@ -110,7 +77,7 @@ def test_why_not_has_nothing_against_a_gpu(monkeypatch):
 def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch):
     """Codes of three bits that are not rotated, rotated ones of other arithmetic, and rotated keys."""
     Gpu(monkeypatch)
-    spec = of_two_formats("int8", "int3_rotated")
+    spec = spec_of("int8", "int3_rotated")
     for side, changes in (
         ("values", {"rotated": False}),
         ("values", {"code": "signed"}),
@@ -127,11 +94,11 @@ def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkey
     """99 KiB of an RTX 4090 hold every format and dtype; latents in 16 bits too, and in float32 what an H200 holds."""
     Gpu(monkeypatch)
     for name in format_names("keys", "values"):
-        assert why_not(CUDA, spec_of(name, dim, dtype=dtype)) is None
+        assert why_not(CUDA, spec_of(name, key_dim=dim, dtype=dtype)) is None
     for name in format_names("latent"):
         if dtype == torch.float32 and name == "fp8_ds_mla":
             continue
-        spec = latent_spec(name, dtype)
+        spec = latents_of(name, dtype)
         Gpu(monkeypatch)
         assert (why_not(CUDA, spec) is None) == (dtype != torch.float32)
         Gpu(monkeypatch, shared=232448)
@@ -157,15 +124,15 @@ def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_c
 WHY_NOT = {
     "cpu": ({"device": torch.device("cpu")}, {}, "the cache is on 'cpu'"),
     "fp64-pages": ({"spec": spec_of("exact", dtype=torch.float64)}, {}, "the keys are float64"),
-    "page-size": ({"spec": spec_of(page=8)}, {}, "at least 16 tokens, got 8"),
-    "odd-page": ({"spec": spec_of(page=48)}, {}, "at least 16 tokens, got 48"),
-    "head-dim": ({"spec": spec_of(dim=512)}, {}, "up to 256, and the keys have 512"),
+    "page-size": ({"spec": spec_of(page_size=8)}, {}, "at least 16 tokens, got 8"),
+    "odd-page": ({"spec": spec_of(page_size=48)}, {}, "at least 16 tokens, got 48"),
+    "head-dim": ({"spec": spec_of(key_dim=512)}, {}, "up to 256, and the keys have 512"),
     "layout": ({"spec": spec_of(layout=LANES)}, {}, "the keys are in 'lanes'"),
     "old-gpu": ({}, {"capability": (7, 5)}, "8.0 or newer, and Some GPU has 7.5"),
     "no-gpu": ({}, {"available": False}, "sees no GPU"),
     "old-triton": ({}, {"triton": "3.5.1"}, "need triton 3.6 or newer, and 3.5.1"),
     "shared-memory": (
-        {"spec": latent_spec("int8", torch.float32)},
+        {"spec": latents_of("int8", torch.float32)},
         {},
         "take 172,032 bytes of shared memory for int8 pages of 512 channels in float32, and Some GPU has 101,376; "
         "float16 and bfloat16 take less",
@@ -216,7 +183,7 @@ def test_splits_fill_the_gpu_and_no_more():
 def test_tiles_fit_into_shared_memory(name):
     for dim in (16, 64, 80, 128, 256):
         for page in (16, 64, 256):
-            spec = spec_of(name, dim, page)
+            spec = spec_of(name, key_dim=dim, page_size=page)
             tile = meta_params.tile_tokens(spec)
             assert page % tile == 0
             bits = sum(side.token_bits for side in spec.sides)

@@ -6,17 +6,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from paged_inputs import make_kv, make_query
+from paged_inputs import make_kv, make_query, page_spec
 from rounding import WALK
 from test_choose_pages import by_index, words_of
 from triton_machine import call, choose, runs_kernels
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.reference import selection as reference
-from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.quant.codec import decode
 from kv_hf.read_budget import ReadBudget
-from kv_hf.spec import PageSpec
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -276,18 +274,14 @@ def test_more_pages_than_are_counted_at_once(budget):
 
 # -- compiled --------------------------------------------------------------------------------------------------
 
-
-def spec_of(keys, dim=128, page=64, dtype=BF16):
-    return PageSpec.build(
-        key_scheme(keys), value_scheme("exact"), num_kv_heads=8, key_dim=dim, value_dim=dim, page_size=page, dtype=dtype
-    )  # fmt: skip
+spec_of = partial(page_spec, heads=8, key_dim=128, dtype=BF16)
 
 
 def compiled(keys, arch, **options):
     import aot
     import sass
 
-    return sass.read_cubin(aot.compile_selection(spec_of(keys), arch, **options))
+    return sass.read_cubin(aot.compile_selection(spec_of(keys, "exact"), arch, **options))
 
 
 # instructions of a warp for a tile of its 64 tokens, rounded up; attention takes 896 for int4 (docs/kernels.md)
@@ -347,7 +341,7 @@ def test_kernel_of_float32_fits_into_shared_memory(keys):
     """Tiles of 16 pages took 200 KiB at 128 channels, and at 256 more than an H100 has: the reference chose."""
     import aot
 
-    spec = spec_of(keys, 256, 16, torch.float32)
+    spec = spec_of(keys, "exact", key_dim=256, page_size=16, dtype=torch.float32)
     assert (
         aot.compile_selection(spec, "sm_90", query_dtype=torch.float32).metadata.shared
         <= 227 * 1024
@@ -361,7 +355,7 @@ def test_kernel_of_float32_fits_into_shared_memory(keys):
 def test_kernel_compiles_for_amd(keys):
     import aot
 
-    kernel = aot.compile_selection(spec_of(keys), "gfx942", top_p=True)
+    kernel = aot.compile_selection(spec_of(keys, "exact"), "gfx942", top_p=True)
     assert kernel.metadata.shared <= 64 * 1024
 
 

@@ -4,17 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from paged_inputs import latent_spec, page_spec
 
 from kv_hf.backends.triton import meta_params
-from kv_hf.formats import (
-    format_names,
-    k_rope_name,
-    k_rope_scheme,
-    key_scheme,
-    latent_scheme,
-    value_scheme,
-)
-from kv_hf.spec import LATENT_SIDES, PageSpec
+from kv_hf.formats import format_names
+from kv_hf.spec import ROWS
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
@@ -39,11 +33,8 @@ def variants():
 def test_decode_takes_no_more_shared_memory_than_any_gpu_has(arch, name, dim, dtype, q_len):
     import aot
 
-    keys, _, values = name.partition("+")
-    spec = PageSpec.build(
-        key_scheme(keys), value_scheme(values or keys, 16 if dim % 32 else None), num_kv_heads=8, key_dim=dim, value_dim=dim,
-        page_size=64, dtype=dtype,
-    )  # fmt: skip
+    groups = (None, 16 if dim % 32 else None)
+    spec = page_spec(*name.split("+"), heads=8, key_dim=dim, dtype=dtype, groups=groups)
     taken = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len).metadata.shared
     assert taken <= (SMALLEST if arch == "sm_90" else 64 * 1024)
 
@@ -58,9 +49,7 @@ def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank
 
     if name == "fp8_ds_mla" and dtype == FP32:
         pytest.skip("fp8_ds_mla is of 16-bit models")
-    scheme = latent_scheme(name)
-    spec = PageSpec.build(
-        scheme, k_rope_scheme(k_rope_name(None, scheme), 64), key_dim=rank, value_dim=64, page_size=64, dtype=dtype, num_kv_heads=1, sides=LATENT_SIDES)  # fmt: skip
+    spec = latent_spec(name, None, rank=rank, rope=64, page=64, dtype=dtype, layout=ROWS)
     isa = 90 if arch == "sm_90" else meta_params.HIP
     said = meta_params.latent_bytes(spec, dtype, isa)
     taken = aot.compile_decode(spec, arch, query_dtype=dtype, group=16).metadata.shared

@@ -61,7 +61,6 @@ def compile_selection(
     arch: str,
     *,
     query_dtype: torch.dtype = torch.bfloat16,
-    group: int = 4,
     q_len: int = 1,
     softcap: bool = False,
     sinks: bool = False,
@@ -69,7 +68,7 @@ def compile_selection(
     indexed: bool = False,
 ) -> Any:
     """Compile one variant of the kernel that chooses pages for `arch`, as a launch asks for it."""
-    call = call_of(spec, query_dtype, group, q_len, softcap=softcap, sinks=sinks)
+    call = call_of(spec, query_dtype, 4, q_len, softcap=softcap, sinks=sinks)
     words = torch.zeros(spec.keys.num_kv_heads, 1, dtype=torch.int32) if indexed else None
     budget = ReadBudget(pages=8, top_p=0.9 if top_p else None)
     call = replace(call, kv=replace(call.kv, budget=budget, words=words))
@@ -89,11 +88,9 @@ def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     )
 
 
-def compile_append_pair(
-    arch: str, dim: int, value_dim: int, dtype: torch.dtype = torch.bfloat16
-) -> Any:
+def compile_append_pair(arch: str, dim: int, value_dim: int) -> Any:
     """Compile the kernel that appends tokens of both sides to their windows for `arch`."""
-    windows = [torch.zeros(1, 8, 64, size, dtype=dtype) for size in (dim, value_dim)]
+    windows = [torch.zeros(1, 8, 64, size, dtype=torch.bfloat16) for size in (dim, value_dim)]
     new = [window[:, :, :1].contiguous() for window in windows]
     number = torch.zeros(1, dtype=torch.int32)
     sizes = [SimpleNamespace(head_dim=size) for size in (dim, value_dim)]

@@ -1,33 +1,43 @@
-"""A GPU whose kernels run: `pretend_gpu` with launches that ptx carries out on the memory of the live tensors.
+"""A GPU whose kernels run: `pretend_gpu` with launches that ptx carries out on the memory of the tensors that they are given.
 
 Everything between a tensor and a kernel is what runs on a GPU: kv_hf's plans and addresses, Triton's front end and its
 compiler. In place of Triton's launcher, arguments are packed here.
 """
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ptx
 import torch
 from fake_driver import FakeGpu, pretend_gpu
 from triton.runtime.cache import get_cache_manager
 
+from kv_hf.backends.triton import direct
+
 MOST = (2**31 - 1, 65535, 65535)  # programs of each dimension of a grid
 
 
 @contextmanager
-def emulated_gpu(capability: int, seed: int = 0) -> Iterator[FakeGpu]:
+def emulated_gpu(capability: int) -> Iterator[FakeGpu]:
     """Take the CPU for an NVIDIA GPU within the context, as pretend_gpu does, and run its kernels.
 
     Args:
-        capability: compute capability * 10; seed: of the order of programs.
+        capability: compute capability * 10.
     Raises: AssertionError in the end, where nothing orders two accesses; PtxError where a GPU would fault.
     """
     hazards: list[str] = []
+    blocks: dict[
+        int, int
+    ] = {}  # bytes of the storages whose tensors the next launch is given, by address
+
+    def noted(tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        blocks[storage.data_ptr()] = storage.nbytes()
+        return tensor.data_ptr()
 
     def carry_out(source, metadata, grid: tuple[int, int, int], given: tuple[Any, ...]):
         if any(count > most for count, most in zip(grid, MOST, strict=True)):
@@ -35,9 +45,13 @@ def emulated_gpu(capability: int, seed: int = 0) -> Iterator[FakeGpu]:
         kernel = compiled(metadata.hash, metadata.name)
         numbers = packed(source, given)
         numbers += [0] * (len(kernel.params) - len(numbers))  # scratch, which no kernel here takes
-        hazards.extend(ptx.launch(kernel, grid, metadata.shared, numbers, storages(), seed))
+        hazards.extend(ptx.launch(kernel, grid, metadata.shared, numbers, blocks))
+        blocks.clear()
 
-    with pretend_gpu(capability, carry_out=carry_out) as gpu:
+    with (
+        patch.object(direct, "address", noted),
+        pretend_gpu(capability, carry_out=carry_out) as gpu,
+    ):
         yield gpu
     assert not hazards, "\n".join(hazards[:5])
 
@@ -54,8 +68,7 @@ def packed(source, given):
     Raises: PtxError where they are not of the kind that the kernel was compiled for, which no GPU would notice.
     """
     numbers = []
-    for place, kind, value in arguments(tuple(source.signature.values()), given, ()):
-        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    for place, kind, number in arguments(tuple(source.signature.values()), given, ()):
         why = ""
         if kind == "constexpr":
             constant = source.constants.get(place)
@@ -82,34 +95,3 @@ def arguments(kinds, given, place: tuple[int, ...]) -> Iterator[tuple[tuple[int,
             yield from arguments(kind, value, (*place, number))
         else:
             yield (*place, number), kind, value
-
-
-def storages() -> dict[int, int]:
-    """Return the bytes of the storages of all live tensors, by address."""
-    found: dict[int, int] = {}
-    for tensor in live_tensors():
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
-    found.pop(0, None)
-    return found
-
-
-def live_tensors() -> list[torch.Tensor]:
-    """Return all tensors; those that conftest.py has frozen, among the objects of all libraries, are looked for once."""
-    global _frozen
-    count, found = _frozen
-    if gc.get_freeze_count() > count:  # it falls when something frozen goes
-        gc.unfreeze()
-        found = _tensors()
-        gc.freeze()
-    _frozen = gc.get_freeze_count(), found
-    return [*found, *_tensors()]
-
-
-_frozen: tuple[int, list[torch.Tensor]] = (-1, [])
-
-
-def _tensors() -> list[torch.Tensor]:
-    kinds = torch.Tensor, torch.nn.Parameter
-    found = [thing for thing in gc.get_objects() if type(thing) in kinds]
-    return [tensor for tensor in found if tensor.device.type == "cpu"]

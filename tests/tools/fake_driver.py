@@ -185,13 +185,13 @@ class HostStep:
     """What one step of all layers launches and waits for.
 
     Attributes:
-        kernels, launches: of torch and of Triton.
-        in_a_layer: most of both in a layer behind the first, which also does what is done once per step.
+        kernels: operations of torch.
+        in_a_layer: most of these and of Triton's launches in a layer behind the first, which also does what is done once
+            per step.
         waits: reads of numbers that would wait for the device.
     """
 
     kernels: int
-    launches: int
     in_a_layer: int
     waits: int
 
@@ -286,8 +286,8 @@ class HostRun:
 
     def count(self, fake):
         """Return what a step launches and waits for."""
-        before, found, behind = len(fake.launches), Counter(), []
+        found, behind = Counter(), []
         with waits(found), Kernels() as kernels:
             self.step(lambda: behind.append(len(fake.launches) + kernels.found))
         most = max((two - one for one, two in pairwise(behind)), default=behind[0])
-        return HostStep(kernels.found, len(fake.launches) - before, most, found.total())
+        return HostStep(kernels.found, most, found.total())

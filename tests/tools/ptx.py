@@ -1,39 +1,26 @@
 """Carry out compiled kernels on a CPU: their PTX on the memory of tensors, with checks that no GPU makes.
 
     kernel = Kernel(ptx)
-    hazards = launch(kernel, grid=(4, 1, 1), shared_bytes=4096, params=[address, 17], blocks={address: nbytes}, seed=3)
+    hazards = launch(kernel, grid=(4, 1, 1), shared_bytes=4096, params=[address, 17], blocks={address: nbytes})
 
 Threads of a program have a place each in the text: the segment that comes first runs next, for those threads that are
-there, so that divergent branches and loops of different lengths are right. Programs are interleaved at barriers and
-atomics in an order that `seed` gives. PtxError tells of what a GPU would fault on: addresses outside of all blocks,
-alignment, lanes that are missing at an instruction of a whole warp. Hazards are accesses that nothing orders
-(ptx_memory), so they do not depend on luck. Registers begin as garbage, and shared memory as nan.
+there, so that divergent branches and loops of different lengths are right. Programs run one after another: without hazards
+any order gives the same. PtxError tells of what a GPU would fault on: addresses outside of all blocks, alignment, lanes that
+are missing at an instruction of a whole warp. Hazards are accesses that nothing orders (ptx_memory). Registers begin as
+garbage, and shared memory as nan.
 
 Not there: time, values that are stale, how tensor cores round, and every instruction that Triton makes of no kernel here.
 """
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from ptx_instructions import by_warp, translate
-from ptx_memory import (
-    EPOCH,
-    EPOCHS,
-    PROGRAM,
-    THREADS,
-    TURN,
-    WARP,
-    GlobalMemory,
-    Known,
-    SharedMemory,
-    some,
-)
+from ptx_memory import EPOCH, TURN, WARP, GlobalMemory, SharedMemory, some
 from ptx_text import SIZES, Instruction, PtxError
 from ptx_text import Kernel as Text
 
-TOGETHER = 4  # programs that are on their way at once
 PACKED = {"f32": "<f", "f64": "<d"}
 
 
@@ -42,7 +29,7 @@ class Kernel(Text):
 
     def __init__(self, ptx: str):
         super().__init__(ptx)
-        self.steps = [[self._step(one) for one in segment.code] for segment in self.segments]
+        self.steps = [[self._step(one) for one in segment] for segment in self.segments]
 
     def _step(self, one: Instruction):
         try:
@@ -58,20 +45,16 @@ class Launch:
         self, kernel: Kernel, grid: tuple[int, int, int], shared_bytes: int, params, blocks: dict[int, int]
     ):  # fmt: skip
         self.kernel, self.grid, self.shared_bytes = kernel, grid, shared_bytes
-        self.programs = int(np.prod(grid))
         self.memory = GlobalMemory(blocks, kernel.granules["global"])
-        self.syncs: dict[int, Known] = {}  # what was released at an address
+        self.epoch = 0  # barriers of all programs so far
         self.hazards: dict[tuple[int, str], str] = {}
         given = bytearray(kernel.param_bytes)
         for (offset, kind), value in zip(kernel.params, params, strict=True):
-            size = SIZES[kind]
-            bits = value % 2 ** (8 * size) if kind not in PACKED else 0
-            packed = (
-                struct.pack(PACKED[kind], value)
-                if kind in PACKED
-                else bits.to_bytes(size, "little")
-            )
-            given[offset : offset + size] = packed
+            if kind in PACKED:
+                struct.pack_into(PACKED[kind], given, offset, value)
+            else:
+                size = SIZES[kind]
+                given[offset : offset + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
         self.params = Params(given)
         # what registers hold in all programs
         self.registers = [np.ones(kernel.threads, "?") if one.kind == "pred" else np.full(kernel.threads, 0xDD, one.code)
@@ -92,7 +75,7 @@ class Params:
 
 
 class Program:
-    """One program (CTA) on its way."""
+    """One program (CTA)."""
 
     def __init__(self, launch: Launch, index: int):
         self.launch, self.kernel, self.index = launch, launch.kernel, index
@@ -108,9 +91,6 @@ class Program:
             self.registers[register.place] = np.full(self.threads, specials[name], "u4")
         shared = SharedMemory(launch.shared_bytes, launch.kernel.granules["shared"])
         self.spaces = {"global": launch.memory, "shared": shared, "param": launch.params}
-        # epochs are counted by barriers; learnt: by single threads since the last one
-        self.epoch, self.known = 0, Known(launch.programs)
-        self.learnt: dict[int, Known] = {}
         self.new_epoch()
         # asynchronous copies: groups are counted from 1
         self.committed = self.completed = 0
@@ -119,34 +99,29 @@ class Program:
 
     # -- running
 
-    def run(self) -> Iterator[None]:
-        """Run to the end; yields where another program may run."""
-        places = np.zeros(
-            self.threads, np.int64
-        )  # the segment that each thread comes to, -1 behind the end
+    def run(self):
+        """Run to the end."""
+        # the segment that each thread comes to, -1 behind the end
+        places = np.zeros(self.threads, np.int64)
         waiting = np.zeros(self.threads, bool)  # at a barrier
         while some(places >= 0):
             going = (places >= 0) & ~waiting
             if not some(going):
                 self.meet(places[waiting])
                 waiting[:] = False
-                yield
                 continue
             here = int(places[going].min())
             mask = going & (places == here)
-            segment = self.kernel.segments[here]
-            if segment.switch:
-                yield
             everyone = None if some(mask) == self.threads else mask
             for step in self.kernel.steps[here]:
                 step(self, everyone)
             places[mask] = self.following(here)[mask]
-            if segment.barrier:
+            if self.kernel.segments[here][-1].is_barrier:
                 waiting |= mask
 
     def following(self, here: int):
         """Return the segment that each thread goes to."""
-        last = self.kernel.segments[here].code[-1]
+        last = self.kernel.segments[here][-1]
         after = here + 1 if here + 1 < len(self.kernel.segments) else -1
         if last.parts[0] not in ("bra", "ret"):
             return np.full(self.threads, after)
@@ -156,8 +131,8 @@ class Program:
         return np.where(self.taken(last.guard, last.negated), target, after)
 
     def meet(self, places):
-        """End a barrier that threads wait at in front of `places`; what one knows, all know."""
-        barriers = [self.kernel.segments[place - 1].code[-1].line for place in np.unique(places)]
+        """End a barrier that threads wait at in front of `places`."""
+        barriers = [self.kernel.segments[place - 1][-1].line for place in np.unique(places)]
         if len(barriers) > 1:
             self.hazard(
                 barriers[0], f"threads meet at different barriers, also in line {barriers[1]}"
@@ -243,17 +218,12 @@ class Program:
             for granules, lanes in self.groups.pop(self.completed):
                 self.spaces["shared"].writer[granules] = self.stamp[lanes][:, None]
 
-    # -- the order of threads and programs
+    # -- the order of threads
 
     def new_epoch(self):
-        """All threads have met: what one knows, all know."""
-        for known in self.learnt.values():
-            self.known.add(known)
-        self.learnt.clear()
-        self.epoch += 1
-        if max(self.epoch, self.launch.programs + 1) > EPOCHS:
-            raise PtxError("more programs, or barriers in one, than hazards can be told apart for")
-        self.floor = (self.index + 1) << PROGRAM | self.epoch << EPOCH
+        """All threads have met."""
+        self.launch.epoch += 1
+        self.floor = self.launch.epoch << EPOCH
         self.stamp = self.floor | self.lanes
 
     def new_turn(self, mask):
@@ -263,58 +233,9 @@ class Program:
         else:
             self.stamp = self.stamp + ((1 if mask is None else mask.astype(np.int64)) << TURN)
 
-    def knows(self, thread: int, access: int) -> bool:
-        """Say whether an access of another program happened before what `thread` does now."""
-        seen = ((access >> PROGRAM) - 1, access & THREADS, (access >> EPOCH) & EPOCHS)
-        return self.known.has(*seen) or (thread in self.learnt and self.learnt[thread].has(*seen))
-
-    def add(self, one: Instruction, address, values, mask):
-        """atom.add, thread by thread: returns what was there before.
-
-        A release shows others what happened before for its thread; an acquire learns what was released at its address.
-        """
-        found = np.zeros_like(values)
-        space, size, line = self.spaces[one.space], values.itemsize, one.line
-        acquires, releases = ({part, "acq_rel"} & {*one.parts} for part in ("acquire", "release"))
-        shared_with_programs = one.space == "global" and "cta" not in one.parts
-        for thread in (self.lanes if mask is None else mask.nonzero()[0]).tolist():
-            lanes = self.lanes[thread : thread + 1]
-            offset, shadow = space.place(self, line, address[lanes], size, lanes)
-            granules = space.granules(shadow, size)
-            space.note_write(self, line, granules, lanes, np.ones(1, bool), atomic=True)
-            row = space.rows(size, 1)[offset // size]
-            found[thread] = row.view(values.dtype)[0, 0]
-            space.rows(size, 1)[offset // size] = (found[lanes] + values[lanes])[:, None].view(
-                row.dtype
-            )
-            at = int(address[thread])
-            if acquires and shared_with_programs and at in self.launch.syncs:
-                self.learnt.setdefault(thread, Known(self.launch.programs)).add(
-                    self.launch.syncs[at]
-                )
-            if releases and shared_with_programs:
-                self.launch.syncs.setdefault(at, Known(self.launch.programs)).add(
-                    self.before(thread)
-                )
-        return found
-
-    def before(self, thread: int) -> Known:
-        """Return what happened before now for `thread`, its own accesses included."""
-        known = Known(self.launch.programs)
-        known.add(self.known)
-        known.add(self.learnt.get(thread, known))
-        known.epochs[self.index] = self.epoch
-        known.threads[self.index, thread] = self.epoch
-        return known
-
 
 def launch(
-    kernel: Kernel,
-    grid: tuple[int, int, int],
-    shared_bytes: int,
-    params,
-    blocks: dict[int, int],
-    seed: int = 0,
+    kernel: Kernel, grid: tuple[int, int, int], shared_bytes: int, params, blocks: dict[int, int]
 ) -> list[str]:
     """Run a kernel and return its hazards.
 
@@ -322,22 +243,12 @@ def launch(
         grid: programs along x, y, z; shared_bytes: of each.
         params: numbers in the kernel's order; pointers are addresses on the host.
         blocks: {address: bytes} that the kernel may touch.
-        seed: of the order of programs and of their interleaving.
     Raises: PtxError where a GPU would fault.
     """
     shared = Launch(kernel, grid, shared_bytes, params, blocks)
-    random = np.random.default_rng(seed)
-    order = (
-        random.permutation(shared.programs).tolist() if seed else list(range(shared.programs))[::-1]
-    )
-    going: list[Iterator[None]] = []
     with np.errstate(all="ignore"):
-        while going or order:
-            while order and len(going) < TOGETHER:
-                going.append(Program(shared, order.pop()).run())
-            steps = going[int(random.integers(len(going)))]
-            if next(steps, steps) is steps:  # at its end
-                going.remove(steps)
+        for index in range(int(np.prod(grid))):
+            Program(shared, index).run()
     return list(shared.hazards.values())
 
 
@@ -353,7 +264,6 @@ def carry_out(text: str, outputs: int, words: np.ndarray) -> list[np.ndarray]:
         ld.param.b64 to, [results]; mad.wide.u32 to, at, {4 * outputs}, to; {stores} ret;
         }}""")  # fmt: skip
     results = np.zeros((len(words), outputs), np.uint32)
-    places = [array.ctypes.data for array in (words, results)]
-    blocks = dict(zip(places, (words.nbytes, results.nbytes), strict=True))
-    assert not launch(kernel, (len(words) // threads, 1, 1), 0, places, blocks)
+    blocks = {array.ctypes.data: array.nbytes for array in (words, results)}
+    assert not launch(kernel, (len(words) // threads, 1, 1), 0, list(blocks), blocks)
     return list(np.ascontiguousarray(results.T))

@@ -266,21 +266,8 @@ SIMPLE: dict[str, tuple[str, Callable[..., Any]]] = {
     "setp.num": ("ptt", lambda a, b: (a == a) & (b == b)),
 }
 # parts of an opcode that change nothing here
-HINTS = {
-    "rn",
-    "lo",
-    "uni",
-    "sync",
-    "aligned",
-    "cg",
-    "ca",
-    "global",
-    "shared",
-    "shared::cta",
-    "param",
-    "ftz",
-    "rzi",
-}
+HINT_NAMES = "rn lo uni sync aligned cg ca global shared shared::cta param ftz rzi"
+HINTS = frozenset(HINT_NAMES.split())
 
 
 def translate(one: Instruction, kernel: Kernel) -> Step:
@@ -458,18 +445,6 @@ def store(one: Instruction, kernel: Kernel) -> Step:
     return step
 
 
-def atomic(one: Instruction, kernel: Kernel) -> Step:
-    """atom.add, thread by thread."""
-    refuse(one, ("add", "gpu", "sys", "cta", "relaxed", "acquire", "release", "acq_rel"))
-    to, where, value = one.operands
-    address, place = address_of(kernel, where), source(kernel, value, one.types[-1])
-
-    def step(program, mask):
-        program.write(to, program.add(one, address(program), program.read(place), mask), mask)
-
-    return step
-
-
 def copy(one: Instruction, kernel: Kernel) -> Step:
     """cp.async, its commits and waits."""
     refuse(one, ("async", "commit_group", "wait_group"))
@@ -603,7 +578,6 @@ HANDLERS: dict[str, Callable[[Instruction, Kernel], Step]] = {
     "cvt": convert,
     "ld": load,
     "st": store,
-    "atom": atomic,
     "cp": copy,
     "ldmatrix": load_matrix,
     "stmatrix": store_matrix,

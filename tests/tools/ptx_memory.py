@@ -1,7 +1,7 @@
 """Memory that a kernel touches: every access lies in one allocation, is aligned, and is ordered behind those before it.
 
-Who touched a place last is noted for each granule of bytes. What happened before what follows from barriers, warps and
-releases that were acquired, so that a race is found in whatever order the programs ran. Knows no instructions.
+Who touched a place is noted for each granule of bytes. Barriers and warps order the threads of a program. Nothing orders the
+programs of a launch: none may touch what another one writes. Knows no instructions.
 """
 
 from functools import cache
@@ -9,10 +9,8 @@ from functools import cache
 import numpy as np
 
 WARP = 32
-# An access: thread (10 bits), whether it was atomic, barriers of its warp since that of the program (12), those of the
-# program (20), program + 1 (20).
-THREADS, ATOMIC, TURN, EPOCH, PROGRAM = (1 << 10) - 1, 1 << 10, 11, 23, 43
-EPOCHS = (1 << 20) - 1
+# An access: thread (10 bits), barriers of its warp since that of the program (22), those of all programs so far (31).
+THREADS, TURN, EPOCH = (1 << 10) - 1, 10, 32
 
 some = np.count_nonzero  # of booleans: several times faster than any()
 
@@ -35,18 +33,6 @@ def host_rows(size: int, count: int) -> np.ndarray:
     return np.asarray(HostMemory(size, count))
 
 
-def merged(blocks: dict[int, int]) -> list[tuple[int, int]]:
-    """Return (start, end) of blocks {address: bytes} in order; those that overlap become one."""
-    found: list[tuple[int, int]] = []
-    for start, nbytes in sorted(blocks.items()):
-        if found and start < found[-1][1]:
-            start, end = found.pop()
-            found.append((start, max(end, start + nbytes)))
-        elif nbytes:
-            found.append((start, start + nbytes))
-    return found
-
-
 class Space:
     """Memory with its last writer and two last readers of different warps for each granule of bytes."""
 
@@ -65,8 +51,19 @@ class Space:
         """Check addresses [accesses]; return byte offsets into `rows` and into what is noted."""
         raise NotImplementedError
 
+    def check(self, program, line: int, address, nbytes: int, end, lanes):
+        """Refuse accesses that reach behind `end`, that of the memory around each, and those that are not aligned."""
+        for bad, why in (
+            (address + nbytes > end, "out of bounds"),
+            (address & (nbytes - 1), "misaligned"),
+        ):
+            if some(bad):
+                lane = int(bad.nonzero()[0][0])
+                where = f"{nbytes} bytes at {address[lane]:#x} of {self.name} memory that ends at {end[lane]:#x}"
+                raise program.error(line, f"{where}, thread {lanes[lane]}: {why}")
+
     def unordered(self, program, noted, mine):
-        """Return which accesses of this program no barrier orders before those of `mine`."""
+        """Return which accesses of this program no barrier orders before those of `mine`; floor: of its last barrier."""
         late = noted >= program.floor
         if not some(late):
             return late
@@ -114,15 +111,8 @@ class Space:
         """Look for writes that are not ordered before a read, and note it."""
         mine = program.stamp[lanes][:, None]
         last = self.writer[granules]
-        self.report(
-            program,
-            line,
-            ("reads", "wrote"),
-            last,
-            self.unordered(program, last, mine),
-            granules,
-            lanes,
-        )
+        bad = self.unordered(program, last, mine)
+        self.report(program, line, ("reads", "wrote"), last, bad, granules, lanes)
         mine = np.broadcast_to(mine, granules.shape)
         before = self.reader[granules]
         self.reader[granules] = mine
@@ -130,38 +120,30 @@ class Space:
             kept = other != self.reader[granules]
             self.reader_before[granules[kept]] = other[kept]
 
-    def note_write(self, program, line: int, granules, lanes, changed, atomic: bool = False):
+    def note_write(self, program, line: int, granules, lanes, changed):
         """Look for accesses that are not ordered before a write, and note it; changed: writes of what was not there."""
-        mine = program.stamp[lanes][:, None] | (ATOMIC if atomic else 0)
-        for did, shadow in (
+        mine = program.stamp[lanes][:, None]
+        for did, noted in (
             ("wrote", self.writer),
             ("read", self.reader),
             ("read", self.reader_before),
         ):
-            last = shadow[granules]
+            last = noted[granules]
             bad = self.unordered(program, last, mine)
             if did == "wrote":  # the same value once more does no harm
                 bad &= changed[:, None]
-            if atomic:  # nor do atomics among themselves
-                bad &= (last & ATOMIC) == 0
             self.report(program, line, ("writes", did), last, bad, granules, lanes)
         self.writer[granules] = mine
 
-    def report(
-        self, program, line: int, verbs: tuple[str, str], last, bad, granules, lanes
-    ):  # fmt: skip
+    def report(self, program, line: int, verbs: tuple[str, str], last, bad, granules, lanes):
         """Tell of the first access of `bad`, if there is any."""
         if not some(bad):
             return
         lane, column = (int(x[0]) for x in bad.nonzero())
-        access, at = int(last[lane, column]), int(granules[lane, column]) * self.granule
-        other, who = (access >> PROGRAM) - 1, f"thread {access & THREADS}"
-        missing = "a barrier"
-        if other != program.index:
-            who, missing = f"program {other}, {who}", "a release and an acquire"
+        other, at = int(last[lane, column]) & THREADS, int(granules[lane, column]) * self.granule
         does, did = verbs
         program.hazard(
-            line, f"{does} {self.name} memory that {who} {did}, without {missing} in between",
+            line, f"{does} {self.name} memory that thread {other} {did}, without a barrier in between",
             f"thread {lanes[lane]}, noted at byte {at}",
         )  # fmt: skip
 
@@ -181,56 +163,61 @@ def copies_of_a_sum(a, b) -> bool:
 
 
 class GlobalMemory(Space):
-    """Host memory in blocks, shared by all programs of a launch.
+    """Host memory in blocks, shared by all programs of a launch, with the first program that wrote or read each granule.
 
     Args:
-        blocks: bytes that kernels may touch, by address.
+        blocks: bytes that kernels may touch, by address; no two overlap.
     """
 
     name = "global"
 
     def __init__(self, blocks: dict[int, int], granule: int):
         # the first block is nothing: what lies below all others
-        ends = [(0, 0), *merged(blocks)]
+        ends = [(0, 0), *sorted((start, start + nbytes) for start, nbytes in blocks.items())]
         self.starts, self.ends = (np.array(column, np.uint64) for column in zip(*ends, strict=True))
         self.origins = self.starts & ~np.uint64(15)
         room = (self.ends - self.origins + np.uint64(31)) & ~np.uint64(15)
         self.firsts = np.cumsum(room) - room
         super().__init__(int(room.sum()), granule)
+        # program + 1, or 0 for none
+        self.first_writer = np.zeros(len(self.writer), np.int32)
+        self.first_reader = np.zeros(len(self.writer), np.int32)
 
     def rows(self, size: int, count: int) -> np.ndarray:
         return host_rows(size, count)
 
     def place(self, program, line: int, address, nbytes: int, lanes):
         block = self.starts.searchsorted(address, "right") - 1
-        outside, odd = address + nbytes > self.ends[block], address & (nbytes - 1)
-        if some(outside):
-            lane = int(outside.nonzero()[0][0])
-            past = int(address[lane]) + nbytes - int(self.ends[block[lane]])
-            why = f"out of bounds, {past} bytes behind the end of an allocation"
-            raise program.error(
-                line, f"{nbytes} bytes at {address[lane]:#x}, thread {lanes[lane]}: {why}"
-            )
-        if some(odd):
-            lane = int(odd.nonzero()[0][0])
-            raise program.error(
-                line, f"{nbytes} bytes at {address[lane]:#x}, thread {lanes[lane]}: misaligned"
-            )
+        self.check(program, line, address, nbytes, self.ends[block], lanes)
         shadow = address - self.origins[block] + self.firsts[block]
         return address.view(np.int64) - HostMemory.BASE, shadow.view(np.int64)
 
-    def unordered(self, program, noted, mine):
-        bad = super().unordered(program, noted, mine)
-        who = noted >> PROGRAM
-        foreign = (who != 0) & (who != program.index + 1)
-        if not some(foreign):
-            return bad
-        bad &= ~foreign
-        unknown = foreign & ((noted >> EPOCH) & EPOCHS >= program.known.epochs[who - 1])
-        mine = np.broadcast_to(mine, noted.shape)
-        for at in zip(*unknown.nonzero(), strict=True):
-            bad[at] = not program.knows(int(mine[at]) & THREADS, int(noted[at]))
-        return bad
+    def note_read(self, program, line: int, granules, lanes):
+        self.look_for_others(program, line, ("reads", "wrote"), self.first_writer, granules)
+        super().note_read(program, line, granules, lanes)
+        self.note_first(program, self.first_reader, granules)
+
+    def note_write(self, program, line: int, granules, lanes, changed):
+        # the same value once more does no harm
+        self.look_for_others(program, line, ("writes", "wrote"), self.first_writer, granules[changed])  # fmt: skip
+        self.look_for_others(program, line, ("writes", "read"), self.first_reader, granules)
+        super().note_write(program, line, granules, lanes, changed)
+        self.note_first(program, self.first_writer, granules)
+
+    def look_for_others(self, program, line: int, verbs: tuple[str, str], first, granules):
+        """Tell of an access to what another program has touched."""
+        found = first[granules]
+        others = found[(found != 0) & (found != program.index + 1)]
+        if len(others):
+            does, did = verbs
+            program.hazard(line, f"{does} global memory that program {others[0] - 1} {did}")
+
+    def note_first(self, program, first, granules):
+        """Note a program where it is the first one.
+
+        Programs run one after another, so that no other one has been where a program is the first.
+        """
+        first[granules[first[granules] == 0]] = program.index + 1
 
 
 class SharedMemory(Space):
@@ -242,21 +229,16 @@ class SharedMemory(Space):
         self.nbytes = nbytes
         self.bytes = np.full(-(-nbytes // 16) * 2, -1, np.int64).view(np.uint8)
         super().__init__(nbytes, granule)
-        self.copies = np.zeros(
-            len(self.writer), np.int64
-        )  # the group of a cp.async that wrote it last
+        # the group of a cp.async that wrote it last
+        self.copies = np.zeros(len(self.writer), np.int64)
 
     def rows(self, size: int, count: int) -> np.ndarray:
         return self.bytes.view(f"u{size}").reshape(-1, count)
 
     def place(self, program, line: int, address, nbytes: int, lanes):
         offset = address.astype(np.int64)
-        outside = offset + nbytes > self.nbytes
-        for bad, why in ((outside, "out of bounds"), (offset & (nbytes - 1), "misaligned")):
-            if some(bad):
-                lane = int(bad.nonzero()[0][0])
-                where = f"{nbytes} bytes at byte {offset[lane]} of {self.nbytes} of shared memory"
-                raise program.error(line, f"{where}, thread {lanes[lane]}: {why}")
+        end = np.broadcast_to(self.nbytes, offset.shape)
+        self.check(program, line, offset, nbytes, end, lanes)
         return offset, offset
 
     def note_read(self, program, line: int, granules, lanes):
@@ -265,9 +247,9 @@ class SharedMemory(Space):
         self.look_for_copies(program, line, granules)
         super().note_read(program, line, granules, lanes)
 
-    def note_write(self, program, line: int, granules, lanes, changed, atomic: bool = False):
+    def note_write(self, program, line: int, granules, lanes, changed):
         self.look_for_copies(program, line, granules[changed])
-        super().note_write(program, line, granules, lanes, changed, atomic)
+        super().note_write(program, line, granules, lanes, changed)
 
     def look_for_copies(self, program, line: int, granules):
         """Tell of an access to what a copy under way writes."""
@@ -275,21 +257,3 @@ class SharedMemory(Space):
             program.hazard(
                 line, "touches shared memory that a cp.async under way writes (wait_group missing)"
             )
-
-
-class Known:
-    """What happened before: all of a program's epochs below a number, and single threads up to one."""
-
-    def __init__(self, programs: int):
-        self.epochs = np.zeros(programs, np.int64)
-        self.threads: dict[tuple[int, int], int] = {}
-
-    def add(self, other: "Known"):
-        """Take over what another has seen."""
-        np.maximum(self.epochs, other.epochs, out=self.epochs)
-        for who, epoch in other.threads.items():
-            self.threads[who] = max(epoch, self.threads.get(who, -1))
-
-    def has(self, program: int, thread: int, epoch: int) -> bool:
-        """Say whether an access happened before."""
-        return epoch < self.epochs[program] or epoch <= self.threads.get((program, thread), -1)

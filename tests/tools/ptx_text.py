@@ -1,17 +1,16 @@
 """Read the PTX that Triton makes: one kernel, as segments of instructions whose operands are places of registers.
 
-A segment is code that runs from its start to its end: between labels, branches, barriers and atomics. Knows nothing of
-what instructions do.
+A segment is code that runs from its start to its end: between labels, branches and barriers. Knows nothing of what
+instructions do.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # bytes that a number of each type takes, by its name's parts
 SIZES = {"pred": 1, "bf16": 2, "f16x2": 4, "bf16x2": 4, "e4m3x2": 2}
 SIZES |= {f"{kind}{8 * size}": size for kind in "bsuf" for size in (1, 2, 4, 8)}
-ENDS = ("bar", "bra", "ret")  # instructions that end a segment
 STATEMENT = re.compile(
     r"\s*(?:(?P<label>[\w$]+)\s*:(?!:)|(?P<open>\{)|(?P<close>\})|\.(?:loc|file|pragma)[^\n]*|(?P<text>[^;]+);)"
 )
@@ -60,6 +59,11 @@ class Instruction:
     negated: bool = False
 
     @property
+    def is_barrier(self) -> bool:
+        """Return whether all threads meet here."""
+        return self.parts[:2] == ("bar", "sync")
+
+    @property
     def types(self) -> list[str]:
         """Return the types in its opcode, in order."""
         return [part for part in self.parts if part in SIZES]
@@ -79,16 +83,6 @@ class Instruction:
             return self.operands[2]
         count = next((int(part[1:]) for part in self.parts if part in ("v2", "v4")), 1)
         return count * SIZES[self.types[-1]]
-
-
-@dataclass
-class Segment:
-    """Instructions in order; switch: other programs may run before it; barrier: threads meet at its end."""
-
-    index: int
-    code: list[Instruction] = field(default_factory=list)
-    switch: bool = False
-    barrier: bool = False
 
 
 class Kernel:
@@ -121,15 +115,15 @@ class Kernel:
         self.registers: list[Register] = []
         self.constants: dict[tuple[int, int], Register] = {}
         self.specials: dict[str, Register] = {}
-        self.segments = [Segment(0)]
+        self.segments: list[list[Instruction]] = [[]]
         self.labels: dict[str, int] = {}
         self._scopes: list[dict[str, Register]] = []
         self._read(text, head.end())
         self.granules = {"global": 16, "shared": 16}
         for segment in self.segments:
-            for one in segment.code:
+            for one in segment:
                 copies = one.parts[0] == "cp" and len(one.operands) > 2
-                if copies or one.parts[0] in ("st", "atom", "stmatrix"):
+                if copies or one.parts[0] in ("st", "stmatrix"):
                     self.granules[one.space] = min(self.granules[one.space], one.nbytes)
 
     def line(self, number: int) -> str:
@@ -169,14 +163,14 @@ class Kernel:
                     return
             elif found["label"]:
                 self._start()
-                self.labels[found["label"]] = self.segments[-1].index
+                self.labels[found["label"]] = len(self.segments) - 1
             elif found["text"]:
                 self._statement(found["text"].strip(), line)
 
     def _start(self):
         """Begin a segment."""
-        if self.segments[-1].code:
-            self.segments.append(Segment(len(self.segments)))
+        if self.segments[-1]:
+            self.segments.append([])
 
     def _statement(self, text: str, line: int):
         if text.startswith(".reg"):
@@ -191,12 +185,8 @@ class Kernel:
         )
         if guard:
             one.guard, one.negated = self._find(guard), negated == "!"
-        if one.parts[0] == "atom":
-            self._start()
-            self.segments[-1].switch = True
-        self.segments[-1].code.append(one)
-        self.segments[-1].barrier = one.parts[:2] == ("bar", "sync")
-        if one.parts[0] in ("atom", "bra", "ret") or self.segments[-1].barrier:
+        self.segments[-1].append(one)
+        if one.parts[0] in ("bra", "ret") or one.is_barrier:
             self._start()
 
     def _find(self, name: str) -> Register | str:

@@ -1,4 +1,4 @@
-"""Read compiled code: instructions of the loop over pages and per stored number, registers, spills, shared memory.
+"""Read compiled code: instructions of the loop over pages and per stored number, spills, shared memory.
 
 Uses the disassembler that Triton's wheel brings along.
 """
@@ -14,7 +14,6 @@ import torch
 import triton
 
 from kv_hf.backends.triton.meta_params import Step, column_block, tile_tokens
-from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -30,13 +29,12 @@ class Code:
     Attributes:
         loop: opcodes of the loop over pages in order, with their suffixes.
         whole: opcodes of the kernel.
-        registers, shared: per thread, and bytes per program.
+        shared: bytes per program.
         num_warps: of the compiled kernel.
     """
 
     loop: tuple[str, ...]
     whole: tuple[str, ...]
-    registers: int
     shared: int
     num_warps: int
 
@@ -56,14 +54,12 @@ def read_cubin(kernel: Any) -> Code:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
-        text = _run("cuobjdump", "-sass", path)
-        usage = _run("cuobjdump", "-res-usage", path)
+        command = [TOOLS / "cuobjdump", "-sass", path]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     lines = [(int(at, 16), op, rest) for at, op, rest in _LINE.findall(text)]
-    registers = re.search(r"REG:(\d+)", usage)
     return Code(
         loop=_page_loop(lines),
         whole=tuple(op for _, op, _ in lines),
-        registers=int(registers.group(1)) if registers else 0,
         shared=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
     )
@@ -78,26 +74,6 @@ def _page_loop(lines: list[tuple[int, str, str]]) -> tuple[str, ...]:
             body = tuple(o for a, o, _ in lines if start <= a <= at and o != "NOP")
             loops.append((not any(o.startswith(MATRIX) for o in body), start, body))
     return min(loops)[2] if loops else ()
-
-
-def _run(tool: str, option: str, path: Path) -> str:
-    return subprocess.run(
-        [str(TOOLS / tool), option, str(path)], check=True, capture_output=True, text=True
-    ).stdout
-
-
-def standard_spec(name: str, dim: int) -> PageSpec:
-    """Return pages of 64 tokens, bfloat16, keys and values in one format or in "keys+values"."""
-    keys, _, values = name.partition("+")
-    return PageSpec.build(
-        key_scheme(keys),
-        value_scheme(values or keys, 16 if name == "int2" and dim % 32 else None),
-        num_kv_heads=8,
-        key_dim=dim,
-        value_dim=dim,
-        page_size=64,
-        dtype=torch.bfloat16,
-    )
 
 
 def instructions_per_number(code: Any, spec: PageSpec, group: int) -> float:

@@ -220,7 +220,7 @@ class CacheConfig:
     k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
-    on_edit: str = _option("refuse", _choice("refuse", "crop"))
+    on_edit: str = _option("refuse", _choice("refuse", "crop"), "decoder")
     read_tokens: int | None = _option(None, _TOKENS, "request")
     read_share: float | None = _option(None, _or_none(_part), "request")
     read_top_p: float | None = _option(None, _or_none(_part), "request")

@@ -123,8 +123,12 @@ class Text:
         """Drop all that the cache holds but the beginning of its `columns` known ids that this text has, too."""
         if known is None or known.shape[0] != len(self.ids):
             columns = 0
-        elif found := first_difference(known[:, :columns], self.ids, self.mask):
-            columns = found[1]
+        else:
+            real, own = self._real(known[:, :columns]), known[:, :columns].to(self.ids.device)
+            given = torch.ones_like(own) if self.mask is None else self.mask[:, :columns]
+            given = given.to(self.ids.device, torch.bool)
+            same = (real == given) & ((own == self.ids[:, :columns]) | ~given)
+            columns = int(same.all(0).long().cumprod(0).sum())
         try:
             if 0 < columns < self.seen:
                 self.cache.crop(columns - self.seen)
@@ -133,6 +137,12 @@ class Text:
         except (CacheMismatchError, RuntimeError):  # states and windows that cannot go back
             self.cache.reset()
         self.seen = self.cache.get_seq_length()
+
+    def _real(self, known: torch.Tensor) -> torch.Tensor:
+        """Return which columns of `known` the cache holds as tokens, not as left padding."""
+        padding = torch.tensor([row.padding for row in self.cache.group.rows])
+        columns = torch.arange(known.shape[1])
+        return (columns >= padding[:, None]).to(self.ids.device)
 
     def _check_same(self, known: torch.Tensor) -> None:
         """Raise CacheMismatchError where the text begins otherwise than the text that the cache holds."""

@@ -1,5 +1,7 @@
 """Conversations: answers of a model without a cache, whatever happened between the turns."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,7 @@ from tiny_tokenizer import TURNS, make_tokenizer
 import kv_hf
 from kv_hf.errors import CacheOptionError
 
+TINY_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
 SHORT = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -118,6 +121,45 @@ def test_a_turn_that_fails_leaves_the_messages_and_the_next_one_is_right():
     say(chat, "and seven years")
 
 
+def test_a_turn_while_another_computes_is_refused():
+    chat = make_chat()
+    pieces = chat.stream("Four score", max_new_tokens=400, min_new_tokens=400, do_sample=False)
+    next(pieces)
+    with pytest.raises(kv_hf.KVCacheError, match="another turn of this Chat still computes"):
+        chat("and seven")
+    with pytest.raises(KeyboardInterrupt):  # where it is read
+        pieces.throw(KeyboardInterrupt)
+    assert chat.messages == []
+    say(chat, "years ago")
+
+
+def test_a_deep_copy_goes_on_by_itself():
+    store = kv_hf.PrefixStore(max_bytes=2**24)
+    chat = make_chat(store=store)
+    say(chat, "Four score")
+    other = copy.deepcopy(chat)
+    assert other.model is chat.model
+    say(other, "and seven")
+    say(chat, "years ago")
+    assert len(other.messages) == len(chat.messages) == 4
+
+
+def test_assisted_turns_and_configs_of_other_caches():
+    """transformers gives a filled cache wrong positions in assisted decoding: it begins anew."""
+    chat = make_chat()
+    chat.model.generation_config.cache_implementation = "static"
+    chat.model.generation_config.use_cache = False
+    for arguments in (
+        {},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": make_model("llama", vocab_size=1000)},
+        {},
+    ):
+        messages = [*chat.messages, {"role": "user", "content": "Four score"}]
+        expected = without_cache(chat, messages, cache_implementation=None, use_cache=True)
+        assert chat("Four score", **SHORT, **arguments) == expected
+
+
 def test_beams_and_outputs_with_scores_are_answers_too():
     chat = make_chat()
     for arguments in ({"num_beams": 3}, {"return_dict_in_generate": True}, {}):
@@ -147,6 +189,18 @@ def test_bad_arguments_are_named():
         make_chat(model, "paged_int44")
     with pytest.raises(CacheOptionError, match="page_sizes"):
         make_chat(model, page_sizes=3)
+    with pytest.raises(CacheOptionError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        make_chat(transformers.T5ForConditionalGeneration(transformers.T5Config(**TINY_T5)))
+    chat = make_chat(make_model("llama", vocab_size=1000))
+    for name in ("past_key_values", "attention_mask", "inputs_embeds", "use_cache"):
+        with pytest.raises(CacheOptionError, match=f"{name} is given by the Chat itself"):
+            chat("Four score", **{name: None})
+    with pytest.raises(CacheOptionError, match="leave streamer out"):
+        next(chat.stream("Four score", streamer=None))
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False)
+    assert chat("Four score", generation_config=config) == without_cache(
+        chat, [{"role": "user", "content": "Four score"}], max_new_tokens=3
+    )
 
 
 def test_a_quantized_conversation_goes_on_over_its_pages():

@@ -80,7 +80,16 @@ CHANGED = {
     "shorter": lambda text: {"input_ids": text[:, :40]},
     "the-same": lambda text: {"input_ids": text},
     "another-batch": lambda text: left_padded([40, 25]),
+    "padded": lambda text: padded(next_turn(text), 3),
+    "with-a-hole": lambda text: padded(next_turn(text), 3, 10),
 }
+
+
+def padded(ids, columns, first=0):
+    """A text of which some columns are hidden that a cache held as tokens."""
+    mask = torch.ones_like(ids)
+    mask[:, first : first + columns] = 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("before", [{}, {"num_beams": 3}])

@@ -233,7 +233,8 @@ def guarded(prog: str, call: Callable[[], int]) -> int:
     """Call a command; return its exit code, or 130 for Ctrl-C. A reader that has seen enough (`| head`) is no error."""
     try:
         code = call()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before Python began
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{prog}: stopped", file=sys.stderr)
         return 130
@@ -243,6 +244,9 @@ def guarded(prog: str, call: Callable[[], int]) -> int:
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
         return 0
+    except OSError as error:  # a full disk, say
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
     return code
 
 

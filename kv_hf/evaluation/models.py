@@ -17,7 +17,8 @@ from transformers.utils import cached_file, extract_commit_hash
 from ..checks import check_int
 from ..hub import why_not_model
 from ..model_fields import CONVERSION, UPTRAINING
-from ..texts import DATASET, is_file, text_names, text_windows, token_windows
+from ..printable import short
+from ..texts import DATASET, names_file, text_names, text_windows, token_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
 from .rows import Row
@@ -137,10 +138,31 @@ class Measured:
         """
         if isinstance(text, str | Path):
             source = str(text)
-            if source.startswith(DATASET) or not any(map(str.isspace, source)) or is_file(source):
+            if (
+                source.startswith(DATASET)
+                or not any(map(str.isspace, source))
+                or names_file(source)
+            ):
                 return source
             text = self.tokenizer(source, verbose=False).input_ids
-        ids = torch.as_tensor(text)
+        try:
+            ids = torch.as_tensor(text)
+            integers = (
+                ids.numel()
+                and ids.ndim
+                and not (ids.is_floating_point() or ids.dtype == torch.bool)
+            )
+        except (TypeError, ValueError, RuntimeError):
+            integers = False
+        if not integers:
+            raise ValueError(
+                f"text must be a file, a bundled text, a dataset, a text itself, or token ids [tokens] or [texts, tokens], got {short(text)}"
+            )
+        known = self.model.get_input_embeddings().num_embeddings
+        if not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            raise ValueError(
+                f"text has the token ids {int(ids.min())} to {int(ids.max())}, and the model knows 0 to {known - 1}"
+            )
         self._given = ids.reshape(-1, ids.shape[-1]).tolist()
         self.reference.cache_clear()
         return GIVEN
@@ -152,7 +174,7 @@ class Measured:
         """
         windows, texts = {}, []
         for name in text_names(settings.text):
-            if name == GIVEN and self._given:
+            if self._given:
                 rows = (
                     token_windows(row, settings.window, settings.windows) for row in self._given
                 )

@@ -8,11 +8,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from ..cache.identity import drops_numbers
 from ..cache_names import parse_cache_name
 from ..checks import extra
 from ..files import replace_text
 from ..formats import cache_names
-from .caches import check_runs
+from ..printable import short
+from .caches import cache_kind, check_runs
 from .models import Measured, TextSettings
 from .rows import Row
 
@@ -85,7 +87,7 @@ def evaluate(
 
     Args:
         model: a causal language model in eval mode.
-        tokenizer: None loads the one that lies beside the model's weights.
+        tokenizer: None loads the one that lies beside the model's weights, where the text is not given as ids.
         text: a file, a bundled text, a set of them or a dataset; a text itself; or token ids, [tokens] or [texts, tokens].
             Give text of the kind that the model will read.
         caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
@@ -93,12 +95,23 @@ def evaluate(
     Returns: a row of each cache, see `Measured.accuracy`.
     Raises: ValueError for a bad cache or text before anything is measured.
     """
-    names = list(cache_names() if caches is None else caches)
-    if not names:
-        raise ValueError("caches must name at least one cache, got none")
+    names = [*(cache_names() if caches is None else caches)]
+    if isinstance(caches, str) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"caches must be a list of names of caches, at least one, got {short(caches)}"
+        )
+    if isinstance(tokenizer, str | Path):
+        raise ValueError(
+            f"tokenizer must be a tokenizer or None, got {short(tokenizer)}; a text is given as text="
+        )
+    if drops_numbers(model):
+        raise ValueError("model is in training mode and drops numbers at random; call model.eval()")
     for name in names:
         check_runs(name, model)
-    measured = Measured(model, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path))
+        cache_kind(name).make(model.config, window)
+    if tokenizer is None and isinstance(text, str | Path):
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    measured = Measured(model, tokenizer)
     settings = TextSettings(measured.give(text), windows, window, prompt)
     return [measured.accuracy(name, settings) for name in names]
 

@@ -258,14 +258,25 @@ def test_evaluate_takes_sources_texts_and_ids(folder):
     assert losses(path) == losses(path.read_text("utf-8")) == losses(ids) == expected
     assert losses(torch.tensor(ids[:200])) == expected
     assert losses([ids[:200], ids[200:400]])[0][1] == 2
-    for text, said in (
+    wrong = "text must be a file, a bundled text, a dataset, a text itself, or token ids"
+    refused = [
         ("lincoln_1863x", "did you mean 'lincoln_1863'"),
+        ("my own text.txt", "text must be a file"),
+    ]
+    refused += [
+        ("two words", "shorter than one window of 200"),
         (ids[:50], "shorter than one window of 200"),
-    ):
+    ]
+    refused += [([5, 99999], "the token ids 5 to 99999, and the model knows 0 to")]
+    others = (None, [], [0.5], {"a": 1}, [[1, 2], [3]], ["a", "b"], 7, torch.zeros(2, 0))
+    for text, said in (*refused, *((text, wrong) for text in others)):
         with pytest.raises(ValueError, match=said):
             losses(text)
-    with pytest.raises(ValueError, match="caches must name at least one cache"):
-        kv_hf.evaluate(loaded.model, loaded.tokenizer, ids, [])
+    for caches in ([], "paged_int4", [5]):
+        with pytest.raises(ValueError, match="caches must be a list of names of caches"):
+            kv_hf.evaluate(loaded.model, loaded.tokenizer, ids, caches)
+    with pytest.raises(ValueError, match="a text is given as text="):
+        kv_hf.evaluate(loaded.model, "my.txt")
 
 
 def test_text_of_a_dataset(tmp_path):

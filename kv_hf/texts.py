@@ -68,9 +68,11 @@ def documents(
     yield from (document for document in found if document.strip())
 
 
-def names_file(source: str) -> bool:
-    """Say whether a text with blanks is the name of a file, which need not be there: one line that ends in ".txt" or the like."""
-    return len(source) < 256 and "\n" not in source and Path(source).suffix[1:].isalpha()
+def is_source(text: str) -> bool:
+    """Say whether a text names a source, which need not be there: a word, a dataset, or one line that ends in ".txt" or the like."""
+    if text.startswith(DATASET) or not any(map(str.isspace, text)):
+        return True
+    return len(text) < 256 and "\n" not in text and Path(text).suffix[1:].isalpha()
 
 
 def _contents(source: str | Path, what: str, choices: str) -> str:

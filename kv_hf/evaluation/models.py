@@ -18,7 +18,7 @@ from ..checks import check_int
 from ..hub import why_not_model
 from ..model_fields import CONVERSION, UPTRAINING
 from ..printable import short
-from ..texts import DATASET, names_file, text_names, text_windows, token_windows
+from ..texts import is_source, text_names, text_windows, token_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
 from .rows import Row
@@ -138,11 +138,7 @@ class Measured:
         """
         if isinstance(text, str | Path):
             source = str(text)
-            if (
-                source.startswith(DATASET)
-                or not any(map(str.isspace, source))
-                or names_file(source)
-            ):
+            if is_source(source):
                 return source
             text = self.tokenizer(source, verbose=False).input_ids
         try:

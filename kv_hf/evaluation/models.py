@@ -143,14 +143,9 @@ class Measured:
             text = self.tokenizer(source, verbose=False).input_ids
         try:
             ids = torch.as_tensor(text)
-            integers = (
-                ids.numel()
-                and ids.ndim
-                and not (ids.is_floating_point() or ids.dtype == torch.bool)
-            )
         except (TypeError, ValueError, RuntimeError):
-            integers = False
-        if not integers:
+            ids = torch.zeros(0)
+        if not ids.ndim or not ids.numel() or ids.dtype == torch.bool or ids.is_floating_point():
             raise ValueError(
                 f"text must be a file, a bundled text, a dataset, a text itself, or token ids [tokens] or [texts, tokens], got {short(text)}"
             )

@@ -14,7 +14,7 @@ from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
-from ..errors import CacheMismatchError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..geometry import full_pages, page_start
 from ..notices import logger, warn_once
 from .generation import check_made
@@ -211,22 +211,13 @@ def note_origin(model: Any, cache: Any) -> None:
 def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:
     """Prepare a cache for assisted decoding, which has no prefill of its own: the text is noted at the end of the call.
 
-    A prefix store does nothing there, which is said once, and the first forward is the prompt's. transformers gives a cache
-    that holds tokens already wrong positions there, whatever its class.
+    A prefix store does nothing there, which is said once, and the first forward is the prompt's.
 
     Args:
         cache, own: as `Text` takes them.
         inputs: of the model.
-    Raises: CacheMismatchError for a decoder's cache that holds tokens (on_edit="crop": it begins anew), and where another
-        model has filled it.
+    Raises: CacheMismatchError where another model has filled the cache.
     """
-    if own is cache and own.get_seq_length():
-        if own.options.on_edit != "crop":
-            raise CacheMismatchError(
-                f"assisted decoding and prompt lookup begin with an empty cache, and this one has seen {own.get_seq_length()} "
-                "columns: transformers would compute wrong positions; call cache.reset() before"
-            )
-        own.reset()
     if own.prefix_store is not None:
         warn_once(
             "prefix_store assisted",
@@ -235,7 +226,7 @@ def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> N
     own.read_next_as_prompt()
     note_origin(model, own)
     own_loop = type(model)._assisted_decoding is GenerationMixin._assisted_decoding
-    if own_loop and comes_from_ids(model, cache, own, inputs):
+    if own_loop and comes_from_ids(model, cache, own, inputs) and not own.get_seq_length():
         note_at_end(own, 0)
 
 

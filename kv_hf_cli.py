@@ -24,7 +24,7 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        home: module and function: (what was read, name of the command) -> exit code.
+        function: module and name: (what was read, name of the command) -> exit code.
         about: what it does, for the help of `kv-hf` and its own.
         arguments: of a list of them exactly one must be given.
         notes: what its help says behind the arguments.
@@ -32,7 +32,7 @@ class Command(NamedTuple):
             gets the words; only its own arguments are looked at here.
     """
 
-    home: str
+    function: str
     about: str
     arguments: tuple[Argument | list[Argument], ...]
     notes: str = ""
@@ -220,7 +220,7 @@ def run(command: str, words: Sequence[str], prog: str) -> int:
         print(no_package(), file=sys.stderr)
         return 2
     try:
-        function = resolve_name(COMMANDS[command].home)
+        function = resolve_name(COMMANDS[command].function)
     except ImportError as error:
         if (error.name or "kv_hf").partition(".")[0] == "kv_hf":  # a fault of ours
             raise

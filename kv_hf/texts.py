@@ -123,13 +123,21 @@ def longest_context(config: Any) -> int:
 
 
 def text_windows(tokenizer: Any, source: str | Path, length: int, count: int) -> list[list[int]]:
+    """Return the first `count` windows of `length` tokens of a source, as `cut_text` does.
+
+    Raises: ValueError as `load_text` and `token_windows` do.
+    """
+    return cut_text(tokenizer, load_text(source), length, count)
+
+
+def cut_text(tokenizer: Any, text: str, length: int, count: int) -> list[list[int]]:
     """Return the first `count` windows of `length` tokens of a text, each begun as the tokenizer begins texts.
 
     A model that was trained with a token ahead of every text (Gemma) is lost without it.
 
-    Raises: ValueError as `load_text` and `token_windows` do.
+    Raises: ValueError as `token_windows` does.
     """
-    ids = tokenizer(load_text(source), add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     bos = [i for i in tokenizer("").input_ids if i == tokenizer.bos_token_id]
     return [[*bos, *window] for window in token_windows(ids, length - len(bos), count)]
 

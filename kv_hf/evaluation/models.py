@@ -18,7 +18,7 @@ from ..checks import check_int
 from ..hub import why_not_model
 from ..model_fields import CONVERSION, UPTRAINING
 from ..printable import short
-from ..texts import is_source, text_names, text_windows, token_windows
+from ..texts import cut_text, is_source, text_names, text_windows, token_windows
 from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
 from .rows import Row
@@ -120,7 +120,7 @@ class Measured:
     ) -> None:
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or name_of(model.config)
-        self._given: list[list[int]] = []
+        self._given: str | list[list[int]] = ""
         # of the last settings alone: those of a long text are large
         self.reference = functools.lru_cache(1)(self._reference)
 
@@ -136,11 +136,10 @@ class Measured:
             text: a source, see `TextSettings`; a text itself, which has a space or the end of a line; or token ids, [tokens]
                 or [texts, tokens].
         """
+        self.reference.cache_clear()
         if isinstance(text, str | Path):
-            source = str(text)
-            if is_source(source):
-                return source
-            text = self.tokenizer(source, verbose=False).input_ids
+            self._given = "" if is_source(str(text)) else str(text)
+            return GIVEN if self._given else str(text)
         try:
             ids = torch.as_tensor(text)
         except (TypeError, ValueError, RuntimeError):
@@ -155,7 +154,6 @@ class Measured:
                 f"text has the token ids {int(ids.min())} to {int(ids.max())}, and the model knows 0 to {known - 1}"
             )
         self._given = ids.reshape(-1, ids.shape[-1]).tolist()
-        self.reference.cache_clear()
         return GIVEN
 
     def _reference(self, settings: TextSettings) -> tuple[dict[str, int], ExactReference]:
@@ -165,13 +163,13 @@ class Measured:
         """
         windows, texts = {}, []
         for name in text_names(settings.text):
-            if self._given:
-                rows = (
-                    token_windows(row, settings.window, settings.windows) for row in self._given
-                )
-                cut = list(itertools.chain(*rows))
+            sizes, given = (settings.window, settings.windows), self._given
+            if isinstance(given, list):
+                cut = list(itertools.chain(*(token_windows(row, *sizes) for row in given)))
+            elif given:
+                cut = cut_text(self.tokenizer, given, *sizes)
             else:
-                cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
+                cut = text_windows(self.tokenizer, name, *sizes)
             windows[name] = len(cut)
             texts += [torch.tensor(ids, device=self.model.device) for ids in cut]
         return windows, ExactReference(self.model, texts, settings.prompt)

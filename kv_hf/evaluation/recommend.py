@@ -93,7 +93,8 @@ def evaluate(
         caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
         windows, window, prompt: see `TextSettings`.
     Returns: a row of each cache, see `Measured.accuracy`.
-    Raises: ValueError for a bad cache or text before anything is measured.
+    Raises: ValueError for a bad name of a cache and a bad text before anything is measured; what a cache refuses with its
+        first tokens (a kernel, too small a max_length) when its turn comes.
     """
     names = [*(cache_names() if caches is None else caches)]
     if isinstance(caches, str) or not names or not all(isinstance(name, str) for name in names):

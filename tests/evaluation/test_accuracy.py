@@ -7,6 +7,7 @@ import torch
 from measure.models.packaged import resolve_model
 from tiny_models import make_model, tokens
 from tiny_tokenizer import sentence
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kv_hf
@@ -277,6 +278,9 @@ def test_evaluate_takes_sources_texts_and_ids(folder):
             kv_hf.evaluate(loaded.model, loaded.tokenizer, ids, caches)
     with pytest.raises(ValueError, match="a text is given as text="):
         kv_hf.evaluate(loaded.model, "my.txt")
+    begun = loaded.tokenizer.backend_tokenizer  # by a token ahead of every text
+    begun.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert losses(path.read_text("utf-8"), windows=2) == losses(path, windows=2) != expected
 
 
 def test_text_of_a_dataset(tmp_path):

@@ -204,9 +204,13 @@ def test_bad_arguments_are_named():
 
 
 def test_a_quantized_conversation_goes_on_over_its_pages():
+    """As a loop of one's own with one cache does, which reads the turns before from pages."""
     chat = make_chat(cache="paged_int4")
-    with torch.random.fork_rng():
-        for text in ("Four score and seven years ago", "our fathers brought forth"):
-            chat(text, **SHORT)
-    assert "int4" in repr(chat.cache)
-    assert chat.cache.report()[0].kind
+    options = {"keys": "int4", "page_size": 16, "on_edit": "crop"}
+    cache, messages = kv_hf.PagedCache(chat.model.config, **options), []
+    for text in ("Four score and seven years ago", "our fathers brought forth"):
+        messages.append({"role": "user", "content": text})
+        expected = without_cache(chat, messages, past_key_values=cache)
+        messages.append({"role": "assistant", "content": expected})
+        assert chat(text, **SHORT) == expected
+    assert cache.get_seq_length() == chat.cache.get_seq_length() > 2 * 16

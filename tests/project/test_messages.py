@@ -280,7 +280,7 @@ def test_python_m_runs_the_command(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", kv_hf_cli.COMMANDS)
 def test_commands_have_a_home_and_one_style(command):
-    home = resolve_name(kv_hf_cli.COMMANDS[command].home)
+    home = resolve_name(kv_hf_cli.COMMANDS[command].function)
     read, prog = list(inspect.signature(home).parameters.values())[:2]
     assert (read.name, prog.name) in (("args", "prog"), ("words", "prog"))
     assert len(f"  {kv_hf_cli.COMMANDS[command].about}") <= 67  # beside the names

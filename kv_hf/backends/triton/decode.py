@@ -6,8 +6,8 @@ columns are query heads of the kv head times q_len. Launches refuse to look into
 
 A split hands on its running softmax: the maximum in log2, the sum of weights and the sum of weighted values. The exact window
 is a split of its own, the last: it counts as much as several pages, and its values are never rotated. A second kernel
-merges the splits, a program for each query: on an H100 one program that merged those of a kv head took .12 to .24 us for each
-of them, as long as the data for 64 (results/gpu/tuning.jsonl).
+merges the splits, a program for each query: on an H100 one program that merged those of a kv head took .08 to .38 us for each
+of them, for 64 about as long as the data (results/gpu/tuning.jsonl).
 """
 
 from typing import Any, NamedTuple

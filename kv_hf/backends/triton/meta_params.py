@@ -337,14 +337,12 @@ class Queries(NamedTuple):
     def of(cls, spec: PageSpec, step: Step) -> "Queries":
         """Return those of a step."""
         heads, chunk, mask = spec.keys.num_kv_heads, step.q_len > 1, step.mask
-        causal, group, columns = (
-            chunk and mask == "none",
-            step.heads // heads,
-            column_block(spec, step),
-        )
+        causal, group = chunk and mask == "none", step.heads // heads
+        columns = column_block(spec, step)
         kept = columns if chunk else min(columns, power_of_two(group))
         return cls(
-            heads, group, columns, kept, chunk, step.sinks, causal, step.sliding_window, step.softcap, mask, bent=step.softcap or mask == "float", hides=causal or step.sliding_window or mask != "none",
+            heads, group, columns, kept, chunk, step.sinks, causal, step.sliding_window, step.softcap, mask,
+            bent=step.softcap or mask == "float", hides=causal or step.sliding_window or mask != "none",
         )  # fmt: skip
 
 

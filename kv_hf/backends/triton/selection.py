@@ -5,7 +5,7 @@ one more its exact window; a second kernel turns the scores of a row into masses
 page's codes (page_summary.py), for several pages at once: words are those of KeyWords, KEYS, and middles stand for the other
 channels. Products are batches, a unit (token group or page) each, so that a warp has whole units. Pages are ranked by
 integers that are all different: masses are not negative, so their bits are in the order of the numbers, and of equal ones
-the first page is better. The least of the chosen is found by parting a range, WAYS at once. All loops go over blocks of a row's pages, of
+the first page is better. The least of the chosen is found by trying WAYS places of a range at once. All loops go over blocks of a row's pages, of
 which there may be any number.
 """
 
@@ -72,7 +72,7 @@ SUMS = tl.constexpr(MAX_SPLITS + 1)
 # pages and columns whose masses are summed at once
 SUMMED_PAGES, SUMMED_COLUMNS = tl.constexpr(128), tl.constexpr(32)
 BLOCK = tl.constexpr(1024)  # pages that are counted at once
-WAYS = tl.constexpr(16)  # parts of a range of ranks, less one
+WAYS = tl.constexpr(16)  # places of a range of ranks that are tried at once
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
 
+from ..backends.cpu.library import end_idle_threads
 from ..cache.model_shape import is_encoder_decoder
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
@@ -129,6 +130,12 @@ class BatchManager(Manager):
         """Leave a model its attention, which reads these pages; transformers' own method knows a closed list of them."""
         if self.kv_hf_options is None:
             super().switch_to_cb_friendly_attn(model, *args, **kwargs)
+
+    def start(self) -> None:
+        """Start the thread that runs the forwards. The threads of the one that calls this would stand in its way."""
+        if self.kv_hf_options is not None:
+            end_idle_threads()
+        super().start()
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -92,6 +92,14 @@ def test_generate_batch_on_exact_pages_answers_as_transformers_own(own_answers, 
     assert answers(make_model("llama"), prompts(), generation, batching(**changes)) == own_answers
 
 
+def test_idle_threads_end_where_a_manager_of_pages_starts(monkeypatch):
+    ended = []
+    monkeypatch.setattr(batch_manager, "end_idle_threads", lambda: ended.append(1))
+    for generation in (config(new=1), config("paged_exact", 1)):  # transformers' own stays as it is
+        answers(make_model("llama"), [[5, 6]], generation, batching())
+    assert ended == [1]
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 @pytest.mark.parametrize("blocks", [64, 9])
 def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):

@@ -65,7 +65,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             f"{ISA_VARIABLE} must be one of {words} on this processor, or none, got {asked!r}"
         )
     library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
-    library.kv_hf_use_openmp(_torch_openmp())
+    openmp = _torch_openmp()
+    library.kv_hf_use_openmp(openmp and openmp.GOMP_parallel)
     return library, ""
 
 
@@ -79,8 +80,8 @@ def _is_checkout() -> bool:
     return (FOLDER.parents[2] / "pyproject.toml").is_file()
 
 
-def _torch_openmp() -> int | None:
-    """Return the address of GOMP_parallel in the OpenMP that torch has loaded, or None.
+def _torch_openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP that torch has loaded and that has an entry GOMP_parallel, or None.
 
     LLVM's and Intel's OpenMP offer that entry too. Only a library that is already there is taken. In a forked process
     its threads are gone, and a call would wait for them for ever. (A library that was loaded before the fork forgets the
@@ -93,10 +94,22 @@ def _torch_openmp() -> int | None:
     for name in (*bundled, "libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):
         try:
             openmp = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            return ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
+        except OSError:
             continue
+        if hasattr(openmp, "GOMP_parallel"):
+            return openmp
     return None
+
+
+def end_idle_threads() -> None:
+    """End the OpenMP threads that the calling thread keeps for itself; its next parallel operator makes them anew.
+
+    Each thread of Python keeps a set. Where all sets together are more than the cores, GNU's OpenMP puts idle threads to sleep
+    at once, and waking them takes longer than many an operator of a decode step: 1.4 of the time of a step on two cores.
+    """
+    openmp = _torch_openmp()
+    if openmp is not None and hasattr(openmp, "omp_pause_resource_all"):
+        openmp.omp_pause_resource_all(1)  # omp_pause_soft; it fails, and does nothing, in a parallel region
 
 
 def library() -> ctypes.CDLL:

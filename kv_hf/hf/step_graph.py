@@ -1,4 +1,4 @@
-"""Decode steps of generate() as one CUDA graph: the first runs, the second is captured and compared, the others are replayed.
+"""Decode steps of generate() as one CUDA graph: the first is run, captured and compared, the others are replayed.
 
 On a GPU a step of one token is bound by the host: Python and the launches of some ten kernels per layer. A graph of
 the step is launched at once. The cache has to be preallocated, so that nothing moves and all lengths are on the device.
@@ -70,7 +70,6 @@ class StepGraph:
         self.model = model
         self.cache = cache
         self.given_up: str | None = None
-        self._has_run = False
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Any] = []
         self._structure: Any = None
@@ -83,11 +82,8 @@ class StepGraph:
         """Return what the model returns for `inputs`; its tensors are the caller's."""
         if self.given_up is not None or not self._is_step(inputs):
             return self.model(**inputs)
-        if not self._has_run:
-            # Triton compiles, libraries make their workspaces
-            self._has_run = True
-            return on_side_stream(lambda: self.model(**inputs))
-        leaves, structure = _flatten(inputs)
+        given = {name: value for name, value in inputs.items() if name != CACHE}
+        leaves, structure = pytree.tree_flatten(given)
         if self._replay is not None and not self._takes(leaves, structure):
             return self.model(**inputs)
         cache = self.cache
@@ -150,7 +146,7 @@ class StepGraph:
         cache.fixed = self._fixed
         try:
             self._rewind(standing)
-            expected = self.model(**own)
+            expected = on_side_stream(lambda: self.model(**own))  # Triton compiles
             self._windows = [(one, one.tokens) for layer in layers for one in layer.residuals or ()]
             self._specs = [(layer, layer.spec) for layer in layers]
             self._rewind(standing)
@@ -207,13 +203,6 @@ class StepGraph:
             f"Decode steps of {own} are launched by Python, kernel by kernel, and not as one CUDA graph: {reason}. "
             "cache_config={'cuda_graph': 'never'} does not try",
         )
-
-
-def _flatten(inputs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure of all inputs but the cache."""
-    given = {name: value for name, value in inputs.items() if name != CACHE}
-    leaves, structure = pytree.tree_flatten(given)
-    return leaves, structure
 
 
 def _alike(held: Any, given: Any) -> bool:

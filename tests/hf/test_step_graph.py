@@ -54,8 +54,8 @@ def both(model, inputs, implementation="paged_exact", new=80, **options):
 
 RECENT = {"recent_tokens": 20}
 CAPTURED = [
-    *((family, "paged_exact", {}, 78) for family in FAMILIES),
-    *(("llama", f"paged_{name}", {}, 78) for name in ("int4", "fp8")),
+    *((family, "paged_exact", {}, 79) for family in FAMILIES),
+    *(("llama", f"paged_{name}", {}, 79) for name in ("int4", "fp8")),
     *((family, "paged_exact", {}, 40) for family in ("mistral", "gpt_oss")),
     *((family, "paged_exact", RECENT, 40) for family in ("gemma3", "deepseek_v3")),
 ]
@@ -65,14 +65,14 @@ CAPTURED = [
 def test_generate_captures_one_step_and_gives_the_tokens_of_the_growing_cache(
     family, name, options, replays, gpu
 ):
-    """One token comes from the prompt, and one from a step of Python; windows that give pages back take more of these."""
+    """One token comes from the prompt; windows that give pages back take some steps of Python."""
     if family == "deepseek_v3":
         model = tiny_latent.make_model(family)
     else:
         model = make_model(family) if family in FAMILIES else windows(family, 24)
     grown, captured = both(model, left_padded([37, 20, 64]), name, **options)
     assert torch.equal(grown, captured)
-    assert gpu["captures"] == 1 and replays <= gpu["replays"] <= 78
+    assert gpu["captures"] == 1 and replays <= gpu["replays"] <= 79
 
 
 def test_generate_says_once_that_it_captures(caplog):
@@ -142,7 +142,7 @@ def test_replay_past_the_end_raises_and_changes_nothing(gpu):
         for column in range(20, 24):
             position = torch.full((2, 1), column)
             graph(input_ids=token, past_key_values=cache, position_ids=position)
-        assert gpu["replays"] == 3
+        assert gpu["replays"] == 4
         held = cache.layers[0].keys
         with pytest.raises(CacheMismatchError, match="max_length=24 is reached"):
             graph(input_ids=token, past_key_values=cache, position_ids=position)
@@ -247,6 +247,6 @@ def test_bench_times_the_graph_of_generate(gpu):
 
     decoding = decoding_of(shared_model("llama"), 40, 2, "paged_int4", "graph")
     logits = [decoding.run() for _ in range(6)]
-    assert gpu == {"captures": 1, "replays": 5}
+    assert gpu == {"captures": 1, "replays": 6}
     assert all(torch.isfinite(one).all() for one in logits)
     assert decoding.cache.get_seq_length() == 46

@@ -109,7 +109,9 @@ def end_idle_threads() -> None:
     """
     openmp = _torch_openmp()
     if openmp is not None and hasattr(openmp, "omp_pause_resource_all"):
-        openmp.omp_pause_resource_all(1)  # omp_pause_soft; it fails, and does nothing, in a parallel region
+        openmp.omp_pause_resource_all(
+            1
+        )  # omp_pause_soft; it fails, and does nothing, in a parallel region
 
 
 def library() -> ctypes.CDLL:

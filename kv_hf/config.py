@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from .checks import (
@@ -35,7 +35,7 @@ from .formats import (
     value_scheme,
 )
 from .printable import short
-from .read_budget import READ_FROM, ReadBudget, pages_for
+from .read_budget import ReadBudget
 from .units import parse_bytes, parse_tokens
 
 Check = Callable[[str, Any], Any]  # (name, value given) -> value held; raises CacheOptionError
@@ -48,7 +48,10 @@ OTHER_KERNEL_WORDS = {
     **dict.fromkeys(("cpu", "native", "c++", "cpp"), "c"),
     **dict.fromkeys(("torch", "pytorch", "eager", "naive", "python", "sdpa", "math"), "reference"),
 }
-READ_LIMITS = ("read_tokens", "read_share", "read_top_p")
+# names that options once had -> the option that says it today
+FORMER_NAMES = {
+    **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+}
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
 _FORMATS = ("keys", "values", "layers", "latent", "k_rope")
 
@@ -140,6 +143,50 @@ _BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
 _TOKENS = _or_none(_whole(1, parse=parse_tokens))
 _GROUP = _or_none(_whole(1, MOST_PAGE_SIZE))
 _OFFLOAD = _or_none(_choice("cpu", "disk"))
+_READ_TOKENS = _whole(1, parse=parse_tokens)
+# parts of the option `read` -> field of ReadBudget, and its check
+_READ = {
+    "tokens": ("tokens", _READ_TOKENS),
+    "share": ("share", _part),
+    "mass": ("top_p", _part),
+    "from": ("from_tokens", _READ_TOKENS),
+}
+
+
+def _read(name: str, value: Any) -> ReadBudget:
+    """Return what `read` says, which is tokens, a share, or a mapping of _READ; a budget is held as it is."""
+    if isinstance(value, ReadBudget):
+        return value
+    if isinstance(value, float):
+        return ReadBudget(share=_part(name, value))
+    if not isinstance(value, Mapping):
+        return ReadBudget(tokens=_READ_TOKENS(name, value))
+    held = {}
+    for part, one in value.items():
+        check_choice(name, part, _READ)
+        field_name, check = _READ[part]
+        held[field_name] = check(f"{name}[{part!r}]", one)
+    if {"tokens", "share"} <= held.keys():
+        raise CacheOptionError(
+            f"{name}={value!r}: tokens and share bound the same; leave one of them out"
+        )
+    if held.keys() <= {"from_tokens"}:
+        raise CacheOptionError(
+            f"{name}={value!r} bounds nothing: 'from' says from how many tokens on a step reads a part; give 'tokens', 'share' "
+            "or 'mass' as well"
+        )
+    return ReadBudget(**held)
+
+
+def _read_option(budget: ReadBudget) -> int | float | dict[str, Any]:
+    """Return what `read` says of this budget, in JSON types."""
+    given = {
+        part: getattr(budget, field_name)
+        for part, (field_name, _) in _READ.items()
+        if getattr(budget, field_name) != getattr(ReadBudget, field_name)
+    }
+    plain = given.keys() in ({"tokens"}, {"share"})
+    return next(iter(given.values())) if plain else given
 
 
 @dataclass(frozen=True)
@@ -187,13 +234,12 @@ class CacheConfig:
             ordinary numbers (docs/formats.md), and says so once; "never" keeps the formats.
         on_edit: what generate() does with a text that does not begin with the tokens that the cache holds: "refuse" raises;
             "crop" keeps the common beginning and computes the rest, all of it where layers cannot go back.
-        read_tokens: tokens of each row, a number or "2k", that a decode step reads at most in layers with full attention: the
-            sinks, the exact tokens, the newest page, and those pages that matter most to the step (docs/long_context.md).
-            Nothing is evicted. None: everything is read.
-        read_share: the same bound as a part of the row's pages, between 0 and 1.
-        read_top_p: part of the attention mass, between 0 and 1, at which a step reads no further pages; alone or within
-            one of the bounds above.
-        read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
+        read: what a decode step reads at most of each row in layers with full attention: tokens, a number or "2k", or a share
+            of the row's pages, between 0 and 1. The step reads the sinks, the exact tokens, the newest page, and those pages
+            that matter most to it (docs/long_context.md). Nothing is evicted. None: everything is read. A mapping says more:
+            {"tokens": "2k", "mass": 0.95, "from": "8k"}, or "share" in place of "tokens". "mass" is the part of the attention mass,
+            between 0 and 1, at which a step reads no further pages, alone or within a bound; "from" the tokens of a row from which
+            on a step reads a part (4096), while shorter rows are read as a whole. It is held as a ReadBudget.
     """
 
     keys: str = _option("exact", _by(check_format, "keys"), "request")
@@ -221,10 +267,7 @@ class CacheConfig:
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
     on_edit: str = _option("refuse", _choice("refuse", "crop"), "decoder")
-    read_tokens: int | None = _option(None, _TOKENS, "request")
-    read_share: float | None = _option(None, _or_none(_part), "request")
-    read_top_p: float | None = _option(None, _or_none(_part), "request")
-    read_from: int = _option(READ_FROM, _whole(1, parse=parse_tokens), "request")
+    read: Any = _option(None, _or_none(_read), "request")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -234,14 +277,14 @@ class CacheConfig:
             self._check_apart(name, "max_length", why)
         self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
         self._check_apart("offload", "prefix_store", "whose pages many caches read at once")
-        self._check_apart("read_tokens", "read_share", "which bounds the same")
         if self.key_group_size is not None and self.page_size % self.key_group_size:
             raise CacheOptionError(
                 f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
             )
         self._check_groups()
         self._check_offload()
-        self._check_reading()
+        if self.read is not None:
+            object.__setattr__(self, "read", self._in_pages(self.read))
 
     def _gives(self, name: str) -> bool:
         return bool(getattr(self, name) != DEFAULTS[name])
@@ -292,18 +335,16 @@ class CacheConfig:
                 f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
             )
 
-    def _check_reading(self) -> None:
-        if self._gives("read_from") and not self.reads_part:
+    def _in_pages(self, read: ReadBudget) -> ReadBudget:
+        """Return a budget with its tokens in pages of these options. Raises CacheOptionError for too few tokens."""
+        kept = self.sink_tokens + self.recent_tokens
+        least = kept + 2 * self.page_size
+        if read.tokens is not None and read.tokens < least:
             raise CacheOptionError(
-                f"read_from={self.read_from} has nothing to do: it says from how many tokens on a step reads a part; give "
-                "read_tokens, read_share or read_top_p as well"
+                f"read must be at least {least} tokens: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
+                f"an open page and one more page of {self.page_size} tokens, got {read.tokens}"
             )
-        least = self.sink_tokens + self.recent_tokens + 2 * self.page_size
-        if self.read_tokens is not None and self.read_tokens < least:
-            raise CacheOptionError(
-                f"read_tokens must be at least {least}: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
-                f"an open page and one more page of {self.page_size} tokens, got {self.read_tokens}"
-            )
+        return read.in_pages(kept, self.page_size)
 
     @classmethod
     def from_options(
@@ -400,44 +441,16 @@ class CacheConfig:
                 sides.update(override)
         return sides
 
-    # -- reading a part ------------------------------------------------------------------------------------
-
-    @property
-    def reads_part(self) -> bool:
-        """Whether steps may read less than everything."""
-        return any(getattr(self, name) is not None for name in READ_LIMITS)
-
-    def reading_everything(self) -> "CacheConfig":
-        """Return the options without what they say of a part to read."""
-        nothing: dict[str, Any] = dict.fromkeys(READ_LIMITS)
-        return replace(self, **nothing, read_from=READ_FROM)
-
-    def read_budget(self) -> ReadBudget | None:
-        """Return what the options allow a step to read; None: everything."""
-        if not self.reads_part:
-            return None
-        pages = None
-        if self.read_tokens is not None:
-            kept = self.sink_tokens + self.recent_tokens
-            pages = pages_for(self.read_tokens, kept, self.page_size)
-        return ReadBudget(pages, self.read_share, self.read_top_p, self.read_from)
-
-    def budget_of(
-        self, model_type: Any, windows: list[int | None], latent: bool
-    ) -> ReadBudget | None:
-        """Return the budget of a model's layers with full attention; None: everything is read.
+    def check_reads(self, model_type: Any, windows: list[int | None], latent: bool) -> None:
+        """Raise CacheOptionError where steps are to read a part, and a model has no layer that can be read in part.
 
         Args:
             windows: sliding window of each layer that lives in pages, None of those that see everything.
             latent: whether any of them holds latents.
-        Raises: CacheOptionError where the options ask for a part, and no layer can be read in part.
         """
-        budget = self.read_budget()
-        if budget is None:
-            return None
-        given = ", ".join(
-            f"{name}={getattr(self, name)!r}" for name in READ_LIMITS if self._gives(name)
-        )
+        if self.read is None:
+            return
+        given = f"read={_read_option(self.read)!r}"
         if latent:
             raise CacheOptionError(
                 f"{given}: {model_type!r} caches latents (MLA), of which a step reads all; leave it out"
@@ -448,7 +461,6 @@ class CacheConfig:
                 f"{given}: no layer of {model_type!r} attends to the whole text (its sliding windows are {widest} tokens at "
                 "most), so that there is nothing to choose from; leave it out"
             )
-        return budget
 
 
 # name -> what is known of it, in the order of CacheConfig
@@ -464,7 +476,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 def check_option_names(given: Mapping[str, Any]) -> None:
     """Raise CacheOptionError for a name that is no option of CacheConfig."""
     for name in given:
-        check_choice("cache_config option", name, OPTIONS)
+        check_choice("cache_config option", name, OPTIONS, FORMER_NAMES)
 
 
 def given_options(cache_config: Any) -> dict[str, Any]:
@@ -484,6 +496,8 @@ def given_options(cache_config: Any) -> dict[str, Any]:
         given = {name: one for name, one in values.items() if one != DEFAULTS[name]}
         if given.keys() & set(_FORMATS):
             given |= {side: values[side] for side in ("keys", "values")}
+        if cache_config.read is not None:
+            given["read"] = _read_option(cache_config.read)
         return given
     if not isinstance(cache_config, Mapping):
         raise CacheOptionError(_no_config(cache_config))

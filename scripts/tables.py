@@ -265,7 +265,7 @@ def pages(tables: Sequence[Table]) -> dict[Path, str]:
 
 def title(row: Row) -> str:
     """Return a row's cache for people: ours as code, others with their maker."""
-    cache = row["cache"]
+    cache = row["cache"].replace("read_tokens=", "read=")  # as the option is called today
     if cache.startswith("paged_") or cache in ("dynamic", "static"):
         return f"`{cache}`"
     makers = {"kivi": "KIVI", "turboquant": "TurboQuant"}

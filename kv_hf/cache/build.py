@@ -20,7 +20,6 @@ from ..pages.forward import Forward
 from ..pages.offload import Demand, OffloadMemory
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageMemory
-from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
@@ -147,7 +146,7 @@ def page_layers(
     formats = {i: by_layer[i if options.layers else first[ranks[i]]] for i in paged}
     _check_overrides(classes, set(paged), options)
     planned_specs(page_sizes(config), list(formats.values()))
-    budget = options.budget_of(
+    options.check_reads(
         model_type,
         [windows[index] for index in paged],
         any(ranks[index] is not None for index in paged),
@@ -156,7 +155,7 @@ def page_layers(
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
     kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}
     groups = {
-        window: _rows(window, options, memory, None if window else budget)
+        window: _rows(window, options, memory)
         for window in sorted(set(kept_windows.values()), key=lambda w: (w is not None, w))
     }
     forward = Forward(tuple(groups.values()))
@@ -176,9 +175,8 @@ def page_layers(
     return made, forward, memory
 
 
-def _rows(
-    window: int | None, options: CacheConfig, memory: PageMemory, budget: ReadBudget | None
-) -> Rows:
+def _rows(window: int | None, options: CacheConfig, memory: PageMemory) -> Rows:
+    budget = None if window else options.read
     sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
     return Rows(sizes, memory.pool(window), options.reserve_tokens, budget, options.max_length)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import READ_LIMITS, CacheConfig
+from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..geometry import page_start
 from ..notices import warn_once
@@ -427,9 +427,7 @@ def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:
 
 def _reads(options: CacheConfig | None) -> str:
     """Return what tells apart caches whose steps read different parts of a text; "" where they read everything."""
-    if options is None or not options.reads_part:
-        return ""
-    return " reads " + " ".join(str(getattr(options, name)) for name in (*READ_LIMITS, "read_from"))
+    return "" if options is None or options.read is None else f" reads {options.read}"
 
 
 def salted(space: str, salt: str) -> str:

@@ -24,7 +24,7 @@ from ..cache.layer_formats import warn_of_two_bits
 from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
-from ..config import READ_LIMITS, CacheConfig, given_options
+from ..config import CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
 from ..notices import forget
@@ -52,8 +52,7 @@ OF_A_MODEL = (
     "latent_group_size",
     "k_rope",
     "mla",
-    *READ_LIMITS,
-    "read_from",
+    "read",
 )
 
 # owner, name, and what makes the function that takes the place of the one that stands there

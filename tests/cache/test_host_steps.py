@@ -35,7 +35,7 @@ def counted(steps=20, *, batch=1, context=300, **options):
     [
         ({"reserve_tokens": 512, "batch": 5, "ragged": True}, 3, 4),
         ({"max_length": 512}, 3, 4),
-        ({"reserve_tokens": 8192, "context": 4200, "batch": 2, "read_tokens": 512}, 5, 6),
+        ({"reserve_tokens": 8192, "context": 4200, "batch": 2, "read": 512}, 5, 6),
     ],
     ids=["ragged", "preallocated", "chosen pages"],
 )

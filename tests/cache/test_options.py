@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ import kv_hf
 from kv_hf.config import CacheConfig
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import cache_names
+from kv_hf.read_budget import ReadBudget
 
 FORMATS = "must be one of exact, fp8, int8, int4, int2"
 POWER = "page_size must be a power of two of at least 16, got"
@@ -61,18 +63,24 @@ BAD = [
     ({"kernel": "magic"}, "kernel must be one of"),
     ({"cross_attention": "int4"}, "cross_attention must be one of exact, same"),
     ({"cuda_graph": "often"}, "cuda_graph must be one of"),
-    ({"read_tokens": 131}, r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
-    ({"read_tokens": 199, "recent_tokens": 68}, "at least 200"),
-    ({"read_tokens": True}, "read_tokens must be an integer"),
-    ({"read_share": 0.0}, f"read_share {SHARE}, both left out, got 0.0"),
-    ({"read_share": 1}, f"read_share {SHARE}"),
-    ({"read_share": float("nan")}, "read_share must be a number"),
-    ({"read_top_p": 1.0}, f"read_top_p {SHARE}"),
-    ({"read_top_p": -0.5}, f"read_top_p {SHARE}"),
-    ({"read_top_p": "most"}, "read_top_p must be a number"),
-    ({"read_tokens": 2048, "read_share": 0.5}, "read_tokens=.* does not go with read_share"),
-    ({"read_from": 100}, "read_from=100 has nothing to do"),
-    ({"read_tokens": 2048, "read_from": 0}, "read_from must be an integer of at least 1"),
+    ({"read": 131}, r"read must be at least 132 tokens: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
+    ({"read": 199, "recent_tokens": 68}, "at least 200"),
+    ({"read": True}, "read must be an integer"),
+    ({"read": [2048]}, "read must be an integer"),
+    ({"read": "most"}, "read must be a number of tokens such as 8192 or 128k .* got 'most'"),
+    ({"read": 0.0}, f"read {SHARE}, both left out, got 0.0"),
+    ({"read": 1.0}, f"read {SHARE}"),
+    ({"read": float("nan")}, "read must be a number"),
+    ({"read": {"share": 1}}, rf"read\['share'\] {SHARE}"),
+    ({"read": {"mass": 1.0}}, rf"read\['mass'\] {SHARE}"),
+    ({"read": {"mass": -0.5}}, rf"read\['mass'\] {SHARE}"),
+    ({"read": {"mass": "most"}}, r"read\['mass'\] must be a number"),
+    ({"read": {"tokens": None}}, r"read\['tokens'\] must be an integer"),
+    ({"read": {"token": 2048}}, "read must be one of tokens, share, mass, from, got 'token'.*did you mean 'tokens'"),
+    ({"read": {"tokens": 2048, "share": 0.5}}, "tokens and share bound the same"),
+    ({"read": {"from": 100}}, "read={'from': 100} bounds nothing"),
+    ({"read": {}}, "read={} bounds nothing"),
+    ({"read": {"tokens": 2048, "from": 0}}, r"read\['from'\] must be an integer of at least 1"),
     ({"layers": "int8"}, "layers must map layer numbers or ranges to formats.*'int8'"),
     ({"layers": {"first": "int8"}}, f"{SPAN}.*'first'"),
     ({"layers": {-1: "int8"}}, f"{SPAN}.*-1"),
@@ -126,7 +134,7 @@ def test_group_size_that_no_format_reads_is_refused(argument):
 
 # -- what is accepted --------------------------------------------------------------------------------------
 
-SIZES = {"reserve_tokens": ("32k", 32 * 1024), "max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31), "read_tokens": ("2k", 2048)}  # fmt: skip
+SIZES = {"reserve_tokens": ("32k", 32 * 1024), "max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "given"), SIZES.items())
@@ -138,6 +146,30 @@ def test_cache_config_reads_sizes_with_units(name, given):
     assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.page_size = 32
+
+
+@pytest.mark.parametrize(
+    ("given", "held", "told"),
+    [
+        ("2k", ReadBudget(pages=30, tokens=2048), 2048),
+        (0.25, ReadBudget(share=0.25), 0.25),
+        ({"mass": 0.9}, ReadBudget(top_p=0.9), {"mass": 0.9}),
+        (
+            {"tokens": 2048, "mass": 0.9, "from": "8k"},
+            ReadBudget(pages=30, tokens=2048, top_p=0.9, from_tokens=8192),
+            {"tokens": 2048, "mass": 0.9, "from": 8192},
+        ),
+    ],
+    ids=str,
+)
+def test_read_is_held_as_one_budget(given, held, told):
+    config = CacheConfig(read=given)
+    assert config.read == held and config.to_dict() == {"read": told}
+    assert str(config) == f"CacheConfig(read={told!r})"
+    assert CacheConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+    smaller = dataclasses.replace(config, page_size=32)
+    assert smaller == CacheConfig(read=given, page_size=32)
 
 
 def test_prefix_store_reads_its_bound_with_a_unit():
@@ -211,10 +243,19 @@ def test_from_options_never_changes_the_dict():
         ("int4", {}, ["cache_implementation", "'int4'", ", ".join(cache_names())]),
         ("paged_int4", {"group_size": 32}, ["cache_config option", "'group_size'", "did you mean"]),
         ("paged_int4", {"nbits": 4}, ["cache_config option", "'nbits'", "keys, values, page_size"]),
+        ("paged_int4", {"read_tokens": 2048}, ["got 'read_tokens' (did you mean 'read'?)"]),
         ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),
         ("paged_int4", {"page_size": 24}, [POWER, "24"]),
     ],
-    ids=["unknown-name", "format-name", "near-option", "far-option", "no-text", "bad-value"],
+    ids=[
+        "unknown-name",
+        "format-name",
+        "near-option",
+        "far-option",
+        "former-option",
+        "no-text",
+        "bad-value",
+    ],
 )
 def test_from_options_refuses(implementation, options, says):
     with pytest.raises(CacheOptionError) as error:

@@ -211,7 +211,7 @@ def test_budget_counts_the_index_that_steps_choose_by():
     model = make_model("llama", num_hidden_layers=12, max_position_embeddings=2048)
     budget, ids = 289_000, tokens(1, 1090)
     cache = make_cache(
-        model, keys="int8", offload="disk", device_bytes=budget, read_tokens=64, read_from=64
+        model, keys="int8", offload="disk", device_bytes=budget, read={"tokens": 64, "from": 64}
     )
     for part in ids.split([1024, *[1] * 66], 1):
         forward(model, cache, part)

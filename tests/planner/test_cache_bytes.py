@@ -165,7 +165,7 @@ def test_the_meta_model_says_what_a_real_forward_caches(kind, name):
 PADDED, ALIKE = ((40, 3, 21), 24), ((150, 150), 2)
 INT4 = {"keys": "int4", "values": "int8", "page_size": 16}
 OFFLOADED = {"keys": "int8", "page_size": 16, "offload": "disk"}
-PART = {**OFFLOADED, "read_tokens": 52, "read_from": 96, "widen": "never"}
+PART = {**OFFLOADED, "read": {"tokens": 52, "from": 96}, "widen": "never"}
 TABLE = [
     ("dynamic", {}, PADDED),
     ("static", {}, PADDED),
@@ -231,7 +231,7 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
         ({**OFFLOADED, "device_bytes": 140_000}, 0),
         (PART, 4),
         ({**PART, "keys": "int4", "device_bytes": 40_000}, 2),
-        ({**PART, "read_tokens": None, "read_share": 0.3, "read_from": 20}, 4),
+        ({**PART, "read": {"share": 0.3, "from": 20}}, 4),
     ],
 )
 def test_offloaded_pages(options, offloaded):

@@ -8,7 +8,7 @@ import copy
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -51,9 +51,12 @@ OTHER_KERNEL_WORDS = {
 # names that options once had -> the option that says it today
 FORMER_NAMES = {
     **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+    **dict.fromkeys(("key_group_size", "value_group_size", "latent_group_size"), "group_size"),
 }
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
 _FORMATS = ("keys", "values", "layers", "latent", "k_rope")
+# for which formats have groups whose size may be set
+SIDES_WITH_GROUPS = ("keys", "values", "latent")
 
 
 @dataclass(frozen=True)
@@ -135,13 +138,21 @@ def _layers(name: str, value: Any) -> Any:
     return copy.deepcopy(dict(value))
 
 
+def _group_size(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return _GROUP(name, value)
+    for side in value:
+        check_choice(name, side, SIDES_WITH_GROUPS)
+    return {side: _GROUP(f"{name}[{side!r}]", size) for side, size in value.items()}
+
+
 def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
 _BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
 _TOKENS = _or_none(_whole(1, parse=parse_tokens))
-_GROUP = _or_none(_whole(1, MOST_PAGE_SIZE))
+_GROUP = _whole(1, MOST_PAGE_SIZE)
 _OFFLOAD = _or_none(_choice("cpu", "disk"))
 _READ_TOKENS = _whole(1, parse=parse_tokens)
 # parts of the option `read` -> field of ReadBudget, and its check
@@ -196,8 +207,10 @@ class CacheConfig:
     Attributes:
         keys, values: formats of the stored keys and values; `kv_hf.formats.format_names(side)` lists those of "keys" and of "values".
         page_size: tokens in a page, a power of two of at least 16.
-        key_group_size: tokens that share a key scale (4 and 2 bits); must divide page_size.
-        value_group_size: channels that share a value scale (4 and 2 bits); must divide head_dim.
+        group_size: numbers that share a scale, for every side whose format has groups to set, or a mapping of sides:
+            {"keys": 32, "values": 32, "latent": 64}. In keys and latents of 4 and 2 bits these are tokens, which must divide
+            page_size; in values of 4 to 2 bits channels, which must divide head_dim; in latents of 8 bits numbers of a latent, which
+            must divide kv_lora_rank.
         sink_tokens: the first tokens of each row that stay exact for ever. Attention puts so much weight on
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
@@ -225,7 +238,6 @@ class CacheConfig:
         offload_dir: folder of the files of offload="disk"; None takes the system's folder for temporary files.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
             None takes that of `keys`.
-        latent_group_size: numbers of a latent that share a scale (8 bits); must divide kv_lora_rank.
         k_rope: format of the RoPE keys beside latents: exact or int8; None takes int8 beside latents that are encoded,
             except beside fp8_ds_mla.
         mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
@@ -245,8 +257,7 @@ class CacheConfig:
     keys: str = _option("exact", _by(check_format, "keys"), "request")
     values: str = _option("exact", _by(check_format, "values"), "request")
     page_size: int = _option(64, _page_size)
-    key_group_size: int | None = _option(None, _GROUP, "request")
-    value_group_size: int | None = _option(None, _GROUP, "request")
+    group_size: int | Mapping[str, int] | None = _option(None, _or_none(_group_size), "request")
     sink_tokens: int = _option(4, _whole(0), "request")
     recent_tokens: int = _option(0, _whole(0), "request")
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
@@ -262,7 +273,6 @@ class CacheConfig:
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
     offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
     latent: str | None = _option(None, _or_none(_by(check_format, "latent")), "request")
-    latent_group_size: int | None = _option(None, _GROUP, "request")
     k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
@@ -277,11 +287,7 @@ class CacheConfig:
             self._check_apart(name, "max_length", why)
         self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
         self._check_apart("offload", "prefix_store", "whose pages many caches read at once")
-        if self.key_group_size is not None and self.page_size % self.key_group_size:
-            raise CacheOptionError(
-                f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
-            )
-        self._check_groups()
+        self.check_groups(SIDES_WITH_GROUPS)
         self._check_offload()
         if self.read is not None:
             object.__setattr__(self, "read", self._in_pages(self.read))
@@ -302,27 +308,37 @@ class CacheConfig:
                 f"{one} does not go with {two}, {why}; leave out {name} or {other}"
             )
 
-    def _check_groups(self) -> None:
-        """Raise CacheOptionError for a group size that no format of this cache reads."""
-        overrides = [sides for _, _, sides in self.layer_overrides()]
-        keys, values = (
-            {getattr(self, side), *(sides[side] for sides in overrides if side in sides)}
-            for side in ("keys", "values")
-        )
-        latents = {self.latent or self.keys, *(sides["keys"] for sides in overrides if "keys" in sides)}  # fmt: skip
-        if self.latent is not None:
-            keys |= {self.latent}
-        for name, given, what in (
-            ("key_group_size", keys, "keys"),
-            ("value_group_size", values, "values"),
-            ("latent_group_size", latents, "latents"),
-        ):
-            readers = readers_of(name)
-            if getattr(self, name) is not None and not given & set(readers):
+    def group_size_of(self, side: str) -> int | None:
+        """Return what `group_size` says of one side."""
+        given = self.group_size
+        return given.get(side) if isinstance(given, Mapping) else given
+
+    def check_groups(self, sides: Collection[str]) -> None:
+        """Raise CacheOptionError for a group size that no format reads, and for one of a side that is not one of `sides`."""
+        if self.group_size is None:
+            return
+        named = self.group_size if isinstance(self.group_size, Mapping) else None
+        for side in named or ():
+            if side not in sides:
                 raise CacheOptionError(
-                    f"{name}={getattr(self, name)} is read by the formats {listed(readers)} only, and {what} are "
-                    f"{', '.join(sorted(given))}"
+                    f"group_size={self.group_size!r} names {side}, and this model stores {listed(sides)} alone; leave it out"
                 )
+        overrides = [formats for _, _, formats in self.layer_overrides()]
+        unread = {}
+        for side in named or sides:
+            own = "keys" if side == "latent" else side  # where a latent has no format of its own
+            formats = {
+                getattr(self, side) or self.keys,
+                *(one[own] for one in overrides if own in one),
+            }
+            if formats.isdisjoint(readers_of(side)):
+                unread[side] = (
+                    f"of {side} {listed(readers_of(side))} read one, not {listed(sorted(formats))}"
+                )
+        if unread and (named or len(unread) == len(sides)):
+            raise CacheOptionError(
+                f"group_size={self.group_size!r} is read by no format: {'; '.join(unread.values())}"
+            )
 
     def _check_offload(self) -> None:
         if self.device_bytes is not None and self.offload is None:
@@ -407,8 +423,8 @@ class CacheConfig:
         """
         sides = self._formats_of(layer_idx, num_layers)
         return (
-            key_scheme(sides["keys"], self.key_group_size),
-            value_scheme(sides["values"], self.value_group_size),
+            key_scheme(sides["keys"], self.group_size_of("keys")),
+            value_scheme(sides["values"], self.group_size_of("values")),
         )
 
     def latent_scheme(self, layer_idx: int, num_layers: int) -> Scheme:
@@ -422,7 +438,7 @@ class CacheConfig:
                 f"keys={sides['keys']!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
                 "one format for both (latent= names it for all layers that `layers` does not)"
             )
-        return latent_scheme(sides["keys"], self.latent_group_size, self.key_group_size)
+        return latent_scheme(sides["keys"], self.group_size_of("latent"))
 
     def k_rope_format(self, latent: Scheme) -> str:
         """Return the name of the format of the RoPE keys beside latents of this scheme."""

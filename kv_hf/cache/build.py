@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 )
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
-from ..config import CacheConfig, shows_options
+from ..config import SIDES_WITH_GROUPS, CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
 from ..pages.forward import Forward
@@ -80,7 +80,7 @@ def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
     Beside a format that latents cannot have, `latent` is what a cache name says for other models.
     """
     one_sided = {options.keys, options.values} - {*format_names("latent")}
-    for name in ("latent", "latent_group_size", "k_rope", "mla"):
+    for name in ("latent", "k_rope", "mla"):
         if name == "latent" and one_sided:
             continue
         value, default = getattr(options, name), getattr(CacheConfig, name)
@@ -136,6 +136,12 @@ def page_layers(
             f"{model_type!r} has no attention layer that pages could hold: they hold keys and values, or latents and an indexer's keys "
             f"(its layers: {', '.join(sorted(set(classes)))}); use cache_implementation='dynamic'"
         )
+    stored = [
+        side
+        for side in SIDES_WITH_GROUPS
+        if any((ranks[index] is not None) == (side == "latent") for index in paged)
+    ]
+    options.check_groups(stored)
     if all(rank is None for rank in ranks):
         _check_no_latent_options(model_type, options)
     first = {ranks[index]: index for index in reversed(paged)}  # without `layers` others are alike
@@ -146,11 +152,7 @@ def page_layers(
     formats = {i: by_layer[i if options.layers else first[ranks[i]]] for i in paged}
     _check_overrides(classes, set(paged), options)
     planned_specs(page_sizes(config), list(formats.values()))
-    options.check_reads(
-        model_type,
-        [windows[index] for index in paged],
-        any(ranks[index] is not None for index in paged),
-    )
+    options.check_reads(model_type, [windows[index] for index in paged], "latent" in stored)
     memory = _pages(layers, set(paged), config, options)
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
     kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}

@@ -39,7 +39,7 @@ class LatentLayer(PagedLayer):
         self.mla, self._decoder_config = options.mla, config
         self.asked = {
             name: getattr(options, name)
-            for name in ("latent", "latent_group_size", "k_rope")
+            for name in ("latent", "k_rope")
             if getattr(options, name) != getattr(CacheConfig, name)
         }
         super().__init__(layer_idx, *args)

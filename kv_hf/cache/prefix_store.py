@@ -24,8 +24,7 @@ from .identity import ModelId
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
-    "keys", "values", "page_size", "key_group_size", "value_group_size", "sink_tokens", "layers", "latent",
-    "latent_group_size", "k_rope", "widen",
+    "keys", "values", "page_size", "group_size", "sink_tokens", "layers", "latent", "k_rope", "widen",
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ OF_A_MODEL = (
     "layers",
     "prefix_store",
     "latent",
-    "latent_group_size",
+    "group_size",
     "k_rope",
     "mla",
     "read",

@@ -126,8 +126,8 @@ FORMATS = {
     "fp8": {"latent": "fp8"},
     "int8": {"latent": "int8", "k_rope": "int8"},
     "int4": {"latent": "int4", "k_rope": "int8"},
-    "int8 in groups of 16": {"latent": "int8", "latent_group_size": 16},
-    "int4 in groups of 8 tokens": {"latent": "int4", "key_group_size": 8},
+    "int8 in groups of 16": {"latent": "int8", "group_size": 16},
+    "int4 in groups of 8 tokens": {"latent": "int4", "group_size": {"latent": 8}},
     "int2": {"latent": "int2"},
     "fp8_ds_mla": {"latent": "fp8_ds_mla"},
     "keys and values": {"keys": "int4", "values": "int4"},
@@ -220,7 +220,7 @@ def test_layers_override_the_latent_of_single_layers():
 @pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "dots3_note") if f in EXPANDING])
 def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     with pytest.raises(kv_hf.CacheOptionError, match="group"):
-        cache_of(family, latent="int8", latent_group_size=24)
+        cache_of(family, latent="int8", group_size=24)
     with pytest.raises(kv_hf.CacheOptionError, match="group|128"):
         cache_of(family, latent="fp8_ds_mla")
 
@@ -229,7 +229,6 @@ def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     "options",
     [
         {"latent": "int8"},
-        {"latent_group_size": 8, "keys": "int8"},
         {"k_rope": "int8"},
         {"mla": "absorb"},
         {"mla": "expand"},

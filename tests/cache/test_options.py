@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig
 import kv_hf
 from kv_hf.config import CacheConfig
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import cache_names
+from kv_hf.formats import cache_names, key_scheme
 from kv_hf.read_budget import ReadBudget
 
 FORMATS = "must be one of exact, fp8, int8, int4, int2"
@@ -37,11 +37,15 @@ BAD = [
     ({"page_size": True}, "page_size must be an integer.*True"),
     ({"page_size": "64"}, "page_size must be an integer.*'64'"),
     ({"page_size": 64.0}, "page_size must be an integer.*64.0"),
-    ({"key_group_size": 24}, "key_group_size must divide page_size 64, got 24"),
-    ({"key_group_size": 128}, "key_group_size must divide page_size 64, got 128"),
-    ({"key_group_size": 0}, "key_group_size .* at least 1, got 0"),
-    ({"value_group_size": -8}, "value_group_size .* at least 1, got -8"),
-    ({"value_group_size": "32"}, "value_group_size must be an integer.*'32'"),
+    ({"group_size": 0}, "group_size .* at least 1, got 0"),
+    ({"group_size": True}, "group_size must be an integer.*True"),
+    ({"group_size": {"values": -8}}, r"group_size\['values'\] .* at least 1, got -8"),
+    ({"group_size": {"values": "32"}}, r"group_size\['values'\] must be an integer.*'32'"),
+    ({"group_size": {"key": 32}}, "group_size must be one of keys, values, latent, got 'key'.*did you mean 'keys'"),
+    ({"group_size": {}}, "group_size={} is read by no format"),
+    ({"group_size": 16}, "group_size=16 is read by no format: of keys int4, .* read one, not exact; of values int4, "),
+    ({"group_size": {"keys": 16, "values": 16}, "keys": "int4"}, "is read by no format: of values int4, .* not exact"),
+    ({"group_size": {"latent": 64}, "latent": "exact"}, "is read by no format: of latent fp8, int8, .* not exact"),
     ({"sink_tokens": -1}, "sink_tokens .* at least 0, got -1"),
     ({"sink_tokens": None}, "sink_tokens must be an integer.*None"),
     ({"recent_tokens": -5}, "recent_tokens .* at least 0, got -5"),
@@ -94,9 +98,8 @@ BAD = [
     *(({name: text, "offload": "cpu"}, f"{name} must be .* such as ") for name in ("reserve_tokens", "max_length", "device_bytes")
       for text in ("2 lots", "-1", "")),
     *(({**others, name: 2**70}, f"{name} must be an integer of at most [0-9]+, got") for name, others in {
-        "page_size": {}, "key_group_size": {"keys": "int4"}, "value_group_size": {"values": "int4"}, "sink_tokens": {},
-        "recent_tokens": {}, "reserve_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"},
-        "latent_group_size": {"latent": "int8"}}.items()),
+        "page_size": {}, "group_size": {"keys": "int4"}, "sink_tokens": {},
+        "recent_tokens": {}, "reserve_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"}}.items()),
 ]  # fmt: skip
 
 
@@ -108,7 +111,16 @@ def test_bad_options_are_refused_before_a_cache_is_made(options, says):
 
 # options that only a model tells to be wrong
 BAD_FOR_LLAMA = [
-    ({"value_group_size": 24}, "value_group_size must divide head_dim 16, got 24"),
+    (
+        {"group_size": {"values": 24}},
+        "values format 'int4': group_size must divide head_dim 16, got 24",
+    ),
+    (
+        {"group_size": {"keys": 24}},
+        "keys format 'int4': group_size must divide page_size 64, got 24",
+    ),
+    ({"group_size": {"keys": 128}}, "group_size must divide page_size 64, got 128"),
+    ({"group_size": {"latent": 8}}, "names latent, and this model stores keys and values alone"),
     ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
     ({"page_sise": 64}, "page_sise.*did you mean 'page_size'"),
     ([1], "cache_config must be a kv_hf.CacheConfig or a dict"),
@@ -124,12 +136,22 @@ def test_bad_cache_config_is_refused_before_generation(config, says):
     assert not ran
 
 
-@pytest.mark.parametrize("argument", ["key_group_size", "value_group_size"])
-def test_group_size_that_no_format_reads_is_refused(argument):
+def test_group_size_that_no_format_of_a_model_reads_is_refused():
+    """In int8 latents alone have groups to set."""
     config = tiny_models.make_config("llama")
-    with pytest.raises(CacheOptionError, match=f"{argument}=16 is read by the formats int4"):
-        kv_hf.PagedCache(config, keys="int8", **{argument: 16})
-    kv_hf.PagedCache(config, keys="int8", layers={"0": "int4"}, **{argument: 16})
+    with pytest.raises(CacheOptionError, match="group_size=16 is read by no format: of keys int4"):
+        kv_hf.PagedCache(config, keys="int8", group_size=16)
+    kv_hf.PagedCache(config, keys="int8", layers={"0": {"values": "int4"}}, group_size=16)
+
+
+def test_group_size_is_that_of_every_side_that_reads_it():
+    config = CacheConfig(keys="int4", values="int4", group_size=8)
+    assert [one.scale_group for one in config.schemes(0, 1)] == [(8, 1), (1, 8)]
+    sides = dataclasses.replace(config, group_size={"values": 4})
+    assert [one.scale_group for one in sides.schemes(0, 1)] == [(0, 1), (1, 4)]
+    assert CacheConfig(**json.loads(json.dumps(sides.to_dict()))) == sides
+    mixed = dataclasses.replace(config, keys="int8")
+    assert mixed.schemes(0, 1)[0] == key_scheme("int8")
 
 
 # -- what is accepted --------------------------------------------------------------------------------------
@@ -241,7 +263,11 @@ def test_from_options_never_changes_the_dict():
     [
         ("paged_int5", {}, ["cache_implementation", "'paged_int5'", ", ".join(cache_names())]),
         ("int4", {}, ["cache_implementation", "'int4'", ", ".join(cache_names())]),
-        ("paged_int4", {"group_size": 32}, ["cache_config option", "'group_size'", "did you mean"]),
+        (
+            "paged_int4",
+            {"groupsize": 32},
+            ["cache_config option", "'groupsize'", "did you mean 'group_size'"],
+        ),
         ("paged_int4", {"nbits": 4}, ["cache_config option", "'nbits'", "keys, values, page_size"]),
         ("paged_int4", {"read_tokens": 2048}, ["got 'read_tokens' (did you mean 'read'?)"]),
         ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),
@@ -265,7 +291,7 @@ def test_from_options_refuses(implementation, options, says):
 
 def test_schemes_apply_layers_per_layer_and_side():
     layers = {"0-1": "int8", "3": {"keys": "fp8"}, 4: {"values": "exact"}, "5": {}}
-    config = CacheConfig(keys="int4", values="int2", layers=layers, key_group_size=16)
+    config = CacheConfig(keys="int4", values="int2", layers=layers, group_size={"keys": 16})
     schemes = [config.schemes(layer, 7) for layer in range(7)]
     names = [
         "int8 int8",

@@ -51,6 +51,7 @@ OTHER_KERNEL_WORDS = {
 # names that options once had -> the option that says it today
 FORMER_NAMES = {
     **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+    "offload_dir": "offload",
     **dict.fromkeys(("key_group_size", "value_group_size", "latent_group_size"), "group_size"),
 }
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
@@ -127,9 +128,14 @@ def _store(name: str, value: Any) -> Any:
     return value
 
 
-def _folder(name: str, value: Any) -> Any:
-    if not isinstance(value, str | os.PathLike) or not os.path.isdir(value):
-        raise CacheOptionError(f"{name} must be a folder that exists, got {value!r}")
+def _offload(name: str, value: Any) -> Any:
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and os.path.dirname(value)):
+        if not os.path.isdir(value):
+            raise CacheOptionError(
+                f"{name} must be cpu, disk or a folder that exists, got {value!r}"
+            )
+        return os.fspath(value)
+    check_choice(f"{name} (or a folder, as './pages')", value, ("cpu", "disk"))
     return value
 
 
@@ -153,7 +159,6 @@ def _or_none(check: Check) -> Check:
 _BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
 _TOKENS = _or_none(_whole(1, parse=parse_tokens))
 _GROUP = _whole(1, MOST_PAGE_SIZE)
-_OFFLOAD = _or_none(_choice("cpu", "disk"))
 _READ_TOKENS = _whole(1, parse=parse_tokens)
 # parts of the option `read` -> field of ReadBudget, and its check
 _READ = {
@@ -231,11 +236,10 @@ class CacheConfig:
             that one or raises ("triton", "c", "reference").
         cross_attention: of encoder-decoder models: "exact" keeps the encoder's keys and values as transformers
             does, "same" stores them in pages of the formats above.
-        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in temporary
-            files; None keeps all on the device.
+        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in files of the system's folder
+            for temporary files, a path in files of that folder; None keeps all on the device.
         device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers (and, where steps read a
             part, indexes) included. With offload and without a budget as little as possible lies there.
-        offload_dir: folder of the files of offload="disk"; None takes the system's folder for temporary files.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
             None takes that of `keys`.
         k_rope: format of the RoPE keys beside latents: exact or int8; None takes int8 beside latents that are encoded,
@@ -269,9 +273,8 @@ class CacheConfig:
     kernel: str = _option("auto", _by(check_choice, KERNELS, OTHER_KERNEL_WORDS))
     prefix_store: Any = _option(None, _or_none(_store), "local", "grows", "decoder")  # noqa: RUF009
     cross_attention: str = _option("exact", _choice("exact", "same"), "request", "encoder")
-    offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call")
+    offload: str | None = _option(None, _or_none(_offload), "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
-    offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
     latent: str | None = _option(None, _or_none(_by(check_format, "latent")), "request")
     k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
@@ -288,7 +291,11 @@ class CacheConfig:
         self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
         self._check_apart("offload", "prefix_store", "whose pages many caches read at once")
         self.check_groups(SIDES_WITH_GROUPS)
-        self._check_offload()
+        if self.device_bytes is not None and self.offload is None:
+            raise CacheOptionError(
+                f"device_bytes={self.device_bytes} needs offload='cpu' or 'disk': without it all pages stay on the device; "
+                "use max_pages to bound them"
+            )
         if self.read is not None:
             object.__setattr__(self, "read", self._in_pages(self.read))
 
@@ -338,17 +345,6 @@ class CacheConfig:
         if unread and (named or len(unread) == len(sides)):
             raise CacheOptionError(
                 f"group_size={self.group_size!r} is read by no format: {'; '.join(unread.values())}"
-            )
-
-    def _check_offload(self) -> None:
-        if self.device_bytes is not None and self.offload is None:
-            raise CacheOptionError(
-                f"device_bytes={self.device_bytes} needs offload='cpu' or 'disk': without it all pages stay on the device; "
-                "use max_pages to bound them"
-            )
-        if self.offload_dir is not None and self.offload != "disk":
-            raise CacheOptionError(
-                f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
             )
 
     def _in_pages(self, read: ReadBudget) -> ReadBudget:
@@ -404,8 +400,6 @@ class CacheConfig:
         found = {name: one for name, one in given_options(self).items() if name != "prefix_store"}
         if found.get("layers") is not None:
             found["layers"] = {str(span): formats for span, formats in found["layers"].items()}
-        if found.get("offload_dir") is not None:
-            found["offload_dir"] = str(found["offload_dir"])
         return found
 
     def __str__(self) -> str:

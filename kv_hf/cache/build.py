@@ -187,8 +187,7 @@ def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
     """Return the cache's own memory of pages, or the one that its prefix store shares among caches."""
     store = options.prefix_store
     if options.offload is not None:  # which no store goes with
-        folder = None if options.offload_dir is None else str(options.offload_dir)
-        return OffloadMemory(options.max_pages, options.offload, options.device_bytes, folder)
+        return OffloadMemory(options.max_pages, options.offload, options.device_bytes)
     if store is None:
         return PageMemory(options.max_pages)
     if not isinstance(store, PrefixStore):

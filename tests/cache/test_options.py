@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -57,12 +58,12 @@ BAD = [
     ({"max_length": 99, "max_pages": 4}, "max_pages=4 does not go with max_length"),
     ({"max_length": 99, "offload": "cpu"}, "offload='cpu' does not go with max_length"),
     ({"max_length": 99, "reserve_tokens": 9}, "reserve_tokens=9 does not go with max_length"),
-    ({"offload": "dsk"}, "offload must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
+    ({"offload": "dsk"}, r"offload \(or a folder, as './pages'\) must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
+    ({"offload": "/no/such"}, "offload must be cpu, disk or a folder that exists, got '/no/such'"),
+    ({"offload": Path("dsk")}, "offload must be cpu, disk or a folder that exists, got .*'dsk'"),
     ({"offload": "disk", **STORE}, "does not go with"),
     ({"device_bytes": 4}, "device_bytes=4 needs offload='cpu' or 'disk'"),
     ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
-    ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
-    ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
     ({"widen": "sometimes"}, "widen"),
     ({"kernel": "magic"}, "kernel must be one of"),
     ({"cross_attention": "int4"}, "cross_attention must be one of exact, same"),

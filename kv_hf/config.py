@@ -52,6 +52,7 @@ OTHER_KERNEL_WORDS = {
 FORMER_NAMES = {
     **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
     "offload_dir": "offload",
+    "reserve_tokens": "max_length",
     **dict.fromkeys(("key_group_size", "value_group_size", "latent_group_size"), "group_size"),
 }
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
@@ -222,9 +223,6 @@ class CacheConfig:
         max_pages: upper bound of the pool over all rows, or None.
         max_bytes: of continuous batching alone (docs/serving.md): bytes of its pages and exact tokens, a number or "2GiB",
             allocated when it starts; None takes a part of the free memory.
-        reserve_tokens: tokens of each row, a number or "32k", that storage has room for from the first forward on
-            (within max_pages).
-            Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
         max_length: columns (padding included), a number or "32k", of each row that everything is allocated for at the first forward; a
             decode step then compiles (docs/speed_and_memory.md). None: storage grows with the text.
         cuda_graph: "auto" lets generate() run decode steps on a GPU as one CUDA graph where it can: with max_length, and
@@ -266,7 +264,6 @@ class CacheConfig:
     recent_tokens: int = _option(0, _whole(0), "request")
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
     max_bytes: int | None = _option(None, _BYTES, "batch")
-    reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call")
     max_length: int | None = _option(None, _TOKENS, "local", "call", "decoder")
     cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
     layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")

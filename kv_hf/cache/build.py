@@ -180,7 +180,7 @@ def page_layers(
 def _rows(window: int | None, options: CacheConfig, memory: PageMemory) -> Rows:
     budget = None if window else options.read
     sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
-    return Rows(sizes, memory.pool(window), options.reserve_tokens, budget, options.max_length)
+    return Rows(sizes, memory.pool(window), budget, options.max_length)
 
 
 def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageMemory:

@@ -20,7 +20,7 @@ from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from ..pages.offload import LEAST_PAGES, Demand, split_layers
-from ..row_pages import PageUse, RowPages, page_use, reserved_pages
+from ..row_pages import PageUse, RowPages, page_use
 from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
@@ -195,9 +195,8 @@ class Pages:
 
     def unbounded(self) -> "Pages":
         """Return the same pages without bounds, and without room made in advance."""
-        free = dict.fromkeys(("max_length", "max_pages", "device_bytes"))
-        options = replace(self.options, **free, reserve_tokens=0)  # type: ignore[arg-type]
-        return Pages(self.inventory, options, self.on_cpu)
+        free: dict[str, Any] = dict.fromkeys(("max_length", "max_pages", "device_bytes"))
+        return Pages(self.inventory, replace(self.options, **free), self.on_cpu)
 
     @property
     def widest(self) -> int:
@@ -212,8 +211,7 @@ class Pages:
 
     def reserved(self, window: int | None, rows: int) -> int:
         """Return the pages that storage of a group has room for from the first forward on."""
-        each = self.sizes(window).reserved(self.bound or self.options.reserve_tokens)
-        return reserved_pages(rows, each, self.options.max_pages)
+        return rows * self.sizes(window).reserved(self.bound)
 
     def report(self, row_tokens: Sequence[int], prompt: int | None = None) -> MemoryReport:
         """Return the bytes of rows that hold `row_tokens` tokens, by formulas.
@@ -224,7 +222,7 @@ class Pages:
             prompt: tokens of the longest row that came in the first forward, the others one by one. It decides how many
                 pages a sliding window had in use at once, and the room of indexer keys. None: the most that any prompt
                 leads to, which never falls as rows grow. Where none of these is there the prompt changes nothing (beyond 256
-                pages it may, by less than 1/128, with reserve_tokens).
+                pages it may, by less than 1/128, with max_length).
         Raises: PagePoolExhaustedError, DeviceBudgetError, as the cache would.
         """
         rows, longest = len(row_tokens), max(row_tokens, default=0)

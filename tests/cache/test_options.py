@@ -51,13 +51,11 @@ BAD = [
     ({"sink_tokens": None}, "sink_tokens must be an integer.*None"),
     ({"recent_tokens": -5}, "recent_tokens .* at least 0, got -5"),
     ({"recent_tokens": True}, "recent_tokens must be an integer.*True"),
-    ({"reserve_tokens": -1}, "reserve_tokens .* at least 0, got -1"),
     ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
     ({"max_pages": 10.5}, "max_pages must be an integer.*10.5"),
     ({"max_length": 0}, "max_length must be"),
     ({"max_length": 99, "max_pages": 4}, "max_pages=4 does not go with max_length"),
     ({"max_length": 99, "offload": "cpu"}, "offload='cpu' does not go with max_length"),
-    ({"max_length": 99, "reserve_tokens": 9}, "reserve_tokens=9 does not go with max_length"),
     ({"offload": "dsk"}, r"offload \(or a folder, as './pages'\) must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
     ({"offload": "/no/such"}, "offload must be cpu, disk or a folder that exists, got '/no/such'"),
     ({"offload": Path("dsk")}, "offload must be cpu, disk or a folder that exists, got .*'dsk'"),
@@ -96,11 +94,11 @@ BAD = [
     ({"layers": {"0": "int9"}}, f"layers.*'0'.*{FORMATS}.*'int9'.*did you mean"),
     ({"layers": {"0": {"key": "int8"}}}, "layers.*'0'.*keys, values.*'key'.*'keys'"),
     ({"layers": {"0": {"keys": "int"}}}, f"layers.*'0'.*'keys'.*{FORMATS}.*'int'"),
-    *(({name: text, "offload": "cpu"}, f"{name} must be .* such as ") for name in ("reserve_tokens", "max_length", "device_bytes")
+    *(({name: text, "offload": "cpu"}, f"{name} must be .* such as ") for name in ("max_length", "device_bytes")
       for text in ("2 lots", "-1", "")),
     *(({**others, name: 2**70}, f"{name} must be an integer of at most [0-9]+, got") for name, others in {
         "page_size": {}, "group_size": {"keys": "int4"}, "sink_tokens": {},
-        "recent_tokens": {}, "reserve_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"}}.items()),
+        "recent_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"}}.items()),
 ]  # fmt: skip
 
 
@@ -157,7 +155,7 @@ def test_group_size_is_that_of_every_side_that_reads_it():
 
 # -- what is accepted --------------------------------------------------------------------------------------
 
-SIZES = {"reserve_tokens": ("32k", 32 * 1024), "max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31)}  # fmt: skip
+SIZES = {"max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "given"), SIZES.items())

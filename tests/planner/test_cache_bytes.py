@@ -171,7 +171,7 @@ TABLE = [
     ("static", {}, PADDED),
     ("paged", INT4, PADDED),
     ("paged", {**INT4, "sink_tokens": 0, "recent_tokens": 20}, PADDED),
-    ("paged", {**INT4, "page_size": 32, "reserve_tokens": 60}, PADDED),
+    ("paged", {**INT4, "page_size": 32}, PADDED),
     ("paged", OFFLOADED, ALIKE),
 ]
 LATENTS = {"keys": "latent", "values": "k_rope"}  # what latent attention calls them
@@ -261,7 +261,6 @@ OPTIONS = st.fixed_dictionaries(
     },
     optional={
         "recent_tokens": st.sampled_from([0, 1, 16, 50]),
-        "reserve_tokens": st.integers(0, 200),
         "max_pages": st.integers(1, 60),
         "layers": st.sampled_from([{"0": "int8"}, {"1-2": {"keys": "int4"}}, {"2": "exact"}]),
     },
@@ -309,7 +308,6 @@ def fill(cache, lengths, new, layers):
     slides=st.none() | PATTERN,
     room=st.none() | st.integers(0, 70),
 )
-@example({"page_size": 16, "reserve_tokens": 4803}, [149] * 16, 151, 9, [False] * 3, None)
 @example({"page_size": 16}, [150], 0, 40, [True] * 3, None)
 @example({"page_size": 16}, [150], 1, 1, [True] * 3, None)
 @example({"page_size": 16, "keys": "int4", "values": "int8"}, [90, 33], 7, 9, [False] * 3, 5)

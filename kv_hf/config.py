@@ -51,12 +51,13 @@ OTHER_KERNEL_WORDS = {
 # names that options once had -> the option that says it today
 FORMER_NAMES = {
     **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+    "k_rope": "latent",
     "offload_dir": "offload",
     "reserve_tokens": "max_length",
     **dict.fromkeys(("key_group_size", "value_group_size", "latent_group_size"), "group_size"),
 }
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
-_FORMATS = ("keys", "values", "layers", "latent", "k_rope")
+_FORMATS = ("keys", "values", "layers", "latent")
 # for which formats have groups whose size may be set
 SIDES_WITH_GROUPS = ("keys", "values", "latent")
 
@@ -153,6 +154,17 @@ def _group_size(name: str, value: Any) -> Any:
     return {side: _GROUP(f"{name}[{side!r}]", size) for side, size in value.items()}
 
 
+def _latent(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        check_format(name, value, "latent")
+        return value
+    sides = {"format": "latent", "k_rope": "k_rope"}
+    for part, one in value.items():
+        check_choice(name, part, sides)
+        check_format(f"{name}[{part!r}]", one, sides[part])
+    return dict(value)
+
+
 def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
@@ -239,9 +251,9 @@ class CacheConfig:
         device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers (and, where steps read a
             part, indexes) included. With offload and without a budget as little as possible lies there.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
-            None takes that of `keys`.
-        k_rope: format of the RoPE keys beside latents: exact or int8; None takes int8 beside latents that are encoded,
-            except beside fp8_ds_mla.
+            None takes that of `keys`. A mapping names that of the RoPE keys beside them, exact or int8, too:
+            {"format": "int8", "k_rope": "exact"}. Without it they take int8 beside latents that are encoded, except beside
+            fp8_ds_mla.
         mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
             where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
         widen: "auto" gives the keys or values of a layer a wider format if the one above loses far more of them than of
@@ -272,8 +284,7 @@ class CacheConfig:
     cross_attention: str = _option("exact", _choice("exact", "same"), "request", "encoder")
     offload: str | None = _option(None, _or_none(_offload), "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
-    latent: str | None = _option(None, _or_none(_by(check_format, "latent")), "request")
-    k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
+    latent: str | Mapping[str, str] | None = _option(None, _or_none(_latent), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
     on_edit: str = _option("refuse", _choice("refuse", "crop"), "decoder")
@@ -331,10 +342,10 @@ class CacheConfig:
         unread = {}
         for side in named or sides:
             own = "keys" if side == "latent" else side  # where a latent has no format of its own
-            formats = {
-                getattr(self, side) or self.keys,
-                *(one[own] for one in overrides if own in one),
-            }
+            first = (
+                getattr(self, side) if side != "latent" else self._of_latent("format") or self.keys
+            )
+            formats = {first, *(one[own] for one in overrides if own in one)}
             if formats.isdisjoint(readers_of(side)):
                 unread[side] = (
                     f"of {side} {listed(readers_of(side))} read one, not {listed(sorted(formats))}"
@@ -423,7 +434,7 @@ class CacheConfig:
 
         Raises: CacheOptionError where two formats are given for the one latent that is key and value.
         """
-        sides = self._formats_of(layer_idx, num_layers, self.latent)
+        sides = self._formats_of(layer_idx, num_layers, self._of_latent("format"))
         if sides["keys"] != sides["values"]:
             raise CacheOptionError(
                 f"keys={sides['keys']!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
@@ -433,7 +444,12 @@ class CacheConfig:
 
     def k_rope_format(self, latent: Scheme) -> str:
         """Return the name of the format of the RoPE keys beside latents of this scheme."""
-        return k_rope_name(self.k_rope, latent)
+        return k_rope_name(self._of_latent("k_rope"), latent)
+
+    def _of_latent(self, part: str) -> str | None:
+        """Return what `latent` says of the latents' "format", or of the "k_rope" beside them."""
+        given = self.latent if isinstance(self.latent, Mapping) else {"format": self.latent}
+        return given.get(part)
 
     def _formats_of(
         self, layer_idx: int, num_layers: int, latent: str | None = None

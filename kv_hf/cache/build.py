@@ -80,8 +80,8 @@ def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
     Beside a format that latents cannot have, `latent` is what a cache name says for other models.
     """
     one_sided = {options.keys, options.values} - {*format_names("latent")}
-    for name in ("latent", "k_rope", "mla"):
-        if name == "latent" and one_sided:
+    for name in ("latent", "mla"):
+        if name == "latent" and one_sided and not isinstance(options.latent, Mapping):
             continue
         value, default = getattr(options, name), getattr(CacheConfig, name)
         if value != default:

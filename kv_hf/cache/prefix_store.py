@@ -24,7 +24,7 @@ from .identity import ModelId
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
-    "keys", "values", "page_size", "group_size", "sink_tokens", "layers", "latent", "k_rope", "widen",
+    "keys", "values", "page_size", "group_size", "sink_tokens", "layers", "latent", "widen",
 )  # fmt: skip
 
 

@@ -50,7 +50,6 @@ OF_A_MODEL = (
     "prefix_store",
     "latent",
     "group_size",
-    "k_rope",
     "mla",
     "read",
 )

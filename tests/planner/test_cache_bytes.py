@@ -174,7 +174,7 @@ TABLE = [
     ("paged", {**INT4, "page_size": 32}, PADDED),
     ("paged", OFFLOADED, ALIKE),
 ]
-LATENTS = {"keys": "latent", "values": "k_rope"}  # what latent attention calls them
+LATENTS = {"keys": "format", "values": "k_rope"}  # what latent attention calls them
 
 
 def check(model, inventory, kind, options, load):
@@ -211,7 +211,9 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     heads = {(x.kv_heads, x.key_dim, x.value_dim) for x in inventory.layers if x.elements}
     for cache, options, load in TABLE:
         if any(layer.latent for layer in inventory.layers):
-            options = {LATENTS.get(key, key): value for key, value in options.items()}
+            parts = {LATENTS[side]: options[side] for side in LATENTS if side in options}
+            options = {key: value for key, value in options.items() if key not in LATENTS}
+            options |= {"latent": parts} if parts else {}
         if (
             name == "glm5_next"
         ):  # makes its masks itself: the cache does not learn of padding, and stores it
@@ -318,9 +320,9 @@ def test_any_options_lengths_and_layers(options, lengths, new, window, slides, r
     found = predict(inventory, "dynamic", **rows)
     assert (found.payload, found.other) == stored(cache, alive=True)
     if slides is None:
-        rope = options["values"] if options["values"] in ("exact", "int8") else None
+        rope = {"k_rope": options["values"]} if options["values"] in ("exact", "int8") else {}
         plain = {k: v for k, v in options.items() if k not in ("keys", "values", "layers")}
-        options = {**plain, "latent": options["keys"], "k_rope": rope}
+        options = {**plain, "latent": {"format": options["keys"], **rope}}
     elif room is not None and not any(slides):  # preallocated
         options = {k: v for k, v in options.items() if k in ("keys", "values", "sink_tokens")}
         options |= {"page_size": 16, "max_length": max(rows["row_tokens"]) + room}

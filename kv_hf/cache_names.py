@@ -1,5 +1,6 @@
 """Names of caches, as commands and tables write them: a kind, and options behind a colon; and names that users add."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,7 +66,12 @@ def unregister_cache(name: str) -> None:
 
 
 def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
-    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become int or float."""
+    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become int or float.
+
+    An option that is a mapping is given part by part: "paged_int4:read.tokens=2048,read.from=8k".
+
+    Raises: CacheOptionError for an unknown cache, ValueError for what is not NAME=VALUE or gives a value beside parts.
+    """
     base, _, tail = name.partition(":")
     check_choice("cache", base, all_cache_names())
     options: dict[str, Any] = {}
@@ -73,8 +79,24 @@ def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
         option, equals, value = item.partition("=")
         if not (option and equals and value):
             raise ValueError(f"options of a cache must be NAME=VALUE, got {item!r} in {name!r}")
-        options[option] = _number(value)
+        option, dot, part = option.partition(".")
+        held = options.get(option)
+        if held is not None and isinstance(held, dict) != bool(dot):
+            raise ValueError(f"{option} of a cache must be a value or parts, got both in {name!r}")
+        options[option] = {**(held or {}), part: _number(value)} if dot else _number(value)
     return base, options
+
+
+def write_cache_name(base: str, options: Mapping[str, Any]) -> str:
+    """Return the name that `parse_cache_name` splits into a cache and these options."""
+    words = []
+    for option, value in options.items():
+        named = {option: value}
+        if isinstance(value, Mapping):
+            named = {f"{option}.{part}": one for part, one in value.items()}
+        for name, one in named.items():
+            words.append(f"{name}={one if isinstance(one, str) else json.dumps(one, default=str)}")
+    return f"{base}:{','.join(words)}" if words else base
 
 
 def _number(text: str) -> int | float | str:

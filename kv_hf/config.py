@@ -8,8 +8,8 @@ import copy
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from .checks import (
@@ -35,7 +35,7 @@ from .formats import (
     value_scheme,
 )
 from .printable import short
-from .read_budget import READ_FROM, ReadBudget, pages_for
+from .read_budget import ReadBudget
 from .units import parse_bytes, parse_tokens
 
 Check = Callable[[str, Any], Any]  # (name, value given) -> value held; raises CacheOptionError
@@ -48,9 +48,18 @@ OTHER_KERNEL_WORDS = {
     **dict.fromkeys(("cpu", "native", "c++", "cpp"), "c"),
     **dict.fromkeys(("torch", "pytorch", "eager", "naive", "python", "sdpa", "math"), "reference"),
 }
-READ_LIMITS = ("read_tokens", "read_share", "read_top_p")
+# names that options once had -> the option that says it today
+FORMER_NAMES = {
+    **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+    "k_rope": "latent",
+    "offload_dir": "offload",
+    "reserve_tokens": "max_length",
+    **dict.fromkeys(("key_group_size", "value_group_size", "latent_group_size"), "group_size"),
+}
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
-_FORMATS = ("keys", "values", "layers", "latent", "k_rope")
+_FORMATS = ("keys", "values", "layers", "latent")
+# for which formats have groups whose size may be set
+SIDES_WITH_GROUPS = ("keys", "values", "latent")
 
 
 @dataclass(frozen=True)
@@ -121,9 +130,14 @@ def _store(name: str, value: Any) -> Any:
     return value
 
 
-def _folder(name: str, value: Any) -> Any:
-    if not isinstance(value, str | os.PathLike) or not os.path.isdir(value):
-        raise CacheOptionError(f"{name} must be a folder that exists, got {value!r}")
+def _offload(name: str, value: Any) -> Any:
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and os.path.dirname(value)):
+        if not os.path.isdir(value):
+            raise CacheOptionError(
+                f"{name} must be cpu, disk or a folder that exists, got {value!r}"
+            )
+        return os.fspath(value)
+    check_choice(f"{name} (or a folder, as './pages')", value, ("cpu", "disk"))
     return value
 
 
@@ -132,14 +146,76 @@ def _layers(name: str, value: Any) -> Any:
     return copy.deepcopy(dict(value))
 
 
+def _group_size(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return _GROUP(name, value)
+    for side in value:
+        check_choice(name, side, SIDES_WITH_GROUPS)
+    return {side: _GROUP(f"{name}[{side!r}]", size) for side, size in value.items()}
+
+
+def _latent(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        check_format(name, value, "latent")
+        return value
+    sides = {"format": "latent", "k_rope": "k_rope"}
+    for part, one in value.items():
+        check_choice(name, part, sides)
+        check_format(f"{name}[{part!r}]", one, sides[part])
+    return dict(value)
+
+
 def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
 _BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
 _TOKENS = _or_none(_whole(1, parse=parse_tokens))
-_GROUP = _or_none(_whole(1, MOST_PAGE_SIZE))
-_OFFLOAD = _or_none(_choice("cpu", "disk"))
+_GROUP = _whole(1, MOST_PAGE_SIZE)
+_READ_TOKENS = _whole(1, parse=parse_tokens)
+# parts of the option `read` -> field of ReadBudget, and its check
+_READ = {
+    "tokens": ("tokens", _READ_TOKENS),
+    "share": ("share", _part),
+    "mass": ("top_p", _part),
+    "from": ("from_tokens", _READ_TOKENS),
+}
+
+
+def _read(name: str, value: Any) -> ReadBudget:
+    """Return what `read` says, which is tokens, a share, or a mapping of _READ; a budget is held as it is."""
+    if isinstance(value, ReadBudget):
+        return value
+    if isinstance(value, float):
+        return ReadBudget(share=_part(name, value))
+    if not isinstance(value, Mapping):
+        return ReadBudget(tokens=_READ_TOKENS(name, value))
+    held = {}
+    for part, one in value.items():
+        check_choice(name, part, _READ)
+        field_name, check = _READ[part]
+        held[field_name] = check(f"{name}[{part!r}]", one)
+    if {"tokens", "share"} <= held.keys():
+        raise CacheOptionError(
+            f"{name}={value!r}: tokens and share bound the same; leave one of them out"
+        )
+    if held.keys() <= {"from_tokens"}:
+        raise CacheOptionError(
+            f"{name}={value!r} bounds nothing: 'from' says from how many tokens on a step reads a part; give 'tokens', 'share' "
+            "or 'mass' as well"
+        )
+    return ReadBudget(**held)
+
+
+def _read_option(budget: ReadBudget) -> int | float | dict[str, Any]:
+    """Return what `read` says of this budget, in JSON types."""
+    given = {
+        part: getattr(budget, field_name)
+        for part, (field_name, _) in _READ.items()
+        if getattr(budget, field_name) != getattr(ReadBudget, field_name)
+    }
+    plain = given.keys() in ({"tokens"}, {"share"})
+    return next(iter(given.values())) if plain else given
 
 
 @dataclass(frozen=True)
@@ -149,17 +225,16 @@ class CacheConfig:
     Attributes:
         keys, values: formats of the stored keys and values; `kv_hf.formats.format_names(side)` lists those of "keys" and of "values".
         page_size: tokens in a page, a power of two of at least 16.
-        key_group_size: tokens that share a key scale (4 and 2 bits); must divide page_size.
-        value_group_size: channels that share a value scale (4 and 2 bits); must divide head_dim.
+        group_size: numbers that share a scale, for every side whose format has groups to set, or a mapping of sides:
+            {"keys": 32, "values": 32, "latent": 64}. In keys and latents of 4 and 2 bits these are tokens, which must divide
+            page_size; in values of 4 to 2 bits channels, which must divide head_dim; in latents of 8 bits numbers of a latent, which
+            must divide kv_lora_rank.
         sink_tokens: the first tokens of each row that stay exact for ever. Attention puts so much weight on
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
         max_bytes: of continuous batching alone (docs/serving.md): bytes of its pages and exact tokens, a number or "2GiB",
             allocated when it starts; None takes a part of the free memory.
-        reserve_tokens: tokens of each row, a number or "32k", that storage has room for from the first forward on
-            (within max_pages).
-            Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
         max_length: columns (padding included), a number or "32k", of each row that everything is allocated for at the first forward; a
             decode step then compiles (docs/speed_and_memory.md). None: storage grows with the text.
         cuda_graph: "auto" lets generate() run decode steps on a GPU as one CUDA graph where it can: with max_length, and
@@ -171,60 +246,49 @@ class CacheConfig:
             that one or raises ("triton", "c", "reference").
         cross_attention: of encoder-decoder models: "exact" keeps the encoder's keys and values as transformers
             does, "same" stores them in pages of the formats above.
-        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in temporary
-            files; None keeps all on the device.
+        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in files of the system's folder
+            for temporary files, a path in files of that folder; None keeps all on the device.
         device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers (and, where steps read a
             part, indexes) included. With offload and without a budget as little as possible lies there.
-        offload_dir: folder of the files of offload="disk"; None takes the system's folder for temporary files.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
-            None takes that of `keys`.
-        latent_group_size: numbers of a latent that share a scale (8 bits); must divide kv_lora_rank.
-        k_rope: format of the RoPE keys beside latents: exact or int8; None takes int8 beside latents that are encoded,
-            except beside fp8_ds_mla.
+            None takes that of `keys`. A mapping names that of the RoPE keys beside them, exact or int8, too:
+            {"format": "int8", "k_rope": "exact"}. Without it they take int8 beside latents that are encoded, except beside
+            fp8_ds_mla.
         mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
             where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
         widen: "auto" gives the keys or values of a layer a wider format if the one above loses far more of them than of
             ordinary numbers (docs/formats.md), and says so once; "never" keeps the formats.
         on_edit: what generate() does with a text that does not begin with the tokens that the cache holds: "refuse" raises;
             "crop" keeps the common beginning and computes the rest, all of it where layers cannot go back.
-        read_tokens: tokens of each row, a number or "2k", that a decode step reads at most in layers with full attention: the
-            sinks, the exact tokens, the newest page, and those pages that matter most to the step (docs/long_context.md).
-            Nothing is evicted. None: everything is read.
-        read_share: the same bound as a part of the row's pages, between 0 and 1.
-        read_top_p: part of the attention mass, between 0 and 1, at which a step reads no further pages; alone or within
-            one of the bounds above.
-        read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
+        read: what a decode step reads at most of each row in layers with full attention: tokens, a number or "2k", or a share
+            of the row's pages, between 0 and 1. The step reads the sinks, the exact tokens, the newest page, and those pages
+            that matter most to it (docs/long_context.md). Nothing is evicted. None: everything is read. A mapping says more:
+            {"tokens": "2k", "mass": 0.95, "from": "8k"}, or "share" in place of "tokens". "mass" is the part of the attention mass,
+            between 0 and 1, at which a step reads no further pages, alone or within a bound; "from" the tokens of a row from which
+            on a step reads a part (4096), while shorter rows are read as a whole. It is held as a ReadBudget.
     """
 
     keys: str = _option("exact", _by(check_format, "keys"), "request")
     values: str = _option("exact", _by(check_format, "values"), "request")
     page_size: int = _option(64, _page_size)
-    key_group_size: int | None = _option(None, _GROUP, "request")
-    value_group_size: int | None = _option(None, _GROUP, "request")
+    group_size: int | Mapping[str, int] | None = _option(None, _or_none(_group_size), "request")
     sink_tokens: int = _option(4, _whole(0), "request")
     recent_tokens: int = _option(0, _whole(0), "request")
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
     max_bytes: int | None = _option(None, _BYTES, "batch")
-    reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call")
     max_length: int | None = _option(None, _TOKENS, "local", "call", "decoder")
     cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
     layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")
     kernel: str = _option("auto", _by(check_choice, KERNELS, OTHER_KERNEL_WORDS))
     prefix_store: Any = _option(None, _or_none(_store), "local", "grows", "decoder")  # noqa: RUF009
     cross_attention: str = _option("exact", _choice("exact", "same"), "request", "encoder")
-    offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call")
+    offload: str | None = _option(None, _or_none(_offload), "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
-    offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
-    latent: str | None = _option(None, _or_none(_by(check_format, "latent")), "request")
-    latent_group_size: int | None = _option(None, _GROUP, "request")
-    k_rope: str | None = _option(None, _or_none(_by(check_format, "k_rope")), "request")
+    latent: str | Mapping[str, str] | None = _option(None, _or_none(_latent), "request")
     mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
     on_edit: str = _option("refuse", _choice("refuse", "crop"), "decoder")
-    read_tokens: int | None = _option(None, _TOKENS, "request")
-    read_share: float | None = _option(None, _or_none(_part), "request")
-    read_top_p: float | None = _option(None, _or_none(_part), "request")
-    read_from: int = _option(READ_FROM, _whole(1, parse=parse_tokens), "request")
+    read: Any = _option(None, _or_none(_read), "request")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -234,14 +298,14 @@ class CacheConfig:
             self._check_apart(name, "max_length", why)
         self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
         self._check_apart("offload", "prefix_store", "whose pages many caches read at once")
-        self._check_apart("read_tokens", "read_share", "which bounds the same")
-        if self.key_group_size is not None and self.page_size % self.key_group_size:
+        self.check_groups(SIDES_WITH_GROUPS)
+        if self.device_bytes is not None and self.offload is None:
             raise CacheOptionError(
-                f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
+                f"device_bytes={self.device_bytes} needs offload='cpu' or 'disk': without it all pages stay on the device; "
+                "use max_pages to bound them"
             )
-        self._check_groups()
-        self._check_offload()
-        self._check_reading()
+        if self.read is not None:
+            object.__setattr__(self, "read", self._in_pages(self.read))
 
     def _gives(self, name: str) -> bool:
         return bool(getattr(self, name) != DEFAULTS[name])
@@ -259,51 +323,48 @@ class CacheConfig:
                 f"{one} does not go with {two}, {why}; leave out {name} or {other}"
             )
 
-    def _check_groups(self) -> None:
-        """Raise CacheOptionError for a group size that no format of this cache reads."""
-        overrides = [sides for _, _, sides in self.layer_overrides()]
-        keys, values = (
-            {getattr(self, side), *(sides[side] for sides in overrides if side in sides)}
-            for side in ("keys", "values")
-        )
-        latents = {self.latent or self.keys, *(sides["keys"] for sides in overrides if "keys" in sides)}  # fmt: skip
-        if self.latent is not None:
-            keys |= {self.latent}
-        for name, given, what in (
-            ("key_group_size", keys, "keys"),
-            ("value_group_size", values, "values"),
-            ("latent_group_size", latents, "latents"),
-        ):
-            readers = readers_of(name)
-            if getattr(self, name) is not None and not given & set(readers):
+    def group_size_of(self, side: str) -> int | None:
+        """Return what `group_size` says of one side."""
+        given = self.group_size
+        return given.get(side) if isinstance(given, Mapping) else given
+
+    def check_groups(self, sides: Collection[str]) -> None:
+        """Raise CacheOptionError for a group size that no format reads, and for one of a side that is not one of `sides`."""
+        if self.group_size is None:
+            return
+        named = self.group_size if isinstance(self.group_size, Mapping) else None
+        for side in named or ():
+            if side not in sides:
                 raise CacheOptionError(
-                    f"{name}={getattr(self, name)} is read by the formats {listed(readers)} only, and {what} are "
-                    f"{', '.join(sorted(given))}"
+                    f"group_size={self.group_size!r} names {side}, and this model stores {listed(sides)} alone; leave it out"
                 )
+        overrides = [formats for _, _, formats in self.layer_overrides()]
+        unread = {}
+        for side in named or sides:
+            own = "keys" if side == "latent" else side  # where a latent has no format of its own
+            first = (
+                getattr(self, side) if side != "latent" else self._of_latent("format") or self.keys
+            )
+            formats = {first, *(one[own] for one in overrides if own in one)}
+            if formats.isdisjoint(readers_of(side)):
+                unread[side] = (
+                    f"of {side} {listed(readers_of(side))} read one, not {listed(sorted(formats))}"
+                )
+        if unread and (named or len(unread) == len(sides)):
+            raise CacheOptionError(
+                f"group_size={self.group_size!r} is read by no format: {'; '.join(unread.values())}"
+            )
 
-    def _check_offload(self) -> None:
-        if self.device_bytes is not None and self.offload is None:
+    def _in_pages(self, read: ReadBudget) -> ReadBudget:
+        """Return a budget with its tokens in pages of these options. Raises CacheOptionError for too few tokens."""
+        kept = self.sink_tokens + self.recent_tokens
+        least = kept + 2 * self.page_size
+        if read.tokens is not None and read.tokens < least:
             raise CacheOptionError(
-                f"device_bytes={self.device_bytes} needs offload='cpu' or 'disk': without it all pages stay on the device; "
-                "use max_pages to bound them"
+                f"read must be at least {least} tokens: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
+                f"an open page and one more page of {self.page_size} tokens, got {read.tokens}"
             )
-        if self.offload_dir is not None and self.offload != "disk":
-            raise CacheOptionError(
-                f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
-            )
-
-    def _check_reading(self) -> None:
-        if self._gives("read_from") and not self.reads_part:
-            raise CacheOptionError(
-                f"read_from={self.read_from} has nothing to do: it says from how many tokens on a step reads a part; give "
-                "read_tokens, read_share or read_top_p as well"
-            )
-        least = self.sink_tokens + self.recent_tokens + 2 * self.page_size
-        if self.read_tokens is not None and self.read_tokens < least:
-            raise CacheOptionError(
-                f"read_tokens must be at least {least}: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
-                f"an open page and one more page of {self.page_size} tokens, got {self.read_tokens}"
-            )
+        return read.in_pages(kept, self.page_size)
 
     @classmethod
     def from_options(
@@ -347,8 +408,6 @@ class CacheConfig:
         found = {name: one for name, one in given_options(self).items() if name != "prefix_store"}
         if found.get("layers") is not None:
             found["layers"] = {str(span): formats for span, formats in found["layers"].items()}
-        if found.get("offload_dir") is not None:
-            found["offload_dir"] = str(found["offload_dir"])
         return found
 
     def __str__(self) -> str:
@@ -366,8 +425,8 @@ class CacheConfig:
         """
         sides = self._formats_of(layer_idx, num_layers)
         return (
-            key_scheme(sides["keys"], self.key_group_size),
-            value_scheme(sides["values"], self.value_group_size),
+            key_scheme(sides["keys"], self.group_size_of("keys")),
+            value_scheme(sides["values"], self.group_size_of("values")),
         )
 
     def latent_scheme(self, layer_idx: int, num_layers: int) -> Scheme:
@@ -375,17 +434,22 @@ class CacheConfig:
 
         Raises: CacheOptionError where two formats are given for the one latent that is key and value.
         """
-        sides = self._formats_of(layer_idx, num_layers, self.latent)
+        sides = self._formats_of(layer_idx, num_layers, self._of_latent("format"))
         if sides["keys"] != sides["values"]:
             raise CacheOptionError(
                 f"keys={sides['keys']!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
                 "one format for both (latent= names it for all layers that `layers` does not)"
             )
-        return latent_scheme(sides["keys"], self.latent_group_size, self.key_group_size)
+        return latent_scheme(sides["keys"], self.group_size_of("latent"))
 
     def k_rope_format(self, latent: Scheme) -> str:
         """Return the name of the format of the RoPE keys beside latents of this scheme."""
-        return k_rope_name(self.k_rope, latent)
+        return k_rope_name(self._of_latent("k_rope"), latent)
+
+    def _of_latent(self, part: str) -> str | None:
+        """Return what `latent` says of the latents' "format", or of the "k_rope" beside them."""
+        given = self.latent if isinstance(self.latent, Mapping) else {"format": self.latent}
+        return given.get(part)
 
     def _formats_of(
         self, layer_idx: int, num_layers: int, latent: str | None = None
@@ -400,44 +464,16 @@ class CacheConfig:
                 sides.update(override)
         return sides
 
-    # -- reading a part ------------------------------------------------------------------------------------
-
-    @property
-    def reads_part(self) -> bool:
-        """Whether steps may read less than everything."""
-        return any(getattr(self, name) is not None for name in READ_LIMITS)
-
-    def reading_everything(self) -> "CacheConfig":
-        """Return the options without what they say of a part to read."""
-        nothing: dict[str, Any] = dict.fromkeys(READ_LIMITS)
-        return replace(self, **nothing, read_from=READ_FROM)
-
-    def read_budget(self) -> ReadBudget | None:
-        """Return what the options allow a step to read; None: everything."""
-        if not self.reads_part:
-            return None
-        pages = None
-        if self.read_tokens is not None:
-            kept = self.sink_tokens + self.recent_tokens
-            pages = pages_for(self.read_tokens, kept, self.page_size)
-        return ReadBudget(pages, self.read_share, self.read_top_p, self.read_from)
-
-    def budget_of(
-        self, model_type: Any, windows: list[int | None], latent: bool
-    ) -> ReadBudget | None:
-        """Return the budget of a model's layers with full attention; None: everything is read.
+    def check_reads(self, model_type: Any, windows: list[int | None], latent: bool) -> None:
+        """Raise CacheOptionError where steps are to read a part, and a model has no layer that can be read in part.
 
         Args:
             windows: sliding window of each layer that lives in pages, None of those that see everything.
             latent: whether any of them holds latents.
-        Raises: CacheOptionError where the options ask for a part, and no layer can be read in part.
         """
-        budget = self.read_budget()
-        if budget is None:
-            return None
-        given = ", ".join(
-            f"{name}={getattr(self, name)!r}" for name in READ_LIMITS if self._gives(name)
-        )
+        if self.read is None:
+            return
+        given = f"read={_read_option(self.read)!r}"
         if latent:
             raise CacheOptionError(
                 f"{given}: {model_type!r} caches latents (MLA), of which a step reads all; leave it out"
@@ -448,7 +484,6 @@ class CacheConfig:
                 f"{given}: no layer of {model_type!r} attends to the whole text (its sliding windows are {widest} tokens at "
                 "most), so that there is nothing to choose from; leave it out"
             )
-        return budget
 
 
 # name -> what is known of it, in the order of CacheConfig
@@ -464,7 +499,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 def check_option_names(given: Mapping[str, Any]) -> None:
     """Raise CacheOptionError for a name that is no option of CacheConfig."""
     for name in given:
-        check_choice("cache_config option", name, OPTIONS)
+        check_choice("cache_config option", name, OPTIONS, FORMER_NAMES)
 
 
 def given_options(cache_config: Any) -> dict[str, Any]:
@@ -484,6 +519,8 @@ def given_options(cache_config: Any) -> dict[str, Any]:
         given = {name: one for name, one in values.items() if one != DEFAULTS[name]}
         if given.keys() & set(_FORMATS):
             given |= {side: values[side] for side in ("keys", "values")}
+        if cache_config.read is not None:
+            given["read"] = _read_option(cache_config.read)
         return given
     if not isinstance(cache_config, Mapping):
         raise CacheOptionError(_no_config(cache_config))

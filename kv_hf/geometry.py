@@ -93,7 +93,7 @@ class Geometry:
             return tokens * 0
         return full_pages(tokens - self.window + 1 - self.sink_tokens, self.page_size)
 
-    def reserved(self, tokens: int) -> int:
-        """Return the pages per row that `reserve_tokens=tokens` makes room for."""
-        pages = self.sealed(tokens)
+    def reserved(self, max_length: int | None) -> int:
+        """Return the pages per row that `max_length` makes room for at the first forward, 0 without it."""
+        pages = self.sealed(max_length or 0)
         return pages if self.window is None else min(pages, self.window // self.page_size + 2)

@@ -25,12 +25,6 @@ def page_capacity(num_pages: int) -> int:
     return -(-num_pages // step) * step
 
 
-def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
-    """Return the pages that storage makes room for at once: never more than `max_pages`."""
-    reserved = rows * pages_per_row
-    return reserved if max_pages is None else min(reserved, max_pages)
-
-
 class RowPages(Geometry):
     """Pages of one row, by its tokens: a number, or an int64 tensor of numbers."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .formats import Scheme
-from .row_pages import RowPages, page_use, reserved_pages
+from .row_pages import RowPages, page_use
 from .units import format_bytes
 
 TABLE_DTYPE = torch.int32
@@ -385,8 +385,7 @@ def predict_memory(
     *,
     sink_tokens: int,
     recent_tokens: int,
-    reserve_tokens: int = 0,
-    max_pages: int | None = None,
+    max_length: int | None = None,
     window: int | None = None,
     prompt: int | None = None,
 ) -> MemoryReport:
@@ -395,7 +394,7 @@ def predict_memory(
     Args:
         specs: one per paged layer, all of one window.
         row_tokens: real tokens of each row of the batch (left padding not counted).
-        sink_tokens, recent_tokens, reserve_tokens, max_pages: as in CacheConfig.
+        sink_tokens, recent_tokens, max_length: as in CacheConfig.
         window: sliding window of these layers, None for full attention.
         prompt: tokens of the longest row that came in one first forward, the others one by one; with a sliding
             window the bytes depend on it. None: the most that any prompt leads to.
@@ -404,8 +403,8 @@ def predict_memory(
         return MemoryReport(0, 0, 0, 0, 0, 0, 0, sum(row_tokens))
     sizes = RowPages(specs[0].keys.page_size, sink_tokens, recent_tokens, window)
     use = page_use(sizes, row_tokens, prompt)
-    reserved = reserved_pages(len(row_tokens), sizes.reserved(reserve_tokens), max_pages)
-    return pages_report(specs, sizes, row_tokens, use.held, use.capacity(reserved))
+    capacity = use.capacity(len(row_tokens) * sizes.reserved(max_length))
+    return pages_report(specs, sizes, row_tokens, use.held, capacity)
 
 
 def counted(specs: Sequence[PageSpec]) -> list[tuple[PageSpec, int]]:

@@ -6,6 +6,7 @@ strings over a row's fields, and over FIELDS, which are computed from a row. Pro
 
 import argparse
 import math
+import re
 import string
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -265,7 +266,8 @@ def pages(tables: Sequence[Table]) -> dict[Path, str]:
 
 def title(row: Row) -> str:
     """Return a row's cache for people: ours as code, others with their maker."""
-    cache = row["cache"]
+    cache = row["cache"].replace("read_tokens=", "read=")  # as options are called today
+    cache = re.sub(r"key_group_size=(\d+),value_group_size=\1", r"group_size=\1", cache)
     if cache.startswith("paged_") or cache in ("dynamic", "static"):
         return f"`{cache}`"
     makers = {"kivi": "KIVI", "turboquant": "TurboQuant"}

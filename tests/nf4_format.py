@@ -21,7 +21,7 @@ class NF4(kv_hf.Format):
 
     name = "nf4"
     bits = 4
-    group_options = {"keys": "key_group_size", "values": "value_group_size"}
+    sized_sides = ("keys", "values")
 
     def scheme(self, side, group_size=None):
         """Keys share a scale over the tokens of a channel, values over the channels of a token."""

@@ -98,7 +98,7 @@ def latent_spec(
 
     k_rope: None: what goes with the format of the latents.
     """
-    scheme = latent_scheme(latent, group, None if group is None else page // 2)
+    scheme = latent_scheme(latent, page // 2 if group and latent in ("int4", "int2") else group)
     return PageSpec.build(
         scheme,
         k_rope_scheme(k_rope_name(k_rope, scheme), rope),

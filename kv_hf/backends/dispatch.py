@@ -75,9 +75,9 @@ def _of_chosen_pages(call: AttentionCall, kernel: Backend) -> AttentionCall:
         return call
     if call.mask is not None:
         warn_once(
-            "read_tokens: mask",
+            "read: mask",
             "This model gives its attention a mask of its own, which says something of every column: steps read all pages, "
-            "whatever read_tokens, read_share and read_top_p say",
+            "whatever the option read says",
         )
         return call
     chosen = kernel.choose_pages(replace(call, kv=kv.to_choose_from()))

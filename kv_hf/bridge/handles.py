@@ -205,8 +205,8 @@ def warn_read_whole(view: KVView, reason: str) -> None:
     budget = view.kv.budget
     if budget is not None and budget.chooses(view.kv.block_table.shape[1], view.kv.seen):
         warn_once(
-            "read_tokens: dense",
-            f"Steps read everything, whatever read_tokens, read_share and read_top_p say: {reason}",
+            "read: dense",
+            f"Steps read everything, whatever the option read says: {reason}",
         )
 
 

@@ -13,14 +13,13 @@ from transformers.cache_utils import (
 )
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
-from ..config import CacheConfig, shows_options
+from ..config import SIDES_WITH_GROUPS, CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
 from ..pages.forward import Forward
 from ..pages.offload import Demand, OffloadMemory
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageMemory
-from ..read_budget import ReadBudget
 from ..row_pages import page_capacity
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
@@ -81,8 +80,8 @@ def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
     Beside a format that latents cannot have, `latent` is what a cache name says for other models.
     """
     one_sided = {options.keys, options.values} - {*format_names("latent")}
-    for name in ("latent", "latent_group_size", "k_rope", "mla"):
-        if name == "latent" and one_sided:
+    for name in ("latent", "mla"):
+        if name == "latent" and one_sided and not isinstance(options.latent, Mapping):
             continue
         value, default = getattr(options, name), getattr(CacheConfig, name)
         if value != default:
@@ -137,6 +136,12 @@ def page_layers(
             f"{model_type!r} has no attention layer that pages could hold: they hold keys and values, or latents and an indexer's keys "
             f"(its layers: {', '.join(sorted(set(classes)))}); use cache_implementation='dynamic'"
         )
+    stored = [
+        side
+        for side in SIDES_WITH_GROUPS
+        if any((ranks[index] is not None) == (side == "latent") for index in paged)
+    ]
+    options.check_groups(stored)
     if all(rank is None for rank in ranks):
         _check_no_latent_options(model_type, options)
     first = {ranks[index]: index for index in reversed(paged)}  # without `layers` others are alike
@@ -147,16 +152,12 @@ def page_layers(
     formats = {i: by_layer[i if options.layers else first[ranks[i]]] for i in paged}
     _check_overrides(classes, set(paged), options)
     planned_specs(page_sizes(config), list(formats.values()))
-    budget = options.budget_of(
-        model_type,
-        [windows[index] for index in paged],
-        any(ranks[index] is not None for index in paged),
-    )
+    options.check_reads(model_type, [windows[index] for index in paged], "latent" in stored)
     memory = _pages(layers, set(paged), config, options)
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
     kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}
     groups = {
-        window: _rows(window, options, memory, None if window else budget)
+        window: _rows(window, options, memory)
         for window in sorted(set(kept_windows.values()), key=lambda w: (w is not None, w))
     }
     forward = Forward(tuple(groups.values()))
@@ -176,19 +177,17 @@ def page_layers(
     return made, forward, memory
 
 
-def _rows(
-    window: int | None, options: CacheConfig, memory: PageMemory, budget: ReadBudget | None
-) -> Rows:
+def _rows(window: int | None, options: CacheConfig, memory: PageMemory) -> Rows:
+    budget = None if window else options.read
     sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
-    return Rows(sizes, memory.pool(window), options.reserve_tokens, budget, options.max_length)
+    return Rows(sizes, memory.pool(window), budget, options.max_length)
 
 
 def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageMemory:
     """Return the cache's own memory of pages, or the one that its prefix store shares among caches."""
     store = options.prefix_store
     if options.offload is not None:  # which no store goes with
-        folder = None if options.offload_dir is None else str(options.offload_dir)
-        return OffloadMemory(options.max_pages, options.offload, options.device_bytes, folder)
+        return OffloadMemory(options.max_pages, options.offload, options.device_bytes)
     if store is None:
         return PageMemory(options.max_pages)
     if not isinstance(store, PrefixStore):

@@ -8,7 +8,6 @@ import torch
 
 from ..backends.registry import layout_for
 from ..config import CacheConfig
-from ..errors import CacheOptionError
 from ..formats import Scheme, k_rope_scheme, key_scheme, value_scheme
 from ..notices import warn_once
 from ..spec import LATENT_SIDES, ROWS, PageSpec
@@ -41,11 +40,6 @@ class LayerFormats:
         keys, values = options.schemes(layer_idx, num_layers)
         if rank is None:
             return cls(keys, values, options)
-        if options.value_group_size is not None:
-            raise CacheOptionError(
-                f"value_group_size={options.value_group_size}: a model with latent attention stores no values; its latents "
-                "are read by key_group_size (4 and 2 bits) and latent_group_size (8 bits)"
-            )
         latent = options.latent_scheme(layer_idx, num_layers)
         latent.resolve(options.page_size, rank, "latent")
         k_rope = options.k_rope_format(latent)
@@ -79,11 +73,11 @@ class LayerFormats:
         """
         made = self
         if "keys" in names:
-            made = replace(made, keys=key_scheme(names["keys"], self.options.key_group_size))
+            size = self.options.group_size_of("keys")
+            made = replace(made, keys=key_scheme(names["keys"], size))
         if "values" in names:
-            made = replace(
-                made, values=value_scheme(names["values"], self.options.value_group_size)
-            )
+            size = self.options.group_size_of("values")
+            made = replace(made, values=value_scheme(names["values"], size))
         keys, values = like.sides
         return made.spec(
             num_kv_heads=keys.num_kv_heads,

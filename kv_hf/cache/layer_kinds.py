@@ -1,6 +1,6 @@
 """Paged layers that hold more than keys and values: latents and RoPE keys (MLA), or a linear-attention state beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,11 @@ class LatentLayer(PagedLayer):
 
     def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
         self.mla, self._decoder_config = options.mla, config
-        self.asked = {
-            name: getattr(options, name)
-            for name in ("latent", "latent_group_size", "k_rope")
-            if getattr(options, name) != getattr(CacheConfig, name)
-        }
+        self.asked: dict[str, Any] = {}  # options that are for latents alone
+        if options.latent is not None:
+            self.asked["latent"] = options.latent
+        if isinstance(options.group_size, Mapping):
+            self.asked["group_size"] = options.group_size
         super().__init__(layer_idx, *args)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -373,7 +373,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     @contextmanager
     def reading_everything(self) -> Iterator[None]:
-        """Have forwards within read all pages, whatever read_tokens, read_share and read_top_p say: a prompt reads everything."""
+        """Have forwards within read all pages, whatever the option `read` says: a prompt reads everything."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.reading.of_everything())
@@ -583,14 +583,13 @@ class CrossCache(PagedCache):
     Models call `update()` once per text, in its first forward, which attends to the exact tensors that it gave;
     later steps read the `keys` and `values` of a layer, which are handles here. Every column of the encoder is
     stored, its padding too, which the model masks. Arguments and errors are those of PagedCache;
-    `reserve_tokens`, `recent_tokens` and what a step reads (`read_tokens` and its kin), which are about text that grows, are
-    not used.
+    `recent_tokens` and what a step reads (`read`), which are about text that grows, are not used.
     """
 
     _layer_class = HandleLayer
 
     def _build(self, config: Any, options: CacheConfig) -> None:
-        exact = replace(options.reading_everything(), reserve_tokens=0, recent_tokens=0)
+        exact = replace(options, read=None, recent_tokens=0)
         super()._build(cross_config(config), exact)
         self._attention_config = attention_config(config)
         for layer in self.layers:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import READ_LIMITS, CacheConfig
+from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..geometry import page_start
 from ..notices import warn_once
@@ -24,8 +24,7 @@ from .identity import ModelId
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
-    "keys", "values", "page_size", "key_group_size", "value_group_size", "sink_tokens", "layers", "latent",
-    "latent_group_size", "k_rope", "widen",
+    "keys", "values", "page_size", "group_size", "sink_tokens", "layers", "latent", "widen",
 )  # fmt: skip
 
 
@@ -427,9 +426,7 @@ def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:
 
 def _reads(options: CacheConfig | None) -> str:
     """Return what tells apart caches whose steps read different parts of a text; "" where they read everything."""
-    if options is None or not options.reads_part:
-        return ""
-    return " reads " + " ".join(str(getattr(options, name)) for name in (*READ_LIMITS, "read_from"))
+    return "" if options is None or options.read is None else f" reads {options.read}"
 
 
 def salted(space: str, salt: str) -> str:

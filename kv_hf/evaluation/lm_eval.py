@@ -8,7 +8,6 @@ What HFLM decides (tokenization, chat templates, windows, stopping, its cache of
       exact, an empty cache     ^ read through the cache; its logits score the first x
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from kv_hf_cli import command_parser
 
 from ..cache.paged_cache import PagedCache
-from ..cache_names import all_cache_names, parse_cache_name
+from ..cache_names import all_cache_names, parse_cache_name, write_cache_name
 from ..checks import extra, usable_device
 from ..errors import CacheOptionError
 from ..geometry import Geometry
@@ -69,11 +68,7 @@ def chosen_cache(name: Any, config: str | Mapping[str, Any] | None = None) -> Ca
             f"cache_config must be a mapping or NAME=VALUE;NAME=VALUE, got {config!r}"
         )
     options |= config or {}
-    words = ",".join(
-        f"{option}={value if isinstance(value, str) else json.dumps(value, default=str)}"
-        for option, value in options.items()
-    )
-    return named_kind(f"{base}:{words}" if words else base, base, options)
+    return named_kind(write_cache_name(base, options), base, options)
 
 
 @register_model("kv_hf")

@@ -47,33 +47,18 @@ __all__ = [
 
 
 def key_scheme(name: str, group_size: int | None = None) -> Scheme:
-    """Describe how keys are stored in format `name`.
-
-    `group_size`: what key_group_size says, read by formats with groups of tokens; None takes the format's default.
-    """
-    return _of(name, "keys").scheme("keys", group_size)
+    """Describe how keys are stored in format `name`; `group_size` as in `_scheme`."""
+    return _scheme(name, "keys", group_size)
 
 
 def value_scheme(name: str, group_size: int | None = None) -> Scheme:
-    """Describe how values are stored in format `name`.
-
-    `group_size`: what value_group_size says, read by formats with groups of channels; None takes the format's default.
-    """
-    return _of(name, "values").scheme("values", group_size)
+    """Describe how values are stored in format `name`; `group_size` as in `_scheme`."""
+    return _scheme(name, "values", group_size)
 
 
-def latent_scheme(
-    name: str, group_size: int | None = None, key_group_size: int | None = None
-) -> Scheme:
-    """Describe how latents of multi-head latent attention are stored in format `name`.
-
-    Args:
-        group_size: what latent_group_size says, read by formats with groups along the rank.
-        key_group_size: what that option says, read by formats with groups of tokens.
-    """
-    found = _of(name, "latent")
-    sizes = {"latent_group_size": group_size, "key_group_size": key_group_size}
-    return found.scheme("latent", sizes.get(found.group_options.get("latent", "")))
+def latent_scheme(name: str, group_size: int | None = None) -> Scheme:
+    """Describe how latents of multi-head latent attention are stored in format `name`; `group_size` as in `_scheme`."""
+    return _scheme(name, "latent", group_size)
 
 
 def k_rope_name(asked: str | None, latent: Scheme) -> str:
@@ -83,14 +68,19 @@ def k_rope_name(asked: str | None, latent: Scheme) -> str:
 
 def k_rope_scheme(name: str, rope_dim: int) -> Scheme:
     """Describe how the RoPE keys beside latents are stored; models without RoPE have none, and store nothing exactly."""
-    return _of(name if rope_dim else "exact", "k_rope").scheme("k_rope")
+    return _scheme(name if rope_dim else "exact", "k_rope", None)
 
 
-def _of(name: str, side: str) -> Format:
-    """Return a format. Raises CacheOptionError where there is none of that name, or none for that side."""
+def _scheme(name: str, side: str, group_size: int | None) -> Scheme:
+    """Describe how one side is stored in format `name`.
+
+    Args:
+        group_size: what the option says, read by formats that have groups to set on this side; None takes the format's default.
+    Raises: CacheOptionError where there is no format of that name, or none for that side.
+    """
     found = get_format(name)
     if side not in found.sides:
         raise CacheOptionError(
             f"format {name!r} is for {', '.join(found.sides)}, not for {side}; use one of {', '.join(format_names(side))}"
         )
-    return found
+    return found.scheme(side, group_size if side in found.sized_sides else None)

@@ -5,7 +5,7 @@ Knows no page layout, no cache and no kernel.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from ..errors import CacheOptionError
 
 SIDES = ("keys", "values", "latent", "k_rope")
-GROUP_OPTIONS = ("key_group_size", "value_group_size", "latent_group_size")
 WHOLE_PAGE = 0  # a group that spans all tokens of a page
 WHOLE_HEAD = 0  # a group that spans all channels of a head
 SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
@@ -44,8 +43,7 @@ class Format(ABC):
         bits: bits of a code: 1, 2, 3, 4 or 8. Codes of less than 8 bits are packed.
         code_dtype: of the codes that `encode` returns: torch.uint8, or torch.int8 for 8-bit codes with a sign.
         sides: for which it may be used, some of SIDES.
-        group_options: side -> the option of CacheConfig (one of GROUP_OPTIONS) that sets the size of its groups;
-            a side that is not there has groups of a fixed size.
+        sized_sides: some of `sides`, the size of whose groups the option `group_size` sets; others have groups of a fixed size.
         k_rope: format of the RoPE keys beside latents in this one, where no option names another.
     """
 
@@ -53,7 +51,7 @@ class Format(ABC):
     bits: int
     code_dtype: torch.dtype = torch.uint8
     sides: tuple[str, ...] = ("keys", "values")
-    group_options: Mapping[str, str] = {}
+    sized_sides: tuple[str, ...] = ()
     k_rope: str = "int8"
 
     @abstractmethod
@@ -62,7 +60,7 @@ class Format(ABC):
 
         Args:
             side: one of `sides`.
-            group_size: what the option in `group_options` says; None asks for the default, which should fit all models
+            group_size: what the option says, for a side of `sized_sides`; None asks for the default, which should fit all models
                 (0 and -n do, see Scheme). A model that it does not fit is an error that names the format.
         """
 
@@ -95,10 +93,6 @@ class Format(ABC):
     def code(self) -> str:
         """Return what kernels call the arithmetic of the codes; the format's name where no compiled kernel knows it."""
         return self.name
-
-    def reads(self, option: str) -> bool:
-        """Say whether any side of this format has groups whose size `option` sets."""
-        return option in self.group_options.values()
 
     def made(
         self,
@@ -278,7 +272,7 @@ class Scheme:
         self, group: tuple[int, int], page_size: int, head_dim: int, where: str
     ) -> tuple[int, int]:
         tokens, channels = _size(group[0], page_size), _size(group[1], head_dim)
-        option = self.format.group_options.get(where)
+        option = "group_size" if where in self.format.sized_sides else None
         if page_size % tokens:
             what = option or f"the groups of {tokens} tokens of this format"
             raise CacheOptionError(

@@ -5,13 +5,13 @@ Pages are written by index, where a result of another shape may fit by broadcast
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 
 from ..checks import listed
 from ..errors import CacheOptionError, first_line
-from .base import GROUP_OPTIONS, NATIVE_NUMBERS, SIDES, Format, Scheme
+from .base import NATIVE_NUMBERS, SIDES, Format, Scheme
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _CODES = sorted({code for code, _ in NATIVE_NUMBERS})  # by which kernels know arithmetics
@@ -30,7 +30,7 @@ def check_attributes(made: Format, k_ropes: Collection[str]) -> None:
 def _rules(made: Format, k_ropes: Collection[str]) -> Iterator[tuple[str, bool, str]]:
     """Yield each attribute, whether it fits, and the rule; what comes later relies on what came before."""
     name, bits = getattr(made, "name", None), getattr(made, "bits", None)
-    sides, options = made.sides, made.group_options
+    sides, sized = made.sides, made.sized_sides
     letters = "lower-case letters, digits or underscores, a letter first"
     yield "name", isinstance(name, str) and bool(_NAME.fullmatch(name)), letters
     yield "name", name not in _CODES, f"none of {', '.join(_CODES)}, kernels' words for arithmetics"
@@ -40,10 +40,8 @@ def _rules(made: Format, k_ropes: Collection[str]) -> Iterator[tuple[str, bool, 
     is_list = isinstance(sides, (tuple, list)) and bool(sides)
     ours = is_list and all(side in SIDES for side in sides)
     yield "sides", ours, f"some of {', '.join(SIDES)}"
-    pairs = options.items() if isinstance(options, Mapping) else [(None, None)]
-    known = all(side in sides and option in GROUP_OPTIONS for side, option in pairs)
-    rule = f"a mapping of some of {', '.join(sides)} to one of {', '.join(GROUP_OPTIONS)}"
-    yield "group_options", known, rule
+    known = isinstance(sized, (tuple, list)) and all(side in sides for side in sized)
+    yield "sized_sides", known, f"some of {', '.join(sides)}, or ()"
     formats = (*k_ropes, str(name)) if "k_rope" in sides else tuple(k_ropes)
     rule = f"a format of RoPE keys, one of {', '.join(formats)}"
     yield "k_rope", made.k_rope in formats, rule

@@ -92,13 +92,13 @@ class Groups:
     Attributes:
         scale: (tokens, channels) that share a scale, as Scheme.scale_group.
         offset: the same for offsets: `scale` again, or groups that no option changes, or None for none.
-        option: of CacheConfig, which sets the tokens of a group ("key_group_size") or its channels; None: nothing does.
+        axis: whose numbers in a group the option `group_size` sets, "tokens" or "channels"; None: they are fixed.
         clip, scale_bits, rotated, wide_bits, wide_part: as in Scheme.
     """
 
     scale: tuple[int, int]
     offset: tuple[int, int] | None = None
-    option: str | None = None
+    axis: str | None = None
     clip: float = 1.0
     scale_bits: int = 16
     rotated: bool = False
@@ -107,10 +107,10 @@ class Groups:
 
     def sized(self, size: int | None) -> "Groups":
         """Return these groups with what the option says; None keeps them."""
-        if size is None or self.option is None:
+        if size is None or self.axis is None:
             return self
         tokens, channels = self.scale
-        scale = (size, channels) if self.option == "key_group_size" else (tokens, size)
+        scale = (size, channels) if self.axis == "tokens" else (tokens, size)
         return replace(self, scale=scale, offset=self.offset and scale)
 
 
@@ -131,7 +131,7 @@ class LinearFormat(Format):
     ) -> None:
         self.name, self.bits, self.k_rope = name, bits, k_rope
         self.groups, self.sides = groups, tuple(groups)
-        self.group_options = {side: one.option for side, one in groups.items() if one.option}
+        self.sized_sides = tuple(side for side, one in groups.items() if one.axis)
 
     @property
     def code(self) -> str:
@@ -297,23 +297,23 @@ ARITHMETICS = (RangeFormat, SignedFormat, Float8Format)
 
 def per_channel(tokens: int = WHOLE_PAGE, **rest: Any) -> Groups:
     """Return groups of `tokens` tokens of a channel, with a scale and an offset each; `rest`: fields of Groups."""
-    return Groups((tokens, 1), (tokens, 1), "key_group_size", **rest)
+    return Groups((tokens, 1), (tokens, 1), "tokens", **rest)
 
 
 def per_token(channels: int = WHOLE_HEAD, **rest: Any) -> Groups:
     """Return groups of `channels` channels of a token, with a scale and an offset each; `rest`: fields of Groups."""
-    return Groups((1, channels), (1, channels), "value_group_size", **rest)
+    return Groups((1, channels), (1, channels), "channels", **rest)
 
 
 # A scale per page and head, and an offset per channel: it removes the large constant that some models add to some channels
 _CENTERED = Groups((WHOLE_PAGE, WHOLE_HEAD), (WHOLE_PAGE, 1))
 _TOKEN = Groups((1, WHOLE_HEAD))
-_BLOCKS = Groups((1, -128), option="latent_group_size")
+_BLOCKS = Groups((1, -128), axis="channels")
 _OF_8_BITS = {"keys": _CENTERED, "values": _TOKEN, "latent": _BLOCKS}
 # Four codes have to cover everything, so the outer 20 % of a key's range and 10 % of a value's saturate
 _KEYS_OF_2_BITS = per_channel(-32, clip=0.8)
 # Behind the rotation 3-bit numbers lie about 0, which an offset would not improve
-_AROUND_0 = Groups((1, WHOLE_HEAD), option="value_group_size", clip=0.9, rotated=True)
+_AROUND_0 = Groups((1, WHOLE_HEAD), axis="channels", clip=0.9, rotated=True)
 
 # In this order everywhere. Latents of 4 and 2 bits are grouped as keys are: on latents made of real keys and values, groups
 # along the rank lose four times as much and more, unless all channels are alike (docs/mla.md). The channels of a `mixed`

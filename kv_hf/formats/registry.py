@@ -41,9 +41,9 @@ def check_format(argument: str, name: object, side: str = "keys") -> None:
     check_choice(argument, name, names)
 
 
-def readers_of(option: str) -> tuple[str, ...]:
-    """Return the formats that have groups whose size `option` sets."""
-    return tuple(name for name, found in list(FORMATS.items()) if found.reads(option))
+def readers_of(side: str) -> tuple[str, ...]:
+    """Return the formats that have groups on this side, whose size the option `group_size` sets."""
+    return tuple(name for name, found in list(FORMATS.items()) if side in found.sized_sides)
 
 
 def is_shipped(name: str) -> bool:

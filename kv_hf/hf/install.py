@@ -24,7 +24,7 @@ from ..cache.layer_formats import warn_of_two_bits
 from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
-from ..config import READ_LIMITS, CacheConfig, given_options
+from ..config import CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
 from ..notices import forget
@@ -49,11 +49,9 @@ OF_A_MODEL = (
     "layers",
     "prefix_store",
     "latent",
-    "latent_group_size",
-    "k_rope",
+    "group_size",
     "mla",
-    *READ_LIMITS,
-    "read_from",
+    "read",
 )
 
 # owner, name, and what makes the function that takes the place of the one that stands there

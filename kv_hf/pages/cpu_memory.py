@@ -191,7 +191,7 @@ class DiskMemory(HostMemory):
         """Raise OffloadError in a process that was forked from the one that made the files."""
         if os.getpid() != self._process:
             raise OffloadError(
-                f"offload='disk': these pages lie in a file of process {self._process}, and this is process "
+                f"offload: these pages lie in a file of process {self._process}, and this is process "
                 f"{os.getpid()}, which was forked from it: writing would change the cache of that process, and its pages "
                 "may change while they are read. Nothing was touched. Call reset() and start again here, make a new cache "
                 "after the fork, or take one without offload"
@@ -210,7 +210,7 @@ class DiskMemory(HostMemory):
             file = tempfile.TemporaryFile(prefix="kv_hf-", dir=self.folder)  # noqa: SIM115
         except OSError as error:
             raise OffloadError(
-                f"offload_dir: no file can be made in {self.folder!r}: {error.strerror or error}"
+                f"offload: no file can be made in {self.folder!r}: {error.strerror or error}"
             ) from error
         with file:
             try:
@@ -233,7 +233,7 @@ class DiskMemory(HostMemory):
 
     def _full(self, nbytes: int, reason: str) -> OffloadError:
         return OffloadError(
-            f"offload_dir: {nbytes:,} more bytes do not fit into {self.folder!r} ({reason}); the cache is "
+            f"offload: {nbytes:,} more bytes do not fit into {self.folder!r} ({reason}); the cache is "
             "unchanged. Make room there, or name another folder"
         )
 

@@ -394,18 +394,15 @@ class OffloadMemory(PageMemory):
 
     Args:
         max_pages: bound of each pool, as in CacheConfig.
-        place: "cpu" (host memory) or "disk" (mapped files).
+        place: "cpu" (host memory), "disk" (mapped files in the system's folder for temporary files), or another folder for them.
         device_bytes: of sealed pages that may lie on the device; None: as few as possible do.
-        folder: where files are made; None takes the system's folder for temporary files.
     Attributes:
         demands: what room was made for, of each layer.
     """
 
-    def __init__(
-        self, max_pages: int | None, place: str, device_bytes: int | None, folder: str | None = None
-    ) -> None:
+    def __init__(self, max_pages: int | None, place: str, device_bytes: int | None) -> None:
         super().__init__(max_pages)
-        self.place, self.device_bytes, self.folder = place, device_bytes, folder
+        self.place, self.device_bytes = place, device_bytes
         self._begin()
 
     def _begin(self) -> None:
@@ -445,7 +442,8 @@ class OffloadMemory(PageMemory):
     def host_memory(self) -> HostMemory:
         """Return the memory that pages leave to, made on first use."""
         if self._host is None:
-            self._host = DiskMemory(self.folder) if self.place == "disk" else HostMemory()
+            folder = None if self.place == "disk" else self.place
+            self._host = HostMemory() if self.place == "cpu" else DiskMemory(folder)
         return self._host
 
     def staging(self, device: torch.device) -> Staging:

@@ -17,7 +17,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..geometry import Geometry, page_start
 from ..read_budget import ReadBudget, Reading
-from ..row_pages import page_capacity, reserved_pages
+from ..row_pages import page_capacity
 from .moved import give_back_replaced
 from .pool import PagePool
 from .step import Numbers, PageIds, Row, Step, Tables, TableView, seal_jobs
@@ -210,7 +210,6 @@ class Rows:
     Args:
         sizes: the numbers that decide where the tokens of a row lie.
         pool: page ids, which other caches may share.
-        reserve_tokens: as in CacheConfig.
         budget: how much of a row a step of few queries reads, None for everything.
         max_length: columns (padding included) that a row has room for from the first forward on, and no more; None: storage
             grows with the text.
@@ -228,14 +227,13 @@ class Rows:
         self,
         sizes: RowSizes,
         pool: PagePool,
-        reserve_tokens: int = 0,
         budget: ReadBudget | None = None,
         max_length: int | None = None,
     ) -> None:
         self.sizes = sizes
         self.pool = pool
         self.max_length = max_length
-        self.reserve = sizes.reserved(max_length or reserve_tokens)
+        self.reserve = sizes.reserved(max_length)
         self.reading = Reading(budget)
         self._clear()
         pool.register(self)
@@ -371,7 +369,7 @@ class Rows:
 
     def reserved(self, rows: int) -> int:
         """Return the pages that storage has room for from the first forward of `rows` rows on."""
-        return reserved_pages(rows, self.reserve, self.pool.max_pages)
+        return rows * self.reserve
 
     def capacity(self, rows: int, lacking: int = 0) -> int:
         """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""

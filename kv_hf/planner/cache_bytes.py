@@ -20,7 +20,7 @@ from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from ..pages.offload import LEAST_PAGES, Demand, split_layers
-from ..row_pages import PageUse, RowPages, page_use, reserved_pages
+from ..row_pages import PageUse, RowPages, page_use
 from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
@@ -195,15 +195,14 @@ class Pages:
 
     def unbounded(self) -> "Pages":
         """Return the same pages without bounds, and without room made in advance."""
-        free = dict.fromkeys(("max_length", "max_pages", "device_bytes"))
-        options = replace(self.options, **free, reserve_tokens=0)  # type: ignore[arg-type]
-        return Pages(self.inventory, options, self.on_cpu)
+        free: dict[str, Any] = dict.fromkeys(("max_length", "max_pages", "device_bytes"))
+        return Pages(self.inventory, replace(self.options, **free), self.on_cpu)
 
     @property
     def widest(self) -> int:
         """Tokens from which on all windows are full, and staging buffers stop to grow."""
-        part = self.options.read_from * self.options.reads_part
-        return max(widest_window(self.inventory), part)
+        read = self.options.read
+        return max(widest_window(self.inventory), read.from_tokens if read is not None else 0)
 
     def sizes(self, window: int | None) -> RowPages:
         """Return the sizes by which rows of a group become pages."""
@@ -212,8 +211,7 @@ class Pages:
 
     def reserved(self, window: int | None, rows: int) -> int:
         """Return the pages that storage of a group has room for from the first forward on."""
-        each = self.sizes(window).reserved(self.bound or self.options.reserve_tokens)
-        return reserved_pages(rows, each, self.options.max_pages)
+        return rows * self.sizes(window).reserved(self.bound)
 
     def report(self, row_tokens: Sequence[int], prompt: int | None = None) -> MemoryReport:
         """Return the bytes of rows that hold `row_tokens` tokens, by formulas.
@@ -224,7 +222,7 @@ class Pages:
             prompt: tokens of the longest row that came in the first forward, the others one by one. It decides how many
                 pages a sliding window had in use at once, and the room of indexer keys. None: the most that any prompt
                 leads to, which never falls as rows grow. Where none of these is there the prompt changes nothing (beyond 256
-                pages it may, by less than 1/128, with reserve_tokens).
+                pages it may, by less than 1/128, with max_length).
         Raises: PagePoolExhaustedError, DeviceBudgetError, as the cache would.
         """
         rows, longest = len(row_tokens), max(row_tokens, default=0)
@@ -281,7 +279,7 @@ class Pages:
         """
         if self.options.offload is None:
             return {}, 0
-        memory, reading = self.cache.page_memory, self.options.read_budget()
+        memory, reading = self.cache.page_memory, self.options.read
         device = torch.device("cpu" if self.on_cpu else "cuda")
         memory.check_device(device)
         buffers = 1 if self.on_cpu else 2  # a copy runs beside kernels on a GPU

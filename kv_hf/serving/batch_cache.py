@@ -394,7 +394,7 @@ class BatchCache:
         for request in self.requests:
             request.reserved = 0
         lengths = next(iter(self.groups.values())).lengths().tolist()
-        reads_part = self.options.reads_part
+        reads_part = self.options.read is not None
         places: dict[Request, int] = {}
         tokens, single = 0, []
         for request in coming:

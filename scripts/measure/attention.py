@@ -229,7 +229,7 @@ def reading(device: Device, context: int, format: str, read_tokens: int) -> Iter
     """Attention of a step in all layers of SmolLM2-135M: everything read, and a part of the tokens."""
     work = Step("smollm2", 1, context, SHAPES["smollm2"].layers, "bfloat16", device)
     _, everything = paged(work, format)
-    _, part = paged(work, format, read_tokens=read_tokens)
+    _, part = paged(work, format, read=read_tokens)
     everything.name, part.name = "everything", "part"
     facts = {"model": "smollm2-135m", "cache": f"paged_{format}", "dtype": "bfloat16"}
     for row in in_turns([everything, part], 12, device):

@@ -61,7 +61,7 @@ def first(
     """Kernels against the reference, the choice of pages, a step in a graph and a compiled one, and a whole generation."""
     if what == "choice":
         work = Step(shape, 1, context, 1, "bfloat16", device)
-        contenders = paged(work, "int4", read_tokens=read_tokens)
+        contenders = paged(work, "int4", read=read_tokens)
         judge(contenders)
         yield from ({"contender": one.name, **one.fields} for one in contenders)
     elif what in ("compiled", "graph"):

@@ -326,6 +326,6 @@ OPERATIONS: dict[str, Callable[[Subject, str], Outcome]] = {
     "max_length": partial(generate, cache_config={"max_length": 256}),
     "offload": partial(generate, cache_config={"offload": "disk"}),
     # pages are chosen, and hardly any is left out: what attention reads of them has to be right
-    "reading": partial(generate, cache_config={"read_top_p": 1 - 1e-6, "read_from": 48}),
+    "reading": partial(generate, cache_config={"read": {"mass": 1 - 1e-6, "from": 48}}),
     "after": after,
 }

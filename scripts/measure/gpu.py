@@ -141,8 +141,7 @@ def kernels(
     """Attention alone, beside torch's own on keys that lie there, and beside a copy of a large buffer."""
     layers = cold_layers(shape, batch, context, device)
     work = Step(shape, batch, context, layers, "bfloat16", device)
-    reading = {"read_tokens": read_tokens} if read_tokens else {}
-    bare = stock(work)[1:] if format == "torch" else [paged(work, format, **reading)[1]]
+    bare = stock(work)[1:] if format == "torch" else [paged(work, format, read=read_tokens)[1]]
     yield from speeds(bare, work)
 
 

@@ -26,6 +26,7 @@ from kv_hf.evaluation.models import LoadedModel, TextSettings, revision_of
 from kv_hf.evaluation.needles import needle_grid
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
+from kv_hf.read_budget import ReadBudget
 from kv_hf.texts import load_text, text_names
 from measure.models.packaged import packaged_model, resolve_model
 from measure.peers import known_peers
@@ -125,8 +126,8 @@ def needle(
     return [{**row, "model": model, "model_revision": loaded.revision} for row in rows]
 
 
-PARTS = [f"read_tokens={tokens}" for tokens in (1024, 2048, 4096)]
-PARTS += [f"read_top_p={part}" for part in (0.8, 0.9, 0.95, 0.99)]
+PARTS = [f"read={tokens}" for tokens in (1024, 2048, 4096)]
+PARTS += [f"read.mass={part}" for part in (0.8, 0.9, 0.95, 0.99)]
 
 
 @quality(
@@ -148,16 +149,17 @@ def reading(device: Device, model: str, dtype: str, cache: str, **text: Any) -> 
     loaded = held(model, dtype, device)
     base, given = parse_cache_name(cache)
     options = CacheConfig.from_options(base, given)
+    read = options.read or ReadBudget()
     settings, counts = TextSettings(**text), list[int]()
-    counted = options.read_top_p is not None
+    counted = read.top_p is not None
     name = f"{cache},kernel=c" if counted else cache
     with counted_pages(counts) if counted else nullcontext():
         row = loaded.accuracy(name, settings)
     row |= {
         "cache": cache,
-        "read_tokens": options.read_tokens,
-        "read_top_p": options.read_top_p,
-        "read_from": options.read_from,
+        "read_tokens": read.tokens,
+        "read_top_p": read.top_p,
+        "read_from": read.from_tokens,
     }
     if counted:
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)

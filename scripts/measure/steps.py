@@ -233,7 +233,7 @@ workload(
 def reading(device: Device, model: str, context: int, read_tokens: int) -> Iterator[Fields]:
     """A whole decode step over random keys and values: everything read, and a part of the tokens."""
     everything = replace(cache_kind("paged_int4"), name="everything")
-    part = replace(cache_kind(f"paged_int4:read_tokens={read_tokens}"), name="part")
+    part = replace(cache_kind(f"paged_int4:read={read_tokens}"), name="part")
     found = [filled(device, model, context, kind) for kind in (everything, part)]
     for row in timed_steps(found, model, label="contender", ms="ms"):
         yield {**row, "cache": "paged_int4"}
@@ -259,7 +259,7 @@ def held(
     fields = {
         "offload": options.get("offload"),
         "device_bytes": options.get("device_bytes"),
-        "read_tokens": options.get("read_tokens"),
+        "read_tokens": options.get("read"),
         "page_bytes": memory.payload + memory.scales + memory.staging,
         "total_bytes": memory.total,
         "offloaded_bytes": memory.offloaded,
@@ -290,14 +290,14 @@ def offload(
     found, facts = [decoding], [inside]
     more: list[Fields] = [{}]
     if read_tokens:
-        more.append({"read_tokens": read_tokens})
+        more.append({"read": read_tokens})
     else:
         more += [{"device_bytes": int(share * inside["page_bytes"])} for share in SHARES]
     places = ("cpu", "disk") if device.type == "cuda" else ("disk",)
     for place, options in itertools.product(places, more):
         given = {"keys": keys, "offload": place, **options}
         decoding, logits, fields = held(device, model, context, given)
-        if "read_tokens" not in options:  # the same pages wherever they lie
+        if "read" not in options:  # the same pages wherever they lie
             check([equal(decoding.kind.name, logits, right)])
         found.append(decoding)
         facts.append(fields)

@@ -30,7 +30,7 @@ from kv_hf.read_budget import NEWEST_PAGES, ReadBudget
 from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
-# pages and exact tokens: long rows, one below read_from, one without pages, one with fewer pages than are read
+# pages and exact tokens: long rows, one below from_tokens, one without pages, one with fewer pages than are read
 ROWS = [(37, 11), (50, 20), (0, 17), (9, 16), (3, 19)]
 FORMATS = ("exact", "int8", "fp8", "int4", "int2", "int4_mixed", "int2_mixed")
 # relative, of the largest mass of a row: scores of some tens are sums of up to 128 products, each off by 2^-24
@@ -339,4 +339,4 @@ def test_a_mask_makes_a_step_read_everything_and_says_so(recwarn):
     call = call_of(kv, mask=mask)
     whole = replace(call, kv=replace(kv, budget=None))
     assert torch.equal(paged_attention(call, "reference"), paged_attention(whole, "reference"))
-    assert "read_tokens" in str(recwarn.pop(UserWarning).message)
+    assert "option read says" in str(recwarn.pop(UserWarning).message)

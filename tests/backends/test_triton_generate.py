@@ -104,8 +104,7 @@ def read_in_part(options, kernel):
             config = {
                 "page_size": 16,
                 "kernel": kernel,
-                "read_tokens": 96,
-                "read_from": 100,
+                "read": {"tokens": 96, "from": 100},
                 **options,
             }
             found = model.generate(
@@ -118,7 +117,7 @@ def read_in_part(options, kernel):
             return (
                 found,
                 chosen,
-                [str(one.message) for one in said if "read_tokens" in str(one.message)],
+                [str(one.message) for one in said if "that a step reads" in str(one.message)],
             )
 
 

@@ -38,7 +38,7 @@ def spec_of(
 ):
     """`group`: channels of a scale at 8 bits, `tokens`: tokens of a scale at 4 and 2 bits; None: the defaults."""
     rank = 128 if name == "fp8_ds_mla" and rank == 64 else rank
-    scheme = latent_scheme(name, group, tokens)
+    scheme = latent_scheme(name, group or tokens)
     return PageSpec.build(
         scheme,
         k_rope_scheme(k_rope_name(rope, scheme), rope_dim),
@@ -75,7 +75,7 @@ WHY_NOT = {
     "rank": ({"rank": 576}, "kv_lora_rank up to 512, and the latent have 576"),
     "rope": ({"rope_dim": 256}, "qk_rope_head_dim up to 192, and the k_rope have 256"),
     "few-channels": ({"rank": 512, "group": 4}, "kv_lora_rank 512 in groups of 4 makes 2048"),
-    "few-tokens": ({"name": "int4", "page": 64, "tokens": 8}, "in 'int4', .* key_group_size 8"),
+    "few-tokens": ({"name": "int4", "page": 64, "tokens": 8}, "in 'int4', .* group_size 8"),
     "layout": ({"layout": LANES}, "the latent are in 'lanes'"),
     "page": ({"page": 8}, "at least 16 tokens, got 8"),
 }

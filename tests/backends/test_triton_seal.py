@@ -47,7 +47,7 @@ def side_of(name, side="keys", dim=64, page=16, group=None, dtype=torch.float32,
     scheme = {
         "keys": lambda: key_scheme(name, group),
         "values": lambda: value_scheme(name, group),
-        "latent": lambda: latent_scheme(name, group, group),
+        "latent": lambda: latent_scheme(name, group),
         "k_rope": lambda: k_rope_scheme(name, dim),
     }[side]()
     heads = 1 if side in ("latent", "k_rope") else heads

@@ -146,9 +146,7 @@ def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_read
     from tiny_models import make_sliding as make
 
     config = make("mistral", 24).config
-    cache = kv_hf.PagedCache(
-        config, page_size=16, reserve_tokens=400
-    )  # nothing grows, nothing moves
+    cache = kv_hf.PagedCache(config, page_size=16, max_length=400)  # nothing grows, nothing moves
     layers = range(len(cache.layers))
 
     def append(one, length):

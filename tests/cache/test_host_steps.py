@@ -33,9 +33,9 @@ def counted(steps=20, *, batch=1, context=300, **options):
 @pytest.mark.parametrize(
     ("options", "plain", "sealing"),
     [
-        ({"reserve_tokens": 512, "batch": 5, "ragged": True}, 3, 4),
+        ({"max_length": 512, "batch": 5, "ragged": True}, 3, 4),
         ({"max_length": 512}, 3, 4),
-        ({"reserve_tokens": 8192, "context": 4200, "batch": 2, "read_tokens": 512}, 5, 6),
+        ({"max_length": 8192, "context": 4200, "batch": 2, "read": 512}, 5, 6),
     ],
     ids=["ragged", "preallocated", "chosen pages"],
 )
@@ -48,7 +48,7 @@ def test_a_step_launches_few_kernels_and_waits_for_nothing(options, plain, seali
 
 @needs_triton
 def test_what_is_done_once_per_step_does_not_grow_with_the_context():
-    short, long = (counted(3, context=n, reserve_tokens=8192) for n in (300, 4000))
+    short, long = (counted(3, context=n, max_length=8192) for n in (300, 4000))
     assert [step.kernels for step in short] == [step.kernels for step in long]
 
 

@@ -89,7 +89,7 @@ def test_a_changed_cache_goes_on_as_that_of_transformers(family, change):
 @pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3"])
 def test_a_saved_cache_goes_on(family, name, tmp_path):
     model = shared_model(family)
-    options = {"latent": name} | ({"k_rope": "int8"} if name == "int4" else {})
+    options = {"latent": {"format": name, "k_rope": "int8"} if name == "int4" else name}
     if name == "fp8_ds_mla":
         model = make_model(family, kv_lora_rank=128)
     cache = paged(model, **options)
@@ -122,12 +122,12 @@ EXPANDED = [
     f for f in ("deepseek_v3", "deepseek_v32", "dots3_note", "mistral_large4") if f in EXPANDING
 ]
 FORMATS = {
-    "exact": {"latent": "exact", "k_rope": "int8"},
+    "exact": {"latent": {"format": "exact", "k_rope": "int8"}},
     "fp8": {"latent": "fp8"},
-    "int8": {"latent": "int8", "k_rope": "int8"},
-    "int4": {"latent": "int4", "k_rope": "int8"},
-    "int8 in groups of 16": {"latent": "int8", "latent_group_size": 16},
-    "int4 in groups of 8 tokens": {"latent": "int4", "key_group_size": 8},
+    "int8": {"latent": {"format": "int8", "k_rope": "int8"}},
+    "int4": {"latent": {"format": "int4", "k_rope": "int8"}},
+    "int8 in groups of 16": {"latent": "int8", "group_size": 16},
+    "int4 in groups of 8 tokens": {"latent": "int4", "group_size": {"latent": 8}},
     "int2": {"latent": "int2"},
     "fp8_ds_mla": {"latent": "fp8_ds_mla"},
     "keys and values": {"keys": "int4", "values": "int4"},
@@ -203,7 +203,7 @@ def cache_of(family: str = "deepseek_v3", **options: Any) -> kv_hf.PagedCache:
 def test_different_formats_of_keys_and_values_are_an_error_that_latent_resolves():
     with pytest.raises(kv_hf.CacheOptionError, match="layer 0 stores one latent for both.*latent="):
         cache_of(keys="int8", values="int4")
-    cache = cache_of(keys="int8", values="int4", latent="int2", k_rope="int8")
+    cache = cache_of(keys="int8", values="int4", latent={"format": "int2", "k_rope": "int8"})
     assert [(row.keys, row.values) for row in cache.report()] == [("int2", "int8")] * 2
 
 
@@ -220,7 +220,7 @@ def test_layers_override_the_latent_of_single_layers():
 @pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "dots3_note") if f in EXPANDING])
 def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     with pytest.raises(kv_hf.CacheOptionError, match="group"):
-        cache_of(family, latent="int8", latent_group_size=24)
+        cache_of(family, latent="int8", group_size=24)
     with pytest.raises(kv_hf.CacheOptionError, match="group|128"):
         cache_of(family, latent="fp8_ds_mla")
 
@@ -229,8 +229,7 @@ def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     "options",
     [
         {"latent": "int8"},
-        {"latent_group_size": 8, "keys": "int8"},
-        {"k_rope": "int8"},
+        {"latent": {"k_rope": "int8"}},
         {"mla": "absorb"},
         {"mla": "expand"},
     ],
@@ -242,7 +241,8 @@ def test_other_models_refuse_options_about_latents(options):
 
 
 @pytest.mark.parametrize(
-    "other", [{"latent": "int8"}, {"latent": "int4", "k_rope": "exact"}, {"latent": "exact"}]
+    "other",
+    [{"latent": "int8"}, {"latent": {"format": "int4", "k_rope": "exact"}}, {"latent": "exact"}],
 )
 def test_a_prefix_store_holds_latents_of_one_format(other):
     """Pages of the first cache's format were read and written by caches of another."""

@@ -69,7 +69,7 @@ def model_of(kind):
         *((kind, {}) for kind in ("llama", "mistral", "gpt_oss", "deepseek_v3")),
         *((kind, {"recent_tokens": 20}) for kind in ("llama", "gemma3", "deepseek_v3")),
         *((kind, {"sink_tokens": 0}) for kind in ("llama", "mistral")),
-        ("llama", {"read_tokens": 64, "read_from": 32}),
+        ("llama", {"read": {"tokens": 64, "from": 32}}),
     ],
     ids=str,
 )

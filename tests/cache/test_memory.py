@@ -26,8 +26,7 @@ def predicted(cache):
         [cache.group.tokens(row) for row in cache.group.rows],
         sink_tokens=options.sink_tokens,
         recent_tokens=options.recent_tokens,
-        reserve_tokens=options.reserve_tokens,
-        max_pages=options.max_pages,
+        max_length=options.max_length,
     )
 
 
@@ -36,9 +35,7 @@ def predicted(cache):
     [
         *((name, {}) for name in ONE_FORMAT),
         ("paged_int4", {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24}),
-        ("paged_exact", {"page_size": 16, "reserve_tokens": 300}),
-        ("paged_int8", {"reserve_tokens": 70}),
-        ("paged_int4", {"reserve_tokens": 100_000, "max_pages": 30}),
+        ("paged_exact", {"page_size": 16, "max_length": 300}),
     ],
     ids=str,
 )
@@ -60,16 +57,13 @@ def test_memory_equals_tensors_and_prediction_after_generation(implementation, o
 
 def test_reserved_storage_never_moves_while_it_is_filled():
     model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, reserve_tokens=200)
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, max_length=200)
     places = set()
     for _ in range(50):
         model(tokens(2, 4), past_key_values=cache)
         side = cache.layers[0].storage.keys
         places.add((side.capacity, side.fields["codes"].data_ptr()))
     assert places == {(2 * ((200 - 4) // 16), next(iter(places))[1])}
-    for _ in range(10):
-        model(tokens(2, 4), past_key_values=cache)
-    assert cache.layers[0].storage.keys.capacity == cache.group.pool.num_held == 2 * 14
     cache.reset()
     assert cache.memory().total == 0
 

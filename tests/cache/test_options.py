@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -14,7 +16,8 @@ from transformers import GenerationConfig, LlamaConfig
 import kv_hf
 from kv_hf.config import CacheConfig
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import cache_names
+from kv_hf.formats import cache_names, key_scheme
+from kv_hf.read_budget import ReadBudget
 
 FORMATS = "must be one of exact, fp8, int8, int4, int2"
 POWER = "page_size must be a power of two of at least 16, got"
@@ -35,44 +38,55 @@ BAD = [
     ({"page_size": True}, "page_size must be an integer.*True"),
     ({"page_size": "64"}, "page_size must be an integer.*'64'"),
     ({"page_size": 64.0}, "page_size must be an integer.*64.0"),
-    ({"key_group_size": 24}, "key_group_size must divide page_size 64, got 24"),
-    ({"key_group_size": 128}, "key_group_size must divide page_size 64, got 128"),
-    ({"key_group_size": 0}, "key_group_size .* at least 1, got 0"),
-    ({"value_group_size": -8}, "value_group_size .* at least 1, got -8"),
-    ({"value_group_size": "32"}, "value_group_size must be an integer.*'32'"),
+    ({"group_size": 0}, "group_size .* at least 1, got 0"),
+    ({"group_size": True}, "group_size must be an integer.*True"),
+    ({"group_size": {"values": -8}}, r"group_size\['values'\] .* at least 1, got -8"),
+    ({"group_size": {"values": "32"}}, r"group_size\['values'\] must be an integer.*'32'"),
+    ({"group_size": {"key": 32}}, "group_size must be one of keys, values, latent, got 'key'.*did you mean 'keys'"),
+    ({"group_size": {}}, "group_size={} is read by no format"),
+    ({"group_size": 16}, "group_size=16 is read by no format: of keys int4, .* read one, not exact; of values int4, "),
+    ({"group_size": {"keys": 16, "values": 16}, "keys": "int4"}, "is read by no format: of values int4, .* not exact"),
+    ({"group_size": {"latent": 64}, "latent": "exact"}, "is read by no format: of latent fp8, int8, .* not exact"),
     ({"sink_tokens": -1}, "sink_tokens .* at least 0, got -1"),
     ({"sink_tokens": None}, "sink_tokens must be an integer.*None"),
     ({"recent_tokens": -5}, "recent_tokens .* at least 0, got -5"),
     ({"recent_tokens": True}, "recent_tokens must be an integer.*True"),
-    ({"reserve_tokens": -1}, "reserve_tokens .* at least 0, got -1"),
     ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
     ({"max_pages": 10.5}, "max_pages must be an integer.*10.5"),
     ({"max_length": 0}, "max_length must be"),
     ({"max_length": 99, "max_pages": 4}, "max_pages=4 does not go with max_length"),
     ({"max_length": 99, "offload": "cpu"}, "offload='cpu' does not go with max_length"),
-    ({"max_length": 99, "reserve_tokens": 9}, "reserve_tokens=9 does not go with max_length"),
-    ({"offload": "dsk"}, "offload must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
+    ({"offload": "dsk"}, r"offload \(or a folder, as './pages'\) must be one of cpu, disk, got 'dsk'.*did you mean 'disk'"),
+    ({"offload": "/no/such"}, "offload must be cpu, disk or a folder that exists, got '/no/such'"),
+    ({"offload": Path("dsk")}, "offload must be cpu, disk or a folder that exists, got .*'dsk'"),
     ({"offload": "disk", **STORE}, "does not go with"),
     ({"device_bytes": 4}, "device_bytes=4 needs offload='cpu' or 'disk'"),
     ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
-    ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
-    ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
     ({"widen": "sometimes"}, "widen"),
     ({"kernel": "magic"}, "kernel must be one of"),
     ({"cross_attention": "int4"}, "cross_attention must be one of exact, same"),
     ({"cuda_graph": "often"}, "cuda_graph must be one of"),
-    ({"read_tokens": 131}, r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
-    ({"read_tokens": 199, "recent_tokens": 68}, "at least 200"),
-    ({"read_tokens": True}, "read_tokens must be an integer"),
-    ({"read_share": 0.0}, f"read_share {SHARE}, both left out, got 0.0"),
-    ({"read_share": 1}, f"read_share {SHARE}"),
-    ({"read_share": float("nan")}, "read_share must be a number"),
-    ({"read_top_p": 1.0}, f"read_top_p {SHARE}"),
-    ({"read_top_p": -0.5}, f"read_top_p {SHARE}"),
-    ({"read_top_p": "most"}, "read_top_p must be a number"),
-    ({"read_tokens": 2048, "read_share": 0.5}, "read_tokens=.* does not go with read_share"),
-    ({"read_from": 100}, "read_from=100 has nothing to do"),
-    ({"read_tokens": 2048, "read_from": 0}, "read_from must be an integer of at least 1"),
+    ({"read": 131}, r"read must be at least 132 tokens: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
+    ({"read": 199, "recent_tokens": 68}, "at least 200"),
+    ({"read": True}, "read must be an integer"),
+    ({"read": [2048]}, "read must be an integer"),
+    ({"read": "most"}, "read must be a number of tokens such as 8192 or 128k .* got 'most'"),
+    ({"read": 0.0}, f"read {SHARE}, both left out, got 0.0"),
+    ({"read": 1.0}, f"read {SHARE}"),
+    ({"read": float("nan")}, "read must be a number"),
+    ({"read": {"share": 1}}, rf"read\['share'\] {SHARE}"),
+    ({"read": {"mass": 1.0}}, rf"read\['mass'\] {SHARE}"),
+    ({"read": {"mass": -0.5}}, rf"read\['mass'\] {SHARE}"),
+    ({"read": {"mass": "most"}}, r"read\['mass'\] must be a number"),
+    ({"read": {"tokens": None}}, r"read\['tokens'\] must be an integer"),
+    ({"read": {"token": 2048}}, "read must be one of tokens, share, mass, from, got 'token'.*did you mean 'tokens'"),
+    ({"read": {"tokens": 2048, "share": 0.5}}, "tokens and share bound the same"),
+    ({"read": {"from": 100}}, "read={'from': 100} bounds nothing"),
+    ({"read": {}}, "read={} bounds nothing"),
+    ({"read": {"tokens": 2048, "from": 0}}, r"read\['from'\] must be an integer of at least 1"),
+    ({"latent": {"k_rope": "int4"}}, r"latent\['k_rope'\] must be one of exact, int8, got 'int4'"),
+    ({"latent": {"format": "int3"}}, r"latent\['format'\] must be one of exact, fp8, int8, .* got 'int3'"),
+    ({"latent": {"krope": "int8"}}, "latent must be one of format, k_rope, got 'krope' .did you mean 'k_rope'"),
     ({"layers": "int8"}, "layers must map layer numbers or ranges to formats.*'int8'"),
     ({"layers": {"first": "int8"}}, f"{SPAN}.*'first'"),
     ({"layers": {-1: "int8"}}, f"{SPAN}.*-1"),
@@ -83,12 +97,11 @@ BAD = [
     ({"layers": {"0": "int9"}}, f"layers.*'0'.*{FORMATS}.*'int9'.*did you mean"),
     ({"layers": {"0": {"key": "int8"}}}, "layers.*'0'.*keys, values.*'key'.*'keys'"),
     ({"layers": {"0": {"keys": "int"}}}, f"layers.*'0'.*'keys'.*{FORMATS}.*'int'"),
-    *(({name: text, "offload": "cpu"}, f"{name} must be .* such as ") for name in ("reserve_tokens", "max_length", "device_bytes")
+    *(({name: text, "offload": "cpu"}, f"{name} must be .* such as ") for name in ("max_length", "device_bytes")
       for text in ("2 lots", "-1", "")),
     *(({**others, name: 2**70}, f"{name} must be an integer of at most [0-9]+, got") for name, others in {
-        "page_size": {}, "key_group_size": {"keys": "int4"}, "value_group_size": {"values": "int4"}, "sink_tokens": {},
-        "recent_tokens": {}, "reserve_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"},
-        "latent_group_size": {"latent": "int8"}}.items()),
+        "page_size": {}, "group_size": {"keys": "int4"}, "sink_tokens": {},
+        "recent_tokens": {}, "max_pages": {}, "max_length": {}, "device_bytes": {"offload": "cpu"}}.items()),
 ]  # fmt: skip
 
 
@@ -100,7 +113,16 @@ def test_bad_options_are_refused_before_a_cache_is_made(options, says):
 
 # options that only a model tells to be wrong
 BAD_FOR_LLAMA = [
-    ({"value_group_size": 24}, "value_group_size must divide head_dim 16, got 24"),
+    (
+        {"group_size": {"values": 24}},
+        "values format 'int4': group_size must divide head_dim 16, got 24",
+    ),
+    (
+        {"group_size": {"keys": 24}},
+        "keys format 'int4': group_size must divide page_size 64, got 24",
+    ),
+    ({"group_size": {"keys": 128}}, "group_size must divide page_size 64, got 128"),
+    ({"group_size": {"latent": 8}}, "names latent, and this model stores keys and values alone"),
     ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
     ({"page_sise": 64}, "page_sise.*did you mean 'page_size'"),
     ([1], "cache_config must be a kv_hf.CacheConfig or a dict"),
@@ -116,17 +138,27 @@ def test_bad_cache_config_is_refused_before_generation(config, says):
     assert not ran
 
 
-@pytest.mark.parametrize("argument", ["key_group_size", "value_group_size"])
-def test_group_size_that_no_format_reads_is_refused(argument):
+def test_group_size_that_no_format_of_a_model_reads_is_refused():
+    """In int8 latents alone have groups to set."""
     config = tiny_models.make_config("llama")
-    with pytest.raises(CacheOptionError, match=f"{argument}=16 is read by the formats int4"):
-        kv_hf.PagedCache(config, keys="int8", **{argument: 16})
-    kv_hf.PagedCache(config, keys="int8", layers={"0": "int4"}, **{argument: 16})
+    with pytest.raises(CacheOptionError, match="group_size=16 is read by no format: of keys int4"):
+        kv_hf.PagedCache(config, keys="int8", group_size=16)
+    kv_hf.PagedCache(config, keys="int8", layers={"0": {"values": "int4"}}, group_size=16)
+
+
+def test_group_size_is_that_of_every_side_that_reads_it():
+    config = CacheConfig(keys="int4", values="int4", group_size=8)
+    assert [one.scale_group for one in config.schemes(0, 1)] == [(8, 1), (1, 8)]
+    sides = dataclasses.replace(config, group_size={"values": 4})
+    assert [one.scale_group for one in sides.schemes(0, 1)] == [(0, 1), (1, 4)]
+    assert CacheConfig(**json.loads(json.dumps(sides.to_dict()))) == sides
+    mixed = dataclasses.replace(config, keys="int8")
+    assert mixed.schemes(0, 1)[0] == key_scheme("int8")
 
 
 # -- what is accepted --------------------------------------------------------------------------------------
 
-SIZES = {"reserve_tokens": ("32k", 32 * 1024), "max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31), "read_tokens": ("2k", 2048)}  # fmt: skip
+SIZES = {"max_length": ("8k", 8 * 1024), "device_bytes": ("2GiB", 2**31)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "given"), SIZES.items())
@@ -138,6 +170,30 @@ def test_cache_config_reads_sizes_with_units(name, given):
     assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.page_size = 32
+
+
+@pytest.mark.parametrize(
+    ("given", "held", "told"),
+    [
+        ("2k", ReadBudget(pages=30, tokens=2048), 2048),
+        (0.25, ReadBudget(share=0.25), 0.25),
+        ({"mass": 0.9}, ReadBudget(top_p=0.9), {"mass": 0.9}),
+        (
+            {"tokens": 2048, "mass": 0.9, "from": "8k"},
+            ReadBudget(pages=30, tokens=2048, top_p=0.9, from_tokens=8192),
+            {"tokens": 2048, "mass": 0.9, "from": 8192},
+        ),
+    ],
+    ids=str,
+)
+def test_read_is_held_as_one_budget(given, held, told):
+    config = CacheConfig(read=given)
+    assert config.read == held and config.to_dict() == {"read": told}
+    assert str(config) == f"CacheConfig(read={told!r})"
+    assert CacheConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+    smaller = dataclasses.replace(config, page_size=32)
+    assert smaller == CacheConfig(read=given, page_size=32)
 
 
 def test_prefix_store_reads_its_bound_with_a_unit():
@@ -209,12 +265,25 @@ def test_from_options_never_changes_the_dict():
     [
         ("paged_int5", {}, ["cache_implementation", "'paged_int5'", ", ".join(cache_names())]),
         ("int4", {}, ["cache_implementation", "'int4'", ", ".join(cache_names())]),
-        ("paged_int4", {"group_size": 32}, ["cache_config option", "'group_size'", "did you mean"]),
+        (
+            "paged_int4",
+            {"groupsize": 32},
+            ["cache_config option", "'groupsize'", "did you mean 'group_size'"],
+        ),
         ("paged_int4", {"nbits": 4}, ["cache_config option", "'nbits'", "keys, values, page_size"]),
+        ("paged_int4", {"read_tokens": 2048}, ["got 'read_tokens' (did you mean 'read'?)"]),
         ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),
         ("paged_int4", {"page_size": 24}, [POWER, "24"]),
     ],
-    ids=["unknown-name", "format-name", "near-option", "far-option", "no-text", "bad-value"],
+    ids=[
+        "unknown-name",
+        "format-name",
+        "near-option",
+        "far-option",
+        "former-option",
+        "no-text",
+        "bad-value",
+    ],
 )
 def test_from_options_refuses(implementation, options, says):
     with pytest.raises(CacheOptionError) as error:
@@ -224,7 +293,7 @@ def test_from_options_refuses(implementation, options, says):
 
 def test_schemes_apply_layers_per_layer_and_side():
     layers = {"0-1": "int8", "3": {"keys": "fp8"}, 4: {"values": "exact"}, "5": {}}
-    config = CacheConfig(keys="int4", values="int2", layers=layers, key_group_size=16)
+    config = CacheConfig(keys="int4", values="int2", layers=layers, group_size={"keys": 16})
     schemes = [config.schemes(layer, 7) for layer in range(7)]
     names = [
         "int8 int8",

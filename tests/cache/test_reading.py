@@ -1,7 +1,6 @@
 """Steps that read a part of a long text: what is read and fetched, that nothing is lost, and every operation on such a cache."""
 
 import copy
-import functools
 import logging
 import pickle
 import warnings
@@ -23,12 +22,12 @@ from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheOptionError
 from kv_hf.page_summary import summary_words
 from kv_hf.pages import offload
-from kv_hf.read_budget import pages_for
+from kv_hf.read_budget import ReadBudget
 
 LAYERS, PAGE, SINKS = 2, 16, 4
 BEGUN = 204  # tokens of a prompt: 12 pages, and the next one is sealed 8 steps later
-PART = {"page_size": PAGE, "read_tokens": 100, "read_from": 64}
-MOST = pages_for(100, SINKS, PAGE)  # 5 pages
+PART = {"page_size": PAGE, "read": {"tokens": 100, "from": 64}}
+MOST = ReadBudget(tokens=100).in_pages(SINKS, PAGE).pages  # 5 pages
 needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 
@@ -150,7 +149,7 @@ def test_answers_read_in_part_are_found_by_calls_that_read_alike(model):
     text = torch.cat([answer(model, ids, part, 60).sequences, more], 1)
     found = answer(model, text, whole).logits[0]
     assert_alike(found, answer(model, text, {"page_size": PAGE}).logits[0])
-    other = answer(model, text, {**part, "read_tokens": 120}).logits[0]
+    other = answer(model, text, {**part, "read": {"tokens": 120, "from": 64}}).logits[0]
     assert_alike(other, found)  # a prompt, of which another call's answers are not taken
     computed = store.stats().tokens_computed
     answer(model, text, part)
@@ -189,7 +188,7 @@ def test_a_preallocated_cache_reads_everything_where_the_mask_has_holes(model, r
     ids = tokens(1, 200)
     holes, padded = torch.ones_like(ids), torch.ones_like(ids)
     holes[0, 50:120] = padded[0, :40] = 0
-    for part in (PART, {**PART, "read_from": 4096}):
+    for part in (PART, {**PART, "read": 100}):
         found, expected = (
             answer(model, ids, {**config, "kernel": kernel}, 4, attention_mask=holes).logits
             for config in ({**part, "max_length": 300}, {"page_size": PAGE, "max_length": 300})
@@ -219,7 +218,7 @@ def test_attention_that_reads_no_pages_says_so(family, options):
             if options:
                 model.set_attn_implementation("eager")
             answer(model, ids, config, 3, **options)
-        assert any("whatever read_tokens" in str(one.message) for one in found) == said
+        assert any("whatever the option read" in str(one.message) for one in found) == said
 
 
 # -- other caches ----------------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ def test_models_without_layers_to_choose_for_are_errors():
     config = MistralConfig(**COMMON, sliding_window=80)
     with pytest.raises(
         CacheOptionError,
-        match="read_tokens=100: no layer of 'mistral' attends to the whole text.* 80 tokens",
+        match="read={'tokens': 100, 'from': 64}: no layer of 'mistral' attends to the whole text.* 80 tokens",
     ):
         kv_hf.PagedCache(config, **PART)
     latent = tiny_latent.shared_model("deepseek_v3")
@@ -340,9 +339,8 @@ def offloaded(model, keys="int4", kernel="reference", **options):
     return cache_of(model, keys, values=values, kernel=kernel, widen="never", **options)
 
 
-@functools.cache
 def plain_steps(model, keys, **options):
-    """Steps of two rows without offload, computed once; a page is sealed in one of them."""
+    """Steps of two rows without offload; a page is sealed in one of them."""
     ids = torch.cat([tokens(1, BEGUN + 10, seed=seed) for seed in (1, 2)])
     return ids, steps(model, offloaded(model, keys, **options), ids, BEGUN)
 
@@ -360,9 +358,9 @@ def pages_of(copies):
         ("exact", {}),
         ("int4", {}),
         ("int4_mixed", {}),
-        ("int4", {"read_tokens": None, "read_share": 0.4}),
-        ("int4", {"read_tokens": None, "read_top_p": 0.7}),
-        ("int4", {"read_top_p": 0.7}),
+        ("int4", {"read": {"share": 0.4, "from": 64}}),
+        ("int4", {"read": {"mass": 0.7, "from": 64}}),
+        ("int4", {"read": {"tokens": 100, "mass": 0.7, "from": 64}}),
     ],
     ids=str,
 )

@@ -355,7 +355,7 @@ def test_any_forgery_is_refused_or_harmless(saved, model, path, data):
     if loaded is not None:
         loaded.check_integrity()
         rows = len(loaded.group.rows)
-        if max(loaded.options.recent_tokens, loaded.options.reserve_tokens) < 1000:
+        if loaded.options.recent_tokens < 1000:
             with torch.no_grad():
                 padding = torch.tensor([[row.padding] for row in loaded.group.rows])
                 mask = (torch.arange(loaded.get_seq_length() + 3) >= padding).long()

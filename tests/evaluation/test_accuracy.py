@@ -54,11 +54,11 @@ def behind(model, ids, cache, prompt):
     return torch.cat([logits for _, logits in decoded(model, ids, cache, prompt)])
 
 
-@pytest.mark.parametrize("amount", ["read_tokens=36", "read_top_p=0.6"])
+@pytest.mark.parametrize("amount", ["read.tokens=36", "read.mass=0.6"])
 def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
-    """Each token has a choice of its own from read_from on; before that, chunks are as long as pages allow."""
+    """Each token has a choice of its own from so many tokens on; before that, chunks are as long as pages allow."""
     model, ids, steps = paged(), tokens(1, 120)[0], []
-    kind = cache_kind(f"paged_int4:page_size=16,read_from=60,{amount}")
+    kind = cache_kind(f"paged_int4:page_size=16,read.from=60,{amount}")
 
     def noted(cache, position):
         steps.append((position, next_chunk(cache, position)))

@@ -93,6 +93,8 @@ def test_cache_kind_takes_options_and_refuses_others():
         cache_kind("dynamic:a=1")
     with pytest.raises(ValueError, match="NAME=VALUE"):
         cache_kind("paged_int4:keys")
+    with pytest.raises(ValueError, match="read of a cache must be a value or parts, got both"):
+        cache_kind("paged_int4:read=0.5,read.from=8k")
     with pytest.raises(kv_hf.CacheOptionError, match="did you mean 'paged_int4'"):
         cache_kind("pagedint4")
 

@@ -20,6 +20,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from kv_hf.cache_names import parse_cache_name  # noqa: E402
 from kv_hf.evaluation.lm_eval import KVCacheLM, chosen_cache  # noqa: E402
 
 MAX_LENGTH = 200
@@ -42,7 +43,7 @@ PROMPTS = [
 CACHES = (
     "paged_int4:page_size=16",
     "paged_int2:page_size=16,sink_tokens=0",
-    "paged_int4:page_size=16,read_tokens=36,read_from=50",
+    "paged_int4:page_size=16,read.tokens=36,read.from=50",
     "quanto_int4:q_group_size=16,residual_length=20",
     "quantized_fp8",
 )
@@ -157,8 +158,10 @@ def test_options_reach_the_cache():
     options = kind.make(config, 10).options
     found = (options.keys, options.values, options.page_size, options.sink_tokens)
     assert found == ("int8", "int4", 32, 0)
-    layers = {"layers": {"0": "int8"}}
-    assert chosen_cache("paged_int4", layers).name == 'paged_int4:layers={"0": "int8"}'
+    parts = {"layers": {"0": "int8", "1": "fp8"}, "read": {"tokens": 2048, "mass": 0.9}}
+    name = "paged_int4:layers.0=int8,layers.1=fp8,read.tokens=2048,read.mass=0.9"
+    assert chosen_cache("paged_int4", parts).name == name
+    assert parse_cache_name(name) == ("paged_int4", parts)
     assert chosen_cache("hqq_int4", {"residual_length": 20}).name == "hqq_int4:residual_length=20"
     with pytest.raises(kv_hf.CacheOptionError, match="cache_config must be a mapping"):
         chosen_cache("paged_int4", 3)

@@ -196,7 +196,7 @@ def test_plan_and_evaluation_know_a_registered_format(nf4, model, capsys):
     assert rows["paged_int2"] < rows["paged_nf4"] < rows["paged_int4"] < rows["paged_k8v4"]
     assert main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
     assert "paged_nf4:keys=int8" in capsys.readouterr().out
-    assert parse_cache_name("paged_nf4:key_group_size=8") == ("paged_nf4", {"key_group_size": 8})
+    assert parse_cache_name("paged_nf4:group_size=8") == ("paged_nf4", {"group_size": 8})
     [layer, *_] = cache_kind("paged_nf4:keys=int8").make(model.config, 0).paged_layers
     assert layer.formats.names == ("int8", "nf4")
 
@@ -259,7 +259,7 @@ def raises(self, numbers, scheme):
         (made(name="int4"), "format 'int4' is registered already"),
         (made(bits=5), "bits must be 1, 2, 3, 4 or 8, got 5"),
         (made(sides=("keys", "queries")), "sides must be some of keys, values, latent, k_rope"),
-        (made(group_options={"keys": "group"}), "group_options must be a mapping"),
+        (made(sized_sides=("latent",)), "sized_sides must be some of keys, values, or"),
         (made(code_dtype=torch.int8), "code_dtype must be one of torch.uint8"),
         (made(encode=too_large), r"codes must be below 2\^4"),
         (made(encode=of_all_pages), "the same codes alone as beside other pages"),
@@ -272,7 +272,7 @@ def raises(self, numbers, scheme):
         (made(scheme=in_groups(24, 1)), "tokens of a group must divide a page"),
         (made(encode=raises), "cannot encode and decode keys: ZeroDivisionError: by nothing"),
         (made(name="4bit"), "digits or underscores, a letter first, got '4bit'"),
-        (made(group_options=None), "group_options must be a mapping of .*, got None"),
+        (made(sized_sides=None), "sized_sides must be some of .*, got None"),
         (
             made(k_rope="nope"),
             "k_rope must be a format of RoPE keys, one of exact, int8, got 'nope'",
@@ -309,7 +309,7 @@ def test_register_format_refuses_another_one_of_a_name(nf4):
 
 
 def test_a_format_of_keys_alone_has_no_cache_name_of_its_own():
-    kv_hf.register_format(made(sides=("keys",), group_options={"keys": "key_group_size"}))
+    kv_hf.register_format(made(sides=("keys",), sized_sides=("keys",)))
     try:
         assert "odd" in format_names("keys") and "odd" not in format_names("values")
         assert "paged_odd" not in kv_hf.cache_names()
@@ -476,7 +476,7 @@ def test_shipped_formats_are_not_checked_at_each_page(monkeypatch):
 
 @pytest.fixture
 def named_cache():
-    kv_hf.register_cache("paged_mine", keys="int8", values="int2", value_group_size=8, page_size=16)
+    kv_hf.register_cache("paged_mine", keys="int8", values="int2", group_size=8, page_size=16)
     yield "paged_mine"
     kv_hf.unregister_cache("paged_mine")
 
@@ -484,7 +484,7 @@ def named_cache():
 def test_register_cache_gives_options_a_name(named_cache, model):
     cache = kv_hf.PagedCache.from_implementation(model.config, named_cache, {"sink_tokens": 2})
     options = cache.options
-    assert (options.keys, options.values, options.value_group_size) == ("int8", "int2", 8)
+    assert (options.keys, options.values, options.group_size) == ("int8", "int2", 8)
     assert (options.page_size, options.sink_tokens) == (16, 2)
 
 
@@ -498,8 +498,8 @@ def test_register_cache_gives_options_a_name(named_cache, model):
         ("paged_new", {"keys": "int3"}, "keys must be one of .*, got 'int3'"),
         (
             "paged_new",
-            {"keys": "int8", "key_group_size": 8},
-            "read by the formats int4, int2, int4_mixed and int2_mixed only",
+            {"keys": "exact", "group_size": 8},
+            "of keys int4, int2, int4_mixed and int2_mixed read one, not exact",
         ),
     ],
 )

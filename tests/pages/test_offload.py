@@ -211,7 +211,7 @@ def test_budget_counts_the_index_that_steps_choose_by():
     model = make_model("llama", num_hidden_layers=12, max_position_embeddings=2048)
     budget, ids = 289_000, tokens(1, 1090)
     cache = make_cache(
-        model, keys="int8", offload="disk", device_bytes=budget, read_tokens=64, read_from=64
+        model, keys="int8", offload="disk", device_bytes=budget, read={"tokens": 64, "from": 64}
     )
     for part in ids.split([1024, *[1] * 66], 1):
         forward(model, cache, part)
@@ -233,7 +233,7 @@ def test_a_first_forward_over_layers_of_other_heads_is_refused_before_it_or_not_
 
 def test_reset_gives_everything_back(tmp_path):
     model = five_layers()
-    cache = make_cache(offload="disk", offload_dir=str(tmp_path))
+    cache = make_cache(offload=str(tmp_path))
     forward(model, cache, tokens(2, 200))
     forward(model, cache, tokens(2, 1))
     gc.collect()
@@ -362,7 +362,7 @@ def test_system_that_cannot_reserve_is_written_to(monkeypatch):
 def test_folder_that_is_gone_is_an_error_and_changes_nothing(tmp_path):
     model, folder = five_layers(), tmp_path / "pages"
     folder.mkdir()
-    gone, cache = (make_cache(offload="disk", offload_dir=folder) for _ in range(2))
+    gone, cache = (make_cache(offload=folder) for _ in range(2))
     plain = make_cache()
     for one in (cache, plain):
         forward(model, one, tokens(1, 100))
@@ -452,7 +452,7 @@ def test_child_cannot_read_pages_that_its_parent_may_change():
 
 @needs_fork
 def test_child_that_resets_or_drops_the_cache_leaves_the_parent_its_file(tmp_path):
-    cache, plain = filled(offload="disk", offload_dir=tmp_path), filled()
+    cache, plain = filled(offload=tmp_path), filled()
 
     def begin_anew():
         cache.reset()

@@ -165,16 +165,16 @@ def test_the_meta_model_says_what_a_real_forward_caches(kind, name):
 PADDED, ALIKE = ((40, 3, 21), 24), ((150, 150), 2)
 INT4 = {"keys": "int4", "values": "int8", "page_size": 16}
 OFFLOADED = {"keys": "int8", "page_size": 16, "offload": "disk"}
-PART = {**OFFLOADED, "read_tokens": 52, "read_from": 96, "widen": "never"}
+PART = {**OFFLOADED, "read": {"tokens": 52, "from": 96}, "widen": "never"}
 TABLE = [
     ("dynamic", {}, PADDED),
     ("static", {}, PADDED),
     ("paged", INT4, PADDED),
     ("paged", {**INT4, "sink_tokens": 0, "recent_tokens": 20}, PADDED),
-    ("paged", {**INT4, "page_size": 32, "reserve_tokens": 60}, PADDED),
+    ("paged", {**INT4, "page_size": 32}, PADDED),
     ("paged", OFFLOADED, ALIKE),
 ]
-LATENTS = {"keys": "latent", "values": "k_rope"}  # what latent attention calls them
+LATENTS = {"keys": "format", "values": "k_rope"}  # what latent attention calls them
 
 
 def check(model, inventory, kind, options, load):
@@ -211,7 +211,9 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     heads = {(x.kv_heads, x.key_dim, x.value_dim) for x in inventory.layers if x.elements}
     for cache, options, load in TABLE:
         if any(layer.latent for layer in inventory.layers):
-            options = {LATENTS.get(key, key): value for key, value in options.items()}
+            parts = {LATENTS[side]: options[side] for side in LATENTS if side in options}
+            options = {key: value for key, value in options.items() if key not in LATENTS}
+            options |= {"latent": parts} if parts else {}
         if (
             name == "glm5_next"
         ):  # makes its masks itself: the cache does not learn of padding, and stores it
@@ -231,7 +233,7 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
         ({**OFFLOADED, "device_bytes": 140_000}, 0),
         (PART, 4),
         ({**PART, "keys": "int4", "device_bytes": 40_000}, 2),
-        ({**PART, "read_tokens": None, "read_share": 0.3, "read_from": 20}, 4),
+        ({**PART, "read": {"share": 0.3, "from": 20}}, 4),
     ],
 )
 def test_offloaded_pages(options, offloaded):
@@ -261,7 +263,6 @@ OPTIONS = st.fixed_dictionaries(
     },
     optional={
         "recent_tokens": st.sampled_from([0, 1, 16, 50]),
-        "reserve_tokens": st.integers(0, 200),
         "max_pages": st.integers(1, 60),
         "layers": st.sampled_from([{"0": "int8"}, {"1-2": {"keys": "int4"}}, {"2": "exact"}]),
     },
@@ -309,7 +310,6 @@ def fill(cache, lengths, new, layers):
     slides=st.none() | PATTERN,
     room=st.none() | st.integers(0, 70),
 )
-@example({"page_size": 16, "reserve_tokens": 4803}, [149] * 16, 151, 9, [False] * 3, None)
 @example({"page_size": 16}, [150], 0, 40, [True] * 3, None)
 @example({"page_size": 16}, [150], 1, 1, [True] * 3, None)
 @example({"page_size": 16, "keys": "int4", "values": "int8"}, [90, 33], 7, 9, [False] * 3, 5)
@@ -320,9 +320,9 @@ def test_any_options_lengths_and_layers(options, lengths, new, window, slides, r
     found = predict(inventory, "dynamic", **rows)
     assert (found.payload, found.other) == stored(cache, alive=True)
     if slides is None:
-        rope = options["values"] if options["values"] in ("exact", "int8") else None
+        rope = {"k_rope": options["values"]} if options["values"] in ("exact", "int8") else {}
         plain = {k: v for k, v in options.items() if k not in ("keys", "values", "layers")}
-        options = {**plain, "latent": options["keys"], "k_rope": rope}
+        options = {**plain, "latent": {"format": options["keys"], **rope}}
     elif room is not None and not any(slides):  # preallocated
         options = {k: v for k, v in options.items() if k in ("keys", "values", "sink_tokens")}
         options |= {"page_size": 16, "max_length": max(rows["row_tokens"]) + room}

@@ -279,7 +279,7 @@ def test_a_step_reads_windows_readers_states_and_indexer_keys():
 def test_a_step_reads_sealed_pages_as_stored_and_of_a_part_what_tells_which():
     inventory, options = SMALL["windows"], {"keys": "int4", "values": "int4", "page_size": 16}
     whole = kv_hf.CacheConfig(**options)
-    part = kv_hf.CacheConfig(**options, read_tokens=52, read_from=90)
+    part = kv_hf.CacheConfig(**options, read={"tokens": 52, "from": 90})
     spec = page_spec(whole)
     # 4 sinks, 6 pages of 16, 3 tokens open; a window of 40 holds 7 exact ones and 33 of pages
     read = row_of(inventory, whole, context=103).decode.cache

@@ -159,13 +159,13 @@ def test_generate_says_nothing_while_it_streams(positional, monkeypatch):
 
 
 def test_table_lines_folds_a_long_name_and_wrap_keeps_words():
-    name = "paged_int4:key_group_size=32,value_group_size=32,offload=cpu,device_bytes=1073741824"
+    name = "paged_int4:group_size.values=32,recent_tokens=25600,offload=cpu,device_bytes=1073741824"
     columns = [("cache", ["dynamic", name]), ("n", ["0.0", "0.5"]), ("figure 1", ["1.0", "1.5"])]
     assert table_lines(columns, 73) == [
         "cache                                 n  figure 1",
         "dynamic                             0.0       1.0",
-        "paged_int4:key_group_size=32,",
-        "  value_group_size=32,offload=cpu,",
+        "paged_int4:group_size.values=32,",
+        "  recent_tokens=25600,offload=cpu,",
         "  device_bytes=1073741824           0.5       1.5",
     ]
     lines = wrap("note: what fits with an offload is what the device holds", 30, 6)

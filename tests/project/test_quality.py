@@ -245,8 +245,8 @@ def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tm
 @pytest.mark.skipif(library.missing() is not None, reason="the C kernel is not there")
 def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
     long = {"text": "code", "windows": 1, "window": 600, "prompt": 536}
-    parts = ("read_tokens=200", "read_top_p=0.5", "read_top_p=0.999")
-    caches = ["paged_exact", *(f"paged_exact:read_from=300,{part}" for part in parts)]
+    parts = ("read.tokens=200", "read.mass=0.5", "read.mass=0.999")
+    caches = ["paged_exact", *(f"paged_exact:read.from=300,{part}" for part in parts)]
     rows, outcome = rows_of("reading", tmp_path / "rows.jsonl", model, caches, **long)
     assert not outcome.failed and [row["cache"] for row in rows] == caches
     dense, tokens, half, most = rows

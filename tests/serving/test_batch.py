@@ -413,7 +413,7 @@ def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
 def test_the_last_tokens_of_a_chunked_prompt_read_everything(length, monkeypatch):
     """Also a single one: the first token of an answer comes from the whole text."""
     model = make_model("llama")
-    part = {"page_size": 16, "read_tokens": 100, "read_from": 64}
+    part = {"page_size": 16, "read": {"tokens": 100, "from": 64}}
     batch = batching(blocks=200, page_size=16, max_batch_tokens=128)
     choices, own = [], dispatch._of_chosen_pages
 
@@ -433,7 +433,7 @@ def test_requests_read_parts_of_long_texts_as_generate_does():
     model = make_model("llama")
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data *= 3
-    part = {"page_size": 16, "read_tokens": 100, "read_from": 64}
+    part = {"page_size": 16, "read": {"tokens": 100, "from": 64}}
     texts = prompts((300, 40, 280, 150))
     batch = batching(blocks=200, page_size=16, max_batch_tokens=600)  # prompts are not chunked
     found = answers(model, texts, config("paged_exact", options=part), batch)

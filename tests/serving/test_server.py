@@ -214,7 +214,7 @@ def test_generation_config_of_a_request_keeps_the_cache_unless_it_names_another(
     [
         ({"recent": 3}, "cache_config option must be one of"),
         ({"keys": "int5"}, "keys must be one of .*, got 'int5'"),
-        ({"offload_dir": "/etc"}, "must not set offload_dir, which the server decides"),
+        ({"offload": "/etc"}, "must not set offload, which the server decides"),
         ({"recent_tokens": "many"}, "recent_tokens must be an integer"),
         ({"offload": "disk"}, "must not set offload, which the server decides"),
         ([1], "cache_config must be an object"),

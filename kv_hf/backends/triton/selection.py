@@ -743,7 +743,7 @@ def _choose(call: AttentionCall) -> Choice:
     except OutOfResources as error:
         plan.refused = True
         warn_once(
-            f"read_tokens: triton: {error}",
+            f"read: triton: {error}",
             "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
             f"refuses the kernel ({error})",
         )

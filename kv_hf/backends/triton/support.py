@@ -107,7 +107,7 @@ def _why_not_latents(spec: PageSpec) -> str | None:
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] < MIN_SIZE:
         return (
             f"the Triton kernels take groups of at least {MIN_SIZE} tokens of latents in {scheme.name!r}, the least that "
-            f"a matrix product sums over, got key_group_size {scheme.scale_group[0]}"
+            f"a matrix product sums over, got group_size {scheme.scale_group[0]}"
         )
     padded = Chunks.of(spec).padded
     if padded <= MAX_PADDED:
@@ -115,7 +115,7 @@ def _why_not_latents(spec: PageSpec) -> str | None:
     size = scheme.scale_group[1] if scheme.scale_group else rank
     return (
         f"the Triton kernels take latents of up to {MAX_PADDED} numbers when groups are padded to powers of two of at "
-        f"least {MIN_SIZE}; kv_lora_rank {rank} in groups of {size} makes {padded}: take a larger latent_group_size"
+        f"least {MIN_SIZE}; kv_lora_rank {rank} in groups of {size} makes {padded}: take a larger group_size"
     )
 
 

@@ -4,8 +4,8 @@ A format is a row of linear.py, or a class of another package (docs/formats.md, 
 """
 
 from ..errors import CacheOptionError
-from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Scheme, get_format
-from .linear import Float8Format, Groups, RangeFormat, SignedFormat, per_channel, per_token
+from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Groups, Scheme, get_format
+from .linear import Float8Format, RangeFormat, SignedFormat, per_channel, per_token
 from .named import cache_names, cache_options, is_cache_name
 from .registry import (
     check_format,

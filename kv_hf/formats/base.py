@@ -6,7 +6,7 @@ Knows no page layout, no cache and no kernel.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,18 +98,10 @@ class Format(ABC):
         self,
         scale_group: tuple[int, int] | None = None,
         offset_group: tuple[int, int] | None = None,
-        *,
-        clip: float = 1.0,
-        scale_bits: int = 16,
-        rotated: bool = False,
-        wide_bits: int = 0,
-        wide_part: float = 0.0,
+        **rest: Any,
     ) -> "Scheme":
-        """Return a scheme of this format; the arguments are attributes of `Scheme`."""
-        return Scheme(
-            self.name, self.code, self.bits, scale_group, offset_group, clip, scale_bits, self,
-            rotated, wide_bits, wide_part,
-        )  # fmt: skip
+        """Return a scheme of this format; the arguments are attributes of `Groups`."""
+        return Scheme(scale_group, offset_group, **rest, format=self, bits=self.bits)
 
     def __repr__(self) -> str:
         return self.name
@@ -133,43 +125,56 @@ class Format(ABC):
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """The storage of one side (keys, values, latents or RoPE keys) of a page.
+class Groups:
+    """How the numbers of one side (keys, values, latents or RoPE keys) are grouped, and what is done to them before they are encoded.
 
     Attributes:
-        name: of the format.
-        code: "none" (model dtype, no scale), "unsigned" (codes 0 .. 2^bits - 1 from the group's minimum), "signed" (codes
-            -qmax .. qmax around the offset), "float8" (e4m3 around the offset), or the name of a format whose arithmetic no
-            compiled kernel knows.
-        bits: bits of a code; 0 for code "none".
         scale_group: (tokens, channels) that share a scale: n > 0 exactly n, 0 all of the page or of the head,
-            -n the largest divisor of at most n (a default, which must fit every model).
-        offset_group: the same for offsets, or None where the format has no offset.
+            -n the largest divisor of at most n (a default, which must fit every model). None: there are no scales.
+        offset_group: the same for offsets: `scale_group` again, or groups that no option changes, or None for none.
+        axis: whose numbers in a group the option `group_size` sets, "tokens" or "channels"; None: they are fixed.
         clip: part of a group's range that the codes span; numbers beyond it saturate ("unsigned" only).
             Two bits have four codes: losing the extremes costs less than spreading the codes over them.
         scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
-        format: which encodes and decodes.
         rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/codec.py),
             which spreads a large channel over all others. Values only: what attention makes of them is rotated back once.
         wide_bits: bits of a code of the wide channels, those whose pair has the largest range in each page and head; 0: there
             are none. Keys only; a page then holds the order of its channels (quant/codec.py).
         wide_part: part of the channels that are wide, at most where that is possible.
-        wide_channels: how many are, set by `resolve`.
+    """
+
+    scale_group: tuple[int, int] | None
+    offset_group: tuple[int, int] | None = None
+    axis: str | None = None
+    clip: float = 1.0
+    scale_bits: int = 16
+    rotated: bool = False
+    wide_bits: int = 0
+    wide_part: float = 0.0
+
+    def sized(self, size: int | None) -> "Groups":
+        """Return these groups with what the option `group_size` says; None keeps them."""
+        if size is None or self.axis is None or self.scale_group is None:
+            return self
+        tokens, channels = self.scale_group
+        group = (size, channels) if self.axis == "tokens" else (tokens, size)
+        return replace(self, scale_group=group, offset_group=self.offset_group and group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme(Groups):
+    """The storage of one side of a page: groups, in the codes of a format.
+
+    Attributes:
+        format: which encodes and decodes.
+        bits: bits of a code; 0 for exact storage.
+        wide_channels: how many channels are wide, set by `resolve`.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
     keys, SageAttention (arXiv 2410.02367); rotation, QuaRot (arXiv 2404.00456).
     """
 
-    name: str
-    code: str
-    bits: int
-    scale_group: tuple[int, int] | None
-    offset_group: tuple[int, int] | None
-    clip: float
-    scale_bits: int
     format: Format
-    rotated: bool = False
-    wide_bits: int = 0
-    wide_part: float = 0.0
+    bits: int
     wide_channels: int = 0
 
     def __post_init__(self) -> None:
@@ -197,9 +202,23 @@ class Scheme:
         yield "wide_part", part, "between 0 and 1 where there are wide_bits"
 
     @property
+    def name(self) -> str:
+        """Name of the format."""
+        return self.format.name
+
+    @property
+    def code(self) -> str:
+        """What kernels call the arithmetic of the codes.
+
+        "none" (model dtype, no scale), "unsigned" (codes 0 .. 2^bits - 1 from the group's minimum), "signed" (codes -qmax .. qmax
+        around the offset), "float8" (e4m3 around the offset), or the name of a format that no compiled kernel knows.
+        """
+        return self.format.code
+
+    @property
     def is_exact(self) -> bool:
         """True when numbers are stored as they are."""
-        return self.code == "none"
+        return self.bits == 0
 
     @property
     def native_number(self) -> int | None:
@@ -225,11 +244,6 @@ class Scheme:
     def scale_dtype(self) -> torch.dtype:
         """Dtype of scales and offsets."""
         return SCALE_DTYPES[self.scale_bits]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the attributes but the format, for JSON."""
-        own = [field.name for field in fields(self) if field.name != "format"]
-        return {name: getattr(self, name) for name in own}
 
     def resolve(self, page_size: int, head_dim: int, where: str) -> "Scheme":
         """Replace the "whole" groups by sizes and check that everything divides.

@@ -63,17 +63,10 @@ def check_arithmetic(made: Format) -> None:
 def _scheme_of(made: Format, side: str) -> Scheme:
     """Return the default scheme of a side. Raises CacheOptionError unless it is one of this format."""
     scheme = made.scheme(side)
-    if not isinstance(scheme, Scheme) or scheme.format is not made:
+    if not isinstance(scheme, Scheme) or scheme.format is not made or scheme.bits != made.bits:
         raise CacheOptionError(
             f"format {made.name!r}: scheme({side!r}) must return self.made(..), got {scheme!r}"
         )
-    own = {"name": made.name, "code": made.code, "bits": made.bits}
-    for what, right in own.items():
-        if getattr(scheme, what) != right:
-            raise CacheOptionError(
-                f"format {made.name!r}: scheme({side!r}) must have the format's {what} {right!r}, got "
-                f"{getattr(scheme, what)!r}"
-            )
     return scheme
 
 

@@ -6,12 +6,12 @@ many pages are encoded together. The compiled kernels do the same, bit by bit.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Encoded, Format, Scheme
+from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Encoded, Format, Groups, Scheme
 
 SCALE_MAX = torch.finfo(torch.float16).max  # 65504: scales and offsets must stay finite
 E4M3 = torch.finfo(torch.float8_e4m3fn)
@@ -85,35 +85,6 @@ class Exact(Format):
         return codes
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The groups of one side of a format.
-
-    Attributes:
-        scale: (tokens, channels) that share a scale, as Scheme.scale_group.
-        offset: the same for offsets: `scale` again, or groups that no option changes, or None for none.
-        axis: whose numbers in a group the option `group_size` sets, "tokens" or "channels"; None: they are fixed.
-        clip, scale_bits, rotated, wide_bits, wide_part: as in Scheme.
-    """
-
-    scale: tuple[int, int]
-    offset: tuple[int, int] | None = None
-    axis: str | None = None
-    clip: float = 1.0
-    scale_bits: int = 16
-    rotated: bool = False
-    wide_bits: int = 0
-    wide_part: float = 0.0
-
-    def sized(self, size: int | None) -> "Groups":
-        """Return these groups with what the option says; None keeps them."""
-        if size is None or self.axis is None:
-            return self
-        tokens, channels = self.scale
-        scale = (size, channels) if self.axis == "tokens" else (tokens, size)
-        return replace(self, scale=scale, offset=self.offset and scale)
-
-
 class LinearFormat(Format):
     """A format that decodes to `code * scale + offset`: a row of the table below, or one that a user registers.
 
@@ -140,12 +111,7 @@ class LinearFormat(Format):
 
     def scheme(self, side: str, group_size: int | None = None) -> Scheme:
         """Return how numbers of one side are stored, in groups of `group_size` where an option sets their size."""
-        given = self.groups[side].sized(group_size)
-        rest = {
-            name: getattr(given, name)
-            for name in ("clip", "scale_bits", "rotated", "wide_bits", "wide_part")
-        }
-        return self.made(given.scale, given.offset, **rest)
+        return self.made(**vars(self.groups[side].sized(group_size)))
 
     def decode(
         self,

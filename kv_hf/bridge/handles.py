@@ -62,7 +62,7 @@ class LayerView(KVView):
     def handle(self, side: str) -> "LazyKV":
         """Return the handle [rows, num_kv_heads, seen, head_dim] of one side."""
         layer, spec = self.layer, getattr(self.layer.spec, side)
-        return LazyKV.of(self, side, spec, len(layer.group), layer.get_seq_length(), layer.device)
+        return LazyKV(self, side, spec, len(layer.group), layer.get_seq_length(), layer.device)
 
 
 class _ReadOnly(torch.Tensor):
@@ -94,25 +94,29 @@ class LazyKV(_ReadOnly):
     view_of_pages: KVView
     side: str
 
-    @classmethod
-    def of(
+    @staticmethod
+    def __new__(
         cls, view: KVView, side: str, spec: SideSpec, rows: int, seen: int, device: torch.device
     ) -> "LazyKV":
-        """Return the handle of one side of `view`, which `spec` describes."""
+        """Make the handle of one side of `view`, which `spec` describes."""
         shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
-        handle: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=spec.dtype, device=device
-        )
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=spec.dtype, device=device)
         handle.view_of_pages, handle.side = view, side
         return handle
 
     @classmethod
     def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
-        kv = view.kv
-        keys, values = kv.spec.sides
-        common = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
-        return cls.of(view, "keys", keys, *common), cls.of(view, "values", values, *common)
+        kv, made = view.kv, []
+        rows, seen, device = kv.residual_keys.shape[0], kv.seen, kv.residual_keys.device
+        # not by __new__: every layer comes here in every step
+        make = torch.Tensor._make_wrapper_subclass
+        for side, spec in (("keys", kv.spec.keys), ("values", kv.spec.values)):
+            shape = (rows, spec.num_kv_heads, seen, spec.head_dim)
+            handle: Any = make(cls, shape, dtype=spec.dtype, device=device)
+            handle.view_of_pages, handle.side = view, side
+            made.append(handle)
+        return made[0], made[1]
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor that this handle stands for: [rows, num_kv_heads, seen, head_dim]."""

@@ -12,7 +12,7 @@ import torch
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
-from ..geometry import page_start
+from ..geometry import full_pages, page_start
 from ..notices import warn_once
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
@@ -422,6 +422,16 @@ class _TenantStore(PrefixStore):
 
 def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:
     return tuple(node.page for node in nodes if node.page is not None)
+
+
+def common_tokens(rows: list[list[int]], page_size: int, sink_tokens: int) -> list[int]:
+    """Return the longest common prefix of all rows that fills whole pages and leaves each row a token to compute."""
+    first, last = min(rows), max(rows)  # all others lie between them
+    most = min(map(len, rows)) - 1
+    alike = next((place for place in range(most) if first[place] != last[place]), most)
+    pages = full_pages(alike - sink_tokens, page_size)
+    end = page_start(pages, page_size=page_size, sink_tokens=sink_tokens)
+    return first[:end] if pages else []
 
 
 def _reads(options: CacheConfig | None) -> str:

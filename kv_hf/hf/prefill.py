@@ -13,9 +13,8 @@ from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
-from ..cache.prefix_store import PrefixStore
+from ..cache.prefix_store import PrefixStore, common_tokens
 from ..errors import UnsupportedModelError
-from ..geometry import full_pages, page_start
 from ..notices import logger, warn_once
 from .generation import check_made
 from .history import Text, comes_from_ids, note_at_end
@@ -181,16 +180,6 @@ def attach_prefix(
         lead.end_prefill()
         store.count_computed(ids.shape[1])
     return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
-
-
-def common_tokens(rows: list[list[int]], page_size: int, sink_tokens: int) -> list[int]:
-    """Return the longest common prefix of all rows that fills whole pages and leaves each row a token to compute."""
-    first, last = min(rows), max(rows)  # all others lie between them
-    most = min(map(len, rows)) - 1
-    alike = next((place for place in range(most) if first[place] != last[place]), most)
-    pages = full_pages(alike - sink_tokens, page_size)
-    end = page_start(pages, page_size=page_size, sink_tokens=sink_tokens)
-    return first[:end] if pages else []
 
 
 def note_origin(model: Any, cache: Any) -> None:

@@ -27,7 +27,7 @@ class Command(NamedTuple):
         function: module and name: (what was read, name of the command) -> exit code.
         about: what it does, for the help of `kv-hf` and its own.
         arguments: of a list of them exactly one must be given.
-        notes: what its help says behind the arguments.
+        notes: what its help says after the arguments.
         reads_itself: whether it takes another program's arguments too, which are known when that program is imported. Its function
             gets the words; only its own arguments are looked at here.
     """
@@ -61,7 +61,7 @@ CACHES = (
 OTHER_CACHES = "dynamic, static, offloaded, quanto_int4, quanto_int2, hqq_int8, hqq_int4, hqq_int2, quantized_fp8"
 TEXTS = "lincoln_1862, novel, code, german, tables, lincoln_1863, moby_dick, sqlite, french, wages"
 SETS = "held_out, calibration, lincoln"
-OPTIONS = "options behind a colon, as in paged_int4:keys=int8,offload=cpu"
+OPTIONS = "options after a colon, as in paged_int4:keys=int8,offload=cpu"
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = argument("--device", help="cpu or cuda (default: cuda where there is a GPU)")
 RECORD = argument("--record", action="store_true", help="append rows to --out")
@@ -139,7 +139,7 @@ COMMANDS = {
             argument("--window", type=int, default=1600, metavar="N", help="tokens of a text"),
             argument("--prompt", type=int, default=512, metavar="N", help="tokens of it that are not scored"),
             argument("--bits", type=float, help="name the cache that loses least within so many bits per number"),
-            argument("--plot", type=Path, metavar="FILE", help="draw KL against bits; a table lies beside it"),
+            argument("--plot", type=Path, metavar="FILE", help="draw KL against bits; a table lies next to it"),
             argument("--dtype", default="float32", choices=DTYPES, help="that the model computes in"),
         ),
         "transformers' quantized caches, texts of the hub and the plot need pip install -e '.[eval]'\nin the clone.",

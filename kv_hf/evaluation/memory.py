@@ -206,7 +206,7 @@ def memory(model: Any, kind: CacheKind, prompt: Tensor, steps: int) -> Row:
     for part, forwards in (("prefill", 1), ("steps", steps)):
         for _ in range(forwards):
             logits = last_logits(model, fed, cache)
-            where = f"behind {cache.get_seq_length()} tokens"
+            where = f"after {cache.get_seq_length()} tokens"
             fed = check_finite(logits, kind.name, where).argmax(-1, keepdim=True)
         found[f"{part}_grown_bytes"], found[f"{part}_peak_bytes"] = meter.grown(), meter.peak()
         meter.restart()

@@ -65,7 +65,7 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
     if options:
         warn_once(
             "cache_config unread",
-            f"cache_config={short(options)} is not read: transformers reads it beside a cache_implementation. Pass one of "
+            f"cache_config={short(options)} is not read: transformers reads it with a cache_implementation. Pass one of "
             f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name; a cache that was passed "
             "has options of its own, which are given where it is made",
         )

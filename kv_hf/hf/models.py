@@ -30,7 +30,7 @@ def why_not_pages(model: PreTrainedModel) -> str | None:
 OTHER_TOKENS = {
     "blt": "the model keeps a second cache of its own, of other tokens, beside the one that it is given",
     "cpmant": "the model puts columns of its own in front of the tokens of each forward",
-    "prophetnet": "the model takes one token at a time behind a cache",
+    "prophetnet": "the model takes one token at a time after a cache",
 }
 
 

@@ -136,7 +136,7 @@ def plan(
     more = stock.filled(batch, context, context).total - dynamic
     if prompt is None and more > 0 and any(row.cache == "dynamic" for row in rows):
         notes.append(
-            "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
+            "dynamic: right after a prefill transformers' sliding layers keep the whole prompt alive (up to "
             f"{format_bytes(more)} more), until the next token"
         )
     if host is None and speed and any(row.decode.offloaded for row in rows):

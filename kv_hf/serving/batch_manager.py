@@ -271,7 +271,7 @@ def _check_length(cache: BatchCache, state: Any) -> None:
         if state.max_new_tokens is not None:
             warn_once(
                 "shortened answers",
-                f"A request asks for {state.max_new_tokens} new tokens behind {prompt}, and the cache has room for {most} tokens of "
+                f"A request asks for {state.max_new_tokens} new tokens after {prompt}, and the cache has room for {most} tokens of "
                 "one request: its answer ends there",
             )
         state._new_tokens_limit = most - prompt

@@ -179,7 +179,7 @@ def test_memory_reads_the_cache_behind_prompt_and_steps(name):
     json.dumps(found)
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
-    with pytest.raises(ValueError, match="gives logits that are not finite behind 150 tokens"):
+    with pytest.raises(ValueError, match="gives logits that are not finite after 150 tokens"):
         memory.memory(model, cache_kind(name), ids[:, :150], steps=1)
 
 

@@ -141,7 +141,7 @@ def test_notes_name_what_is_beyond_the_model_or_the_device():
     assert (found.weights, found.rows[0].bytes_per_token) == (280 * 10**9, 2 * 327_680)
     assert kv_hf.plan(seventy(max_positions=2048), **given).context == 2048
     prefill = kv_hf.plan(SMALL["windows"], context=100, **given).notes[-1]
-    assert "right behind a prefill" in prefill and "15.00 KiB more" in prefill
+    assert "right after a prefill" in prefill and "15.00 KiB more" in prefill
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:
 
 def _reads(options: CacheConfig | None) -> str:
     """Return what tells apart caches whose steps read different parts of a text; "" where they read everything."""
-    return "" if options is None or options.read is None else f" reads {options.read}"
+    return "" if options is None or options.budget is None else f" reads {options.budget}"
 
 
 def salted(space: str, salt: str) -> str:

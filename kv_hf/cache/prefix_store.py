@@ -446,7 +446,7 @@ def _begin(cache: Any, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen:
         cache.group.adopt(rows, seen)
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
-    cache.started, cache.tokens_on = True, cache.paged_layers[0].device
+    cache.tokens_on = cache.paged_layers[0].device
 
 
 def _sinks_of(cache: Any, row: int) -> Sinks:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 from .checks import (
@@ -35,7 +36,7 @@ from .formats import (
     value_scheme,
 )
 from .printable import short
-from .read_budget import ReadBudget
+from .read_budget import READ_FROM, ReadBudget, pages_for
 from .units import parse_bytes, parse_tokens
 
 Check = Callable[[str, Any], Any]  # (name, value given) -> value held; raises CacheOptionError
@@ -146,23 +147,39 @@ def _layers(name: str, value: Any) -> Any:
     return copy.deepcopy(dict(value))
 
 
+def _parts(name: str, value: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """Return the checked parts of an option that is a mapping of them."""
+    for part in value:
+        check_choice(name, part, checks)
+    return {part: checks[part](f"{name}[{part!r}]", one) for part, one in value.items()}
+
+
 def _group_size(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return _GROUP(name, value)
-    for side in value:
-        check_choice(name, side, SIDES_WITH_GROUPS)
-    return {side: _GROUP(f"{name}[{side!r}]", size) for side, size in value.items()}
+    if isinstance(value, Mapping):
+        return _parts(name, value, dict.fromkeys(SIDES_WITH_GROUPS, _GROUP))
+    return _GROUP(name, value)
 
 
 def _latent(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _parts(name, value, {"format": _LATENT, "k_rope": _by(check_format, "k_rope")})
+    return _LATENT(name, value)
+
+
+def _read(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
-        check_format(name, value, "latent")
-        return value
-    sides = {"format": "latent", "k_rope": "k_rope"}
-    for part, one in value.items():
-        check_choice(name, part, sides)
-        check_format(f"{name}[{part!r}]", one, sides[part])
-    return dict(value)
+        value = {"share" if isinstance(value, float) else "tokens": value}
+    held = _parts(name, value, _READ)
+    if {"tokens", "share"} <= held.keys():
+        raise CacheOptionError(
+            f"{name}={value!r}: tokens and share bound the same; leave one of them out"
+        )
+    if held.keys() <= {"from"}:
+        raise CacheOptionError(
+            f"{name}={value!r} bounds nothing: 'from' says from how many tokens on a step reads a part; give 'tokens', 'share' "
+            "or 'mass' as well"
+        )
+    return held
 
 
 def _or_none(check: Check) -> Check:
@@ -170,52 +187,10 @@ def _or_none(check: Check) -> Check:
 
 
 _BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
-_TOKENS = _or_none(_whole(1, parse=parse_tokens))
+_LENGTH = _whole(1, parse=parse_tokens)
 _GROUP = _whole(1, MOST_PAGE_SIZE)
-_READ_TOKENS = _whole(1, parse=parse_tokens)
-# parts of the option `read` -> field of ReadBudget, and its check
-_READ = {
-    "tokens": ("tokens", _READ_TOKENS),
-    "share": ("share", _part),
-    "mass": ("top_p", _part),
-    "from": ("from_tokens", _READ_TOKENS),
-}
-
-
-def _read(name: str, value: Any) -> ReadBudget:
-    """Return what `read` says, which is tokens, a share, or a mapping of _READ; a budget is held as it is."""
-    if isinstance(value, ReadBudget):
-        return value
-    if isinstance(value, float):
-        return ReadBudget(share=_part(name, value))
-    if not isinstance(value, Mapping):
-        return ReadBudget(tokens=_READ_TOKENS(name, value))
-    held = {}
-    for part, one in value.items():
-        check_choice(name, part, _READ)
-        field_name, check = _READ[part]
-        held[field_name] = check(f"{name}[{part!r}]", one)
-    if {"tokens", "share"} <= held.keys():
-        raise CacheOptionError(
-            f"{name}={value!r}: tokens and share bound the same; leave one of them out"
-        )
-    if held.keys() <= {"from_tokens"}:
-        raise CacheOptionError(
-            f"{name}={value!r} bounds nothing: 'from' says from how many tokens on a step reads a part; give 'tokens', 'share' "
-            "or 'mass' as well"
-        )
-    return ReadBudget(**held)
-
-
-def _read_option(budget: ReadBudget) -> int | float | dict[str, Any]:
-    """Return what `read` says of this budget, in JSON types."""
-    given = {
-        part: getattr(budget, field_name)
-        for part, (field_name, _) in _READ.items()
-        if getattr(budget, field_name) != getattr(ReadBudget, field_name)
-    }
-    plain = given.keys() in ({"tokens"}, {"share"})
-    return next(iter(given.values())) if plain else given
+_LATENT = _by(check_format, "latent")
+_READ = {"tokens": _LENGTH, "share": _part, "mass": _part, "from": _LENGTH}
 
 
 @dataclass(frozen=True)
@@ -265,7 +240,7 @@ class CacheConfig:
             that matter most to it (docs/long_context.md). Nothing is evicted. None: everything is read. A mapping says more:
             {"tokens": "2k", "mass": 0.95, "from": "8k"}, or "share" in place of "tokens". "mass" is the part of the attention mass,
             between 0 and 1, at which a step reads no further pages, alone or within a bound; "from" the tokens of a row from which
-            on a step reads a part (4096), while shorter rows are read as a whole. It is held as a ReadBudget.
+            on a step reads a part (4096), while shorter rows are read as a whole. It is held as a mapping; see `budget`.
     """
 
     keys: str = _option("exact", _by(check_format, "keys"), "request")
@@ -276,7 +251,7 @@ class CacheConfig:
     recent_tokens: int = _option(0, _whole(0), "request")
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
     max_bytes: int | None = _option(None, _BYTES, "batch")
-    max_length: int | None = _option(None, _TOKENS, "local", "call", "decoder")
+    max_length: int | None = _option(None, _or_none(_LENGTH), "local", "call", "decoder")
     cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
     layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")
     kernel: str = _option("auto", _by(check_choice, KERNELS, OTHER_KERNEL_WORDS))
@@ -304,8 +279,12 @@ class CacheConfig:
                 f"device_bytes={self.device_bytes} needs offload='cpu' or 'disk': without it all pages stay on the device; "
                 "use max_pages to bound them"
             )
-        if self.read is not None:
-            object.__setattr__(self, "read", self._in_pages(self.read))
+        least = self.sink_tokens + self.recent_tokens + 2 * self.page_size
+        if self.read is not None and self.read.get("tokens", least) < least:
+            raise CacheOptionError(
+                f"read must be at least {least} tokens: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
+                f"an open page and one more page of {self.page_size} tokens, got {self.read['tokens']}"
+            )
 
     def _gives(self, name: str) -> bool:
         return bool(getattr(self, name) != DEFAULTS[name])
@@ -354,17 +333,6 @@ class CacheConfig:
             raise CacheOptionError(
                 f"group_size={self.group_size!r} is read by no format: {'; '.join(unread.values())}"
             )
-
-    def _in_pages(self, read: ReadBudget) -> ReadBudget:
-        """Return a budget with its tokens in pages of these options. Raises CacheOptionError for too few tokens."""
-        kept = self.sink_tokens + self.recent_tokens
-        least = kept + 2 * self.page_size
-        if read.tokens is not None and read.tokens < least:
-            raise CacheOptionError(
-                f"read must be at least {least} tokens: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
-                f"an open page and one more page of {self.page_size} tokens, got {read.tokens}"
-            )
-        return read.in_pages(kept, self.page_size)
 
     @classmethod
     def from_options(
@@ -464,6 +432,16 @@ class CacheConfig:
                 sides.update(override)
         return sides
 
+    @cached_property
+    def budget(self) -> ReadBudget | None:
+        """What a step may read by `read`; None: everything."""
+        if self.read is None:
+            return None
+        tokens, kept = self.read.get("tokens"), self.sink_tokens + self.recent_tokens
+        pages = None if tokens is None else pages_for(tokens, kept, self.page_size)
+        first = self.read.get("from", READ_FROM)
+        return ReadBudget(pages, self.read.get("share"), self.read.get("mass"), first)
+
     def check_reads(self, model_type: Any, windows: list[int | None], latent: bool) -> None:
         """Raise CacheOptionError where steps are to read a part, and a model has no layer that can be read in part.
 
@@ -473,7 +451,7 @@ class CacheConfig:
         """
         if self.read is None:
             return
-        given = f"read={_read_option(self.read)!r}"
+        given = f"read={self.read!r}"
         if latent:
             raise CacheOptionError(
                 f"{given}: {model_type!r} caches latents (MLA), of which a step reads all; leave it out"
@@ -519,8 +497,6 @@ def given_options(cache_config: Any) -> dict[str, Any]:
         given = {name: one for name, one in values.items() if one != DEFAULTS[name]}
         if given.keys() & set(_FORMATS):
             given |= {side: values[side] for side in ("keys", "values")}
-        if cache_config.read is not None:
-            given["read"] = _read_option(cache_config.read)
         return given
     if not isinstance(cache_config, Mapping):
         raise CacheOptionError(_no_config(cache_config))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 NEWEST_PAGES = 1  # of each row, which are read whatever their summaries say
@@ -24,7 +24,6 @@ class ReadBudget:
         share: most pages of a row that are read, as a part of those it has, between 0 and 1, or None.
         top_p: part of the estimated attention mass, between 0 and 1, at which no further page is read, or None.
         from_tokens: tokens of a row, those of the query included, from which on pages are chosen.
-        tokens: most tokens of a row that are read, which `pages` follows from (`in_pages`), or None.
     Sources: choosing pages by what a step asks, Quest (arXiv 2406.10774); a threshold on the mass, Twilight (arXiv 2502.02770).
     """
 
@@ -32,19 +31,6 @@ class ReadBudget:
     share: float | None = None
     top_p: float | None = None
     from_tokens: int = READ_FROM
-    tokens: int | None = None
-
-    def in_pages(self, kept_tokens: int, page_size: int) -> "ReadBudget":
-        """Return this budget with `pages`, so that a step of one token reads at most `tokens` with a full exact window beside them.
-
-        Candidates of assisted decoding, and pages that are not sealed before they stand, come on top.
-
-        Args:
-            kept_tokens: sinks and recent tokens; the window holds an open page besides.
-        """
-        if self.tokens is None:
-            return self
-        return replace(self, pages=(self.tokens - kept_tokens) // page_size - 1)
 
     def most(self, pages: int) -> int:
         """Return how many pages are read at most of a row that has `pages` and whose pages are chosen."""
@@ -74,6 +60,17 @@ class ReadBudget:
 def share_of(share: float, pages: int) -> int:
     """Return the whole pages that a share of `pages` is: share * pages in fp64, rounded down."""
     return math.floor(share * pages)
+
+
+def pages_for(tokens: int, kept_tokens: int, page_size: int) -> int:
+    """Return the pages that can be read so that a step of one token reads at most `tokens`, with a full exact window beside them.
+
+    Candidates of assisted decoding, and pages that are not sealed before they stand, come on top.
+
+    Args:
+        kept_tokens: sinks and recent tokens; the window holds an open page besides.
+    """
+    return (tokens - kept_tokens) // page_size - 1
 
 
 class _Next(Enum):

@@ -178,7 +178,7 @@ def page_layers(
 
 
 def _rows(window: int | None, options: CacheConfig, memory: PageMemory) -> Rows:
-    budget = None if window else options.read
+    budget = None if window else options.budget
     sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
     return Rows(sizes, memory.pool(window), budget, options.max_length)
 

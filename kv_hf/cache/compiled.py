@@ -4,6 +4,7 @@ A compiled step holds no Python object. It finds its cache by a number in a tens
 when the step runs: rows are planned, pages sealed and attended to as in any other forward. So one graph serves all steps.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +16,9 @@ from ..backends.base import AttentionCall
 from ..backends.dispatch import MAX_DECODE_QUERIES, paged_attention
 from ..bridge.handles import KVView, TracedView, check_taken, forget, hand_over, traceable, view_of
 from ..errors import CacheOptionError
+from ..pages.rows import Rows
+from ..pages.step import FixedStep
+from .layer_kinds import LatentLayer
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)  # Python plans each step: inductor must not replay it
@@ -30,17 +34,38 @@ _caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = iter(range(1, 2**62))
 
 
-def number_of(cache: Any) -> torch.Tensor:
-    """Return a number for `cache`, by which operators find it as long as it lives: [], int64, on the CPU."""
-    number = next(_numbers)
-    _caches[number] = cache
-    with torch.inference_mode(False):
-        return torch.tensor(number)
+class CompiledSteps:
+    """What a cache with max_length keeps for steps that torch.compile takes, or that are replayed as a CUDA graph.
+
+    Attributes:
+        number: by which operators find the cache as long as it lives: [], int64, on the CPU.
+        holds_latents: whether any layer does.
+        captured: whether generate() replays decode steps as a CUDA graph.
+        fixed: the step of each group while one is recorded, None otherwise.
+        views: what the last append to each layer left to attend to.
+        compared: the last mask that was compared with pages, and whether they hide the same.
+    """
+
+    captured = False
+    fixed: Mapping[Rows, FixedStep] | None = None
+
+    def __init__(self, cache: Any) -> None:
+        number = next(_numbers)
+        _caches[number] = cache
+        with torch.inference_mode(False):
+            self.number = torch.tensor(number)
+        self.holds_latents = any(isinstance(layer, LatentLayer) for layer in cache.layers)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the tokens of before."""
+        self.views: dict[int, Any] = {}
+        self.compared: tuple[Any, ...] = ()
 
 
 def columns(cache: Any) -> torch.Tensor:
     """Return the columns that a cache has seen when the compiled step runs: [], int64."""
-    found: torch.Tensor = torch.ops.kv_hf.columns(cache.number, cache.tokens_on)
+    found: torch.Tensor = torch.ops.kv_hf.columns(cache.compiled.number, cache.tokens_on)
     return found
 
 
@@ -56,8 +81,8 @@ def update(
     if layer_idx:
         check_taken()
     _check_traceable(cache, keys)
-    handle = torch.ops.kv_hf.append(cache.number, keys, values, layer_idx)
-    if not cache.started:
+    handle = torch.ops.kv_hf.append(cache.compiled.number, keys, values, layer_idx)
+    if cache.tokens_on is None:
         return keys, values
     rows, heads, _, key_dim = keys.shape
     out_dim, most = values.shape[3], cache.max_length
@@ -65,7 +90,7 @@ def update(
         handle.expand(rows, heads, most, key_dim),
         handle.to(values.dtype).expand(rows, heads, most, out_dim),
     )
-    attend = partial(torch.ops.kv_hf.attend, cache.number, handle, layer_idx, out_dim)
+    attend = partial(torch.ops.kv_hf.attend, cache.compiled.number, handle, layer_idx, out_dim)
     return hand_over(TracedView(*stand_ins, attend))
 
 
@@ -80,15 +105,15 @@ def _check_traceable(cache: Any, keys: torch.Tensor) -> None:
             f"a compiled forward reads pages by the attention 'sdpa', and this model's is {current!r}: call "
             "model.set_attn_implementation('sdpa'), or leave max_length out where the model has no sdpa"
         )
-    if cache.holds_latents:
+    if cache.compiled.holds_latents:
         raise CacheOptionError(
             "a compiled forward does not attend to latents (MLA); run it without torch.compile, or pass disable_compile=True"
         )
-    if cache.started and keys.shape[2] > MAX_DECODE_QUERIES:
+    if cache.tokens_on is not None and keys.shape[2] > MAX_DECODE_QUERIES:
         raise CacheOptionError(
             f"a compiled forward on a cache that holds some takes at most {MAX_DECODE_QUERIES} tokens, got {keys.shape[2]}"
         )
-    if cache.started and keys.requires_grad and torch.is_grad_enabled():
+    if cache.tokens_on is not None and keys.requires_grad and torch.is_grad_enabled():
         raise CacheOptionError("a compiled forward has no backward pass: use torch.no_grad()")
 
 
@@ -100,7 +125,7 @@ def _append(
 ) -> torch.Tensor:
     cache = _caches[int(number)]
     forget()
-    cache.views[layer] = view_of(*cache.update(keys, values, layer))
+    cache.compiled.views[layer] = view_of(*cache.update(keys, values, layer))
     return keys.new_full((), float("nan"))
 
 
@@ -120,16 +145,16 @@ def _attend(
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     cache = _caches[int(number)]
-    view = cache.views[layer]
+    view = cache.compiled.views[layer]
     if mask is not None:
-        mask = _needed(cache, view, mask)
+        mask = _needed(cache.compiled, view, mask)
     call = AttentionCall(
         query, view.kv, softmax_scale, mask, softcap, sink_logits, view.sliding_window
     )
     return paged_attention(call, view.kernel).transpose(1, 2).contiguous()
 
 
-def _needed(cache: Any, view: KVView, mask: torch.Tensor) -> torch.Tensor | None:
+def _needed(steps: CompiledSteps, view: KVView, mask: torch.Tensor) -> torch.Tensor | None:
     """Return a mask [batch or 1, heads or 1, q_len, max_length], or None where pages hide the same by themselves.
 
     It is compared on the CPU alone, once for all layers that get it.
@@ -138,15 +163,15 @@ def _needed(cache: Any, view: KVView, mask: torch.Tensor) -> torch.Tensor | None
     if mask.device.type != "cpu" or mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
         return mask
     key = (mask.data_ptr(), group.step, view.sliding_window)
-    if cache.compared[:3] != key:
+    if steps.compared[:3] != key:
         first = torch.from_numpy(group.batch.padding)[:, None]
         if view.sliding_window is not None:
             first = first.clamp(min=group.seen - view.sliding_window)
         columns = torch.arange(mask.shape[-1])
         visible = (columns >= first) & (columns < group.seen)
         # the mask is held, so that no other one comes to lie at its place
-        cache.compared = (*key, bool((mask[:, 0, 0] == visible).all()), mask)
-    return None if cache.compared[3] else mask
+        steps.compared = (*key, bool((mask[:, 0, 0] == visible).all()), mask)
+    return None if steps.compared[3] else mask
 
 
 for _name, _function in (("append", _append), ("columns", _columns), ("attend", _attend)):

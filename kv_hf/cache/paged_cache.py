@@ -3,7 +3,7 @@
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -23,14 +23,12 @@ from ..errors import (
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadMemory
-from ..pages.rows import Rows
-from ..pages.step import FixedStep
 from ..spec import MemoryReport
 from . import compiled
 from .build import MadeOfOptions, make_room, page_layers
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import planned_specs
-from .layer_kinds import HybridLayer, LatentLayer
+from .layer_kinds import HybridLayer
 from .model_shape import (
     attention_config,
     cross_config,
@@ -93,22 +91,22 @@ class PagedCache(MadeOfOptions, DynamicCache):
     Attributes:
         options: of the cache.
         origin: the model that it was built for, and what is known of its tokens.
+        paged_layers: those of `layers` that live in pages.
         groups: rows and lengths, one for all layers that see the same tokens; full attention first.
         forward: the forward in progress, by which one that stopped is noticed.
         page_memory: where sealed pages lie.
-        captured: whether generate() replays its decode steps as a CUDA graph.
+        compiled: what steps keep that are not run by Python; None where the cache has no max_length.
         masks_skippable: whether kernels hide by themselves what a mask of left padding hides, in all layers.
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """
 
     _layer_class = PagedLayer
-    captured = False
     _last_updated = sys.maxsize  # layer of the last update
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     _straight = False  # the forward in progress is one without special cases
-    tokens_on: torch.device = torch.device("cpu")  # where the first layer's keys came from
-    started = False  # it holds tokens; compiled code depends on it
-    fixed: Mapping[Rows, FixedStep] | None = None  # while a step is recorded as a CUDA graph
+    # where the first layer's keys came from; None: it holds no tokens, which compiled code depends on
+    tokens_on: torch.device | None = None
+    compiled: Any = None
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
@@ -128,21 +126,18 @@ class PagedCache(MadeOfOptions, DynamicCache):
             self.layers, decoder, options, self._kept, kind
         )
         self.groups = self.forward.groups
+        self.paged_layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
         self.masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
             for layer, linear in zip(self.layers, self.is_linear, strict=True)
         )
-        self.number: torch.Tensor | None = None
-        self.views: dict[int, Any] = {}
         self._number()
 
     def _number(self) -> None:
         """Let operators of compiled steps find this cache, where it has a max_length."""
         if self.options.max_length is not None:
-            self.number, self.views = compiled.number_of(self), {}
-            self.compared: tuple[Any, ...] = ()
-            self.holds_latents = any(isinstance(one, LatentLayer) for one in self.layers)
+            self.compiled = compiled.CompiledSteps(self)
 
     @property
     def prefix_store(self) -> PrefixStore | None:
@@ -162,11 +157,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
     def fresh(self, **changes: Any) -> Self:
         """Return an empty cache of the same options, but for `changes`, for the same model."""
         return type(self).from_options(self._config, replace(self.options, **changes))
-
-    @property
-    def paged_layers(self) -> list[PagedLayer]:
-        """The layers that live in pages."""
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
     def group(self) -> Any:
@@ -193,7 +183,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
         Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
         """
-        if torch.compiler.is_dynamo_compiling() and self.number is not None:
+        if torch.compiler.is_dynamo_compiling() and self.compiled is not None:
             return compiled.update(self, key_states, value_states, layer_idx)
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
@@ -212,8 +202,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
             if begins:  # find out whether its pages have room
                 make_room(memory, self.paged_layers, self.groups, key_states, value_states)
         found = layer.update(key_states, value_states, *args, **kwargs)
-        if not self.started:
-            self.started, self.tokens_on = True, key_states.device
+        if self.tokens_on is None:
+            self.tokens_on = key_states.device
         view = view_of(*found) if self._flex else None
         if view is not None:
             warn_dense("flex_attention")
@@ -222,13 +212,15 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     def _begin(self, keys: torch.Tensor) -> None:
         """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
-        if self.fixed is None and moved.is_recorded(keys.device):
+        recorded = self.compiled is not None and self.compiled.fixed is not None
+        if not recorded and moved.is_recorded(keys.device):
             raise CacheOptionError(
                 "a CUDA graph of a forward over a paged cache would write to the same places at every replay, because Python plans "
                 "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
-        self._straight = self.started and not self._flex and self.options.offload is None
+        begun = self.tokens_on is not None
+        self._straight = begun and not self._flex and self.options.offload is None
         self._prefill.begin(keys.shape[2], keys.device)
 
     def _refuse_layer(self, layer_idx: int) -> None:
@@ -246,10 +238,11 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
         While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
         """
-        if torch.compiler.is_dynamo_compiling() and self.number is not None and self.started:
-            return compiled.columns(self)
-        if self.fixed is not None:
-            return next(iter(self.fixed.values())).seen
+        if self.compiled is not None:
+            if torch.compiler.is_dynamo_compiling() and self.tokens_on is not None:
+                return compiled.columns(self)
+            if self.compiled.fixed is not None:
+                return next(iter(self.compiled.fixed.values())).seen
         if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
             return seen
         return super().get_seq_length(filled_layer(self.layers, layer_idx, any_kind=True))
@@ -259,11 +252,12 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
         The length also says where the mask function reports left padding.
         """
-        if torch.compiler.is_dynamo_compiling() and self.number is not None:
+        if self.compiled is not None:
             most = self.options.max_length or 0
-            return (most if self.started else query_length), 0
-        if self.fixed is not None:
-            return MaskLength(self.options.max_length or 0, self), 0
+            if torch.compiler.is_dynamo_compiling():
+                return (query_length if self.tokens_on is None else most), 0
+            if self.compiled.fixed is not None:
+                return MaskLength(most, self), 0
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if getattr(layer, "seen", 0):
             length, offset = layer.get_mask_sizes(query_length)
@@ -281,8 +275,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.origin.forget()
-        self.started = False
-        self.views, self.compared = {}, ()
+        self.tokens_on = None
+        if self.compiled is not None:
+            self.compiled.clear()
         self.forward.changing = True
         for group in self.groups:
             group.reset()
@@ -326,13 +321,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 group.crop(count)
             for layer in self.paged_layers:
                 layer.follow(layer.group.step)
-        self.started = bool(self.group.seen)
+        if not self.group.seen:
+            self.tokens_on = None
         self.origin.crop(self.group.seen)
-
-    def end_recording(self) -> None:
-        """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
-        for group in self.groups:
-            group.end_recording()
 
     # -- rows: one list of row numbers for all layers, read from the device once ---------------------------
 
@@ -399,7 +390,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheMismatchError for other rows, or fewer columns than the cache has seen.
         """
         seen = int(self.get_seq_length())
-        check_token_ids(token_ids, self.num_rows, seen)
+        check_token_ids(token_ids, len(self.group), seen)
         self.origin.note_text(token_ids[:, :seen], 0, seen)
 
     def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -424,7 +415,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
         """
         if attention_mask is not None:
-            check_padding_mask(attention_mask, self.num_rows, not self.group.needs_padding())
+            check_padding_mask(attention_mask, len(self.group), not self.group.needs_padding())
             for group in self.groups:
                 group.observe_padding(attention_mask)
 
@@ -450,19 +441,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         """Return, for each layer, how it is cached and why."""
         return report_layers(self.layers, self._kept)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that this cache holds, 0 before the first forward."""
-        return len(self.group.rows)
-
     def __repr__(self) -> str:
-        return one_line(self, type(self).__name__, self.num_rows)
-
-    @property
-    def bits_per_element(self) -> float:
-        """Mean stored bits per number of a sealed page over all paged layers, scales included."""
-        specs = [layer.spec for layer in self.paged_layers if layer.spec is not None]
-        return sum(spec.bits_per_element for spec in specs) / len(specs) if specs else 0.0
+        return one_line(self)
 
     # -- copies, states and shared pages -------------------------------------------------------------------
 
@@ -490,14 +470,14 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
-        return {**vars(self), "number": None, "views": {}, "compared": ()}
+        return {**vars(self), "compiled": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle; compiled steps find the cache by another number here."""
         vars(self).update(state)
         self._number()
 
-    def check_done(self) -> None:
+    def _check_done(self) -> None:
         """Raise InterruptedForwardError where the last forward or change did not reach all layers."""
         self.forward.check()
         lacking = [
@@ -514,7 +494,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
         That is InterruptedForwardError where a forward, or a change of all layers, stopped half-way.
         """
-        self.check_done()
+        self._check_done()
         for group in self.groups:
             group.check_integrity()
         for layer in self.paged_layers:
@@ -528,7 +508,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     def held_rows(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return (tokens, ids of its sealed pages) of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
-        self.check_done()
+        self._check_done()
         group = self.group
         return [(group.tokens(row), row.pages) for row in group.rows]
 

@@ -436,7 +436,7 @@ def common_tokens(rows: list[list[int]], page_size: int, sink_tokens: int) -> li
 
 def _reads(options: CacheConfig | None) -> str:
     """Return what tells apart caches whose steps read different parts of a text; "" where they read everything."""
-    return "" if options is None or options.read is None else f" reads {options.read}"
+    return "" if options is None or options.budget is None else f" reads {options.budget}"
 
 
 def salted(space: str, salt: str) -> str:
@@ -456,7 +456,7 @@ def _begin(cache: Any, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen:
         cache.group.adopt(rows, seen)
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
-    cache.started, cache.tokens_on = True, cache.paged_layers[0].device
+    cache.tokens_on = cache.paged_layers[0].device
 
 
 def _sinks_of(cache: Any, row: int) -> Sinks:

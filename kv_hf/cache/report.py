@@ -39,11 +39,11 @@ class LayerReport:
         return f"layer {self.layer_idx}: {self.kind}{formats}{reason}"
 
 
-def one_line(cache: Any, name: str, rows: int) -> str:
+def one_line(cache: Any) -> str:
     """Return a cache as its call and its contents: PagedCache(keys='int8', .., rows=1, tokens=69, pages=4, bytes=43024)."""
     memory = cache.memory()
     held = {
-        "rows": rows,
+        "rows": len(cache.group),
         "tokens": memory.tokens,
         "pages": memory.pages_held,
         "bytes": memory.total,
@@ -52,7 +52,9 @@ def one_line(cache: Any, name: str, rows: int) -> str:
         held["offloaded"] = memory.offloaded
     own = {name: getattr(cache.options, name) for name in ("keys", "values", "page_size")}
     options = {**own, **given_options(cache.options), **held}
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+    return (
+        f"{type(cache).__name__}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+    )
 
 
 def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[LayerReport]:

@@ -98,7 +98,7 @@ def save(
     _check_adapters(cache.origin.computed_by, model)
     tensors = {}
     if token_ids is not None:
-        check_token_ids(token_ids, cache.num_rows, cache.group.seen)
+        check_token_ids(token_ids, len(cache.group), cache.group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
     formats = _registered(cache)
     groups = tuple(group.state() for group in cache.groups)
@@ -137,7 +137,7 @@ def _check_model_argument(model: Any) -> None:
 
 def _check_complete(cache: Any) -> None:
     """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
-    if not cache.num_rows:
+    if not len(cache.group):
         raise CacheMismatchError("this cache is empty: there is nothing to save")
     kept = [
         f"{index} ({type(layer).__name__})"
@@ -294,7 +294,7 @@ def _resume(cache: Any) -> None:
         layer.seen = layer.group.seen
         layer.revision += 1
     cache.forward.resume(len(cache.paged_layers))
-    cache.started, cache.tokens_on = bool(cache.group.seen), cache.paged_layers[0].device
+    cache.tokens_on = cache.paged_layers[0].device if cache.group.seen else None
     cache.check_integrity()
 
 

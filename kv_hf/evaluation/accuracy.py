@@ -43,8 +43,10 @@ def next_chunk(cache: Cache, position: int) -> int:
         options = cache.options
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
         room = places.slots - places.exact(position)
-        if options.read is not None:
-            room = min(room, max(1, options.read.from_tokens - 1 - position))  # so far all is read
+        if options.budget is not None:
+            room = min(
+                room, max(1, options.budget.from_tokens - 1 - position)
+            )  # so far all is read
         return room
     return EXACT_CHUNK if type(cache) in (DynamicCache, StaticCache) else 1
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_dummy, is_encoder_decoder, modules_of
 from ..cache.paged_cache import PagedCache
 from ..checks import check_choice
-from ..config import DEFAULTS, CacheConfig, names_of
+from ..config import DEFAULTS, OPTIONS, CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
 from ..notices import warn_once
@@ -25,7 +25,6 @@ PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Py
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
 MODES = ("greedy_search", "sample")
 WITHOUT_NAME = "paged_exact"  # brings no option of its own: a CacheConfig says the rest
-_OPTIONS = frozenset(field.name for field in fields(CacheConfig))
 # how GenerationConfig.validate() begins where it does not know a name (generation/configuration_utils.py, 5.17 to 5.23)
 _REFUSED = re.compile(r"Invalid `cache_implementation` \((.*?)\)\.")
 
@@ -60,7 +59,9 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
             )
         if given is None:
             return WITHOUT_NAME
-    elif name is not None or not (isinstance(options, Mapping) and options.keys() <= _OPTIONS):
+    elif name is not None or not (
+        isinstance(options, Mapping) and options.keys() <= OPTIONS.keys()
+    ):
         return name
     if options:
         warn_once(
@@ -139,7 +140,7 @@ def new_cache(options: CacheConfig, asked: Generation) -> PagedCache:
         if reason is None:
             made, reason = _allocated(replace(options, max_length=asked.length), asked)
         if made is not None:
-            made.captured = True
+            made.compiled.captured = True
             return made
         _refuse(options, reason)
     cache = PagedCache.from_options(asked.model.config, options)
@@ -154,7 +155,7 @@ def decide(cache: PagedCache, asked: Generation) -> None:
     Raises: CacheOptionError where cuda_graph="always" asks for what cannot be.
     """
     reason = _why_not(cache.options, asked) or _keeps_states(cache)
-    cache.captured = reason is None
+    cache.compiled.captured = reason is None
     _refuse(cache.options, reason)
 
 

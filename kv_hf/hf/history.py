@@ -226,7 +226,7 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         # what code of others made of a text is not taken for what it is
         if isinstance(made, torch.Tensor) and kwargs.get("custom_generate") is None:
             for cache, front, kept in filled:
-                if made.ndim == 2 and made.shape[0] == cache.num_rows:
+                if made.ndim == 2 and made.shape[0] == len(cache.group):
                     cache.origin.note_text(made, front, cache.get_seq_length())
                     if kept:
                         _keep(cache)

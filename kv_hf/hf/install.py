@@ -132,7 +132,8 @@ def _check_given(given: Any, asked: Generation) -> None:
     for half in (own, cross):
         if half is not None:
             half.origin.check_model(model.config)
-            half.end_recording()  # assisted decoding, if it is that, turns it on again
+            for group in half.groups:
+                group.end_recording()  # assisted decoding, if it is that, turns it on again
     if cross is not None:
         _check_paged_cross(model)
     if own is given and given.max_length is not None:

@@ -201,8 +201,8 @@ class Pages:
     @property
     def widest(self) -> int:
         """Tokens from which on all windows are full, and staging buffers stop to grow."""
-        read = self.options.read
-        return max(widest_window(self.inventory), read.from_tokens if read is not None else 0)
+        part = self.options.budget
+        return max(widest_window(self.inventory), part.from_tokens if part is not None else 0)
 
     def sizes(self, window: int | None) -> RowPages:
         """Return the sizes by which rows of a group become pages."""
@@ -279,7 +279,7 @@ class Pages:
         """
         if self.options.offload is None:
             return {}, 0
-        memory, reading = self.cache.page_memory, self.options.read
+        memory, reading = self.cache.page_memory, self.options.budget
         device = torch.device("cpu" if self.on_cpu else "cuda")
         memory.check_device(device)
         buffers = 1 if self.on_cpu else 2  # a copy runs beside kernels on a GPU

@@ -350,7 +350,7 @@ def cache_read(
     for index, layer in enumerate(inventory.layers):
         plain = tokens = columns if layer.window is None else min(columns, layer.window)
         if isinstance(cache, Pages) and index in cache.specs:
-            budget, spec = cache.options.read, cache.specs[index]
+            budget, spec = cache.options.budget, cache.specs[index]
             sizes = cache.sizes(layer.window)
             plain, count = min(tokens, sizes.exact(context)), sizes.sealed(context)
             sealed = float(tokens - plain)

@@ -149,17 +149,17 @@ def reading(device: Device, model: str, dtype: str, cache: str, **text: Any) -> 
     loaded = held(model, dtype, device)
     base, given = parse_cache_name(cache)
     options = CacheConfig.from_options(base, given)
-    read = options.read or ReadBudget()
+    read, budget = options.read or {}, options.budget or ReadBudget()
     settings, counts = TextSettings(**text), list[int]()
-    counted = read.top_p is not None
+    counted = "mass" in read
     name = f"{cache},kernel=c" if counted else cache
     with counted_pages(counts) if counted else nullcontext():
         row = loaded.accuracy(name, settings)
     row |= {
         "cache": cache,
-        "read_tokens": read.tokens,
-        "read_top_p": read.top_p,
-        "read_from": read.from_tokens,
+        "read_tokens": read.get("tokens"),
+        "read_top_p": budget.top_p,
+        "read_from": budget.from_tokens,
     }
     if counted:
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)

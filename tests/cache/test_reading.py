@@ -22,12 +22,12 @@ from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheOptionError
 from kv_hf.page_summary import summary_words
 from kv_hf.pages import offload
-from kv_hf.read_budget import ReadBudget
+from kv_hf.read_budget import pages_for
 
 LAYERS, PAGE, SINKS = 2, 16, 4
 BEGUN = 204  # tokens of a prompt: 12 pages, and the next one is sealed 8 steps later
 PART = {"page_size": PAGE, "read": {"tokens": 100, "from": 64}}
-MOST = ReadBudget(tokens=100).in_pages(SINKS, PAGE).pages  # 5 pages
+MOST = pages_for(100, SINKS, PAGE)  # 5 pages
 needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 

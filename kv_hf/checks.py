@@ -14,12 +14,13 @@ from .printable import short
 MOST_PAGE_SIZE = 2**20
 MOST_TOKENS = 2**30  # tables are int32, and sums of two of these numbers fit
 MOST_BYTES = 2**62
+MOST_NAMES = 5  # in a message that suggests one
 
 
 def check_choice(
     argument: str, value: Any, choices: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> None:
-    """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest.
+    """Raise CacheOptionError unless `value` is one of `choices`; the message names the nearest and some like it, or all.
 
     Args:
         meant: other words for choices -> the choice that they stand for, which the message then names.
@@ -28,6 +29,9 @@ def check_choice(
     if isinstance(value, str) and value in names:
         return
     hint = nearest(value, names, meant)
+    if hint and len(names) > MOST_NAMES:
+        like = difflib.get_close_matches(str(value), names, n=MOST_NAMES, cutoff=0)
+        names = [*(name for name in names if name in like), ".."]
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
 
 

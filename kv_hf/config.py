@@ -317,22 +317,22 @@ class CacheConfig:
                 raise CacheOptionError(
                     f"group_size={self.group_size!r} names {side}, and this model stores {listed(sides)} alone; leave it out"
                 )
-        overrides = [formats for _, _, formats in self.layer_overrides()]
-        unread = {}
-        for side in named or sides:
-            own = "keys" if side == "latent" else side  # where a latent has no format of its own
-            first = (
-                getattr(self, side) if side != "latent" else self._of_latent("format") or self.keys
-            )
-            formats = {first, *(one[own] for one in overrides if own in one)}
-            if formats.isdisjoint(readers_of(side)):
-                unread[side] = (
-                    f"of {side} {listed(readers_of(side))} read one, not {listed(sorted(formats))}"
-                )
+        asked = {side: self._formats_for(side) for side in named or sides}
+        unread = [side for side in asked if asked[side].isdisjoint(readers_of(side))]
         if unread and (named or len(unread) == len(sides)):
-            raise CacheOptionError(
-                f"group_size={self.group_size!r} is read by no format: {'; '.join(unread.values())}"
+            known = "; ".join(
+                f"for {side} {listed(readers_of(side))} read it, not {listed(sorted(asked[side]))}"
+                for side in unread
             )
+            raise CacheOptionError(f"group_size={self.group_size!r} is read by no format: {known}")
+
+    def _formats_for(self, side: str) -> set[str]:
+        """Return the formats that layers may have for one side; `layers` names those of latents as keys."""
+        latent = side == "latent"
+        first = self._of_latent("format") or self.keys if latent else getattr(self, side)
+        overrides = [formats for _, _, formats in self.layer_overrides()]
+        own = "keys" if latent else side
+        return {first, *(one[own] for one in overrides if own in one)}
 
     @classmethod
     def from_options(

@@ -372,10 +372,6 @@ def test_an_assistant_without_latents_does_not_get_options_about_them():
         **inputs,
         assistant_model=assistant,
         cache_implementation="paged_exact",
-        cache_config={
-            "page_size": 16,
-            "latent": {"format": "exact", "k_rope": "exact"},
-            "mla": "absorb",
-        },
+        cache_config={"page_size": 16, "latent": "exact", "mla": "absorb"},
     )
     assert torch.equal(found, expected)

@@ -44,9 +44,9 @@ BAD = [
     ({"group_size": {"values": "32"}}, r"group_size\['values'\] must be an integer.*'32'"),
     ({"group_size": {"key": 32}}, "group_size must be one of keys, values, latent, got 'key'.*did you mean 'keys'"),
     ({"group_size": {}}, "group_size={} is read by no format"),
-    ({"group_size": 16}, "group_size=16 is read by no format: of keys int4, .* read one, not exact; of values int4, "),
-    ({"group_size": {"keys": 16, "values": 16}, "keys": "int4"}, "is read by no format: of values int4, .* not exact"),
-    ({"group_size": {"latent": 64}, "latent": "exact"}, "is read by no format: of latent fp8, int8, .* not exact"),
+    ({"group_size": 16}, "group_size=16 is read by no format: for keys int4, .* read it, not exact; for values int4, "),
+    ({"group_size": {"keys": 16, "values": 16}, "keys": "int4"}, "is read by no format: for values int4, .* not exact"),
+    ({"group_size": {"latent": 64}, "latent": "exact"}, "is read by no format: for latent fp8, int8, .* not exact"),
     ({"sink_tokens": -1}, "sink_tokens .* at least 0, got -1"),
     ({"sink_tokens": None}, "sink_tokens must be an integer.*None"),
     ({"recent_tokens": -5}, "recent_tokens .* at least 0, got -5"),
@@ -69,16 +69,13 @@ BAD = [
     ({"read": 131}, r"read must be at least 132 tokens: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
     ({"read": 199, "recent_tokens": 68}, "at least 200"),
     ({"read": True}, r"read\['tokens'\] must be an integer"),
-    ({"read": [2048]}, r"read\['tokens'\] must be an integer"),
     ({"read": "most"}, r"read\['tokens'\] must be a number of tokens such as 8192 or 128k .* got 'most'"),
     ({"read": 0.0}, rf"read\['share'\] {SHARE}, both left out, got 0.0"),
     ({"read": 1.0}, rf"read\['share'\] {SHARE}"),
     ({"read": float("nan")}, r"read\['share'\] must be a number"),
     ({"read": {"share": 1}}, rf"read\['share'\] {SHARE}"),
-    ({"read": {"mass": 1.0}}, rf"read\['mass'\] {SHARE}"),
     ({"read": {"mass": -0.5}}, rf"read\['mass'\] {SHARE}"),
     ({"read": {"mass": "most"}}, r"read\['mass'\] must be a number"),
-    ({"read": {"tokens": None}}, r"read\['tokens'\] must be an integer"),
     ({"read": {"token": 2048}}, "read must be one of tokens, share, mass, from, got 'token'.*did you mean 'tokens'"),
     ({"read": {"tokens": 2048, "share": 0.5}}, "tokens and share bound the same"),
     ({"read": {"from": 100}}, "read={'from': 100} bounds nothing"),
@@ -113,20 +110,14 @@ def test_bad_options_are_refused_before_a_cache_is_made(options, says):
 
 # options that only a model tells to be wrong
 BAD_FOR_LLAMA = [
-    (
-        {"group_size": {"values": 24}},
-        "values format 'int4': group_size must divide head_dim 16, got 24",
-    ),
-    (
-        {"group_size": {"keys": 24}},
-        "keys format 'int4': group_size must divide page_size 64, got 24",
-    ),
+    ({"group_size": {"values": 24}}, "values format 'int4': group_size must divide head_dim 16, got 24"),
+    ({"group_size": {"keys": 24}}, "keys format 'int4': group_size must divide page_size 64, got 24"),
     ({"group_size": {"keys": 128}}, "group_size must divide page_size 64, got 128"),
     ({"group_size": {"latent": 8}}, "names latent, and this model stores keys and values alone"),
     ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
     ({"page_sise": 64}, "page_sise.*did you mean 'page_size'"),
     ([1], "cache_config must be a kv_hf.CacheConfig or a dict"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "says"), BAD_FOR_LLAMA, ids=lambda one: str(one)[:24])
@@ -141,7 +132,7 @@ def test_bad_cache_config_is_refused_before_generation(config, says):
 def test_group_size_that_no_format_of_a_model_reads_is_refused():
     """In int8 latents alone have groups to set."""
     config = tiny_models.make_config("llama")
-    with pytest.raises(CacheOptionError, match="group_size=16 is read by no format: of keys int4"):
+    with pytest.raises(CacheOptionError, match="group_size=16 is read by no format: for keys int4"):
         kv_hf.PagedCache(config, keys="int8", group_size=16)
     kv_hf.PagedCache(config, keys="int8", layers={"0": {"values": "int4"}}, group_size=16)
 
@@ -152,8 +143,7 @@ def test_group_size_is_that_of_every_side_that_reads_it():
     sides = dataclasses.replace(config, group_size={"values": 4})
     assert [one.scale_group for one in sides.schemes(0, 1)] == [(0, 1), (1, 4)]
     assert CacheConfig(**json.loads(json.dumps(sides.to_dict()))) == sides
-    mixed = dataclasses.replace(config, keys="int8")
-    assert mixed.schemes(0, 1)[0] == key_scheme("int8")
+    assert CacheConfig(values="int4", group_size=8).schemes(0, 1)[0] == key_scheme("exact")
 
 
 # -- what is accepted --------------------------------------------------------------------------------------
@@ -259,25 +249,13 @@ def test_from_options_never_changes_the_dict():
     [
         ("paged_int5", {}, ["cache_implementation", "'paged_int5'", ", ".join(cache_names())]),
         ("int4", {}, ["cache_implementation", "'int4'", ", ".join(cache_names())]),
-        (
-            "paged_int4",
-            {"groupsize": 32},
-            ["cache_config option", "'groupsize'", "did you mean 'group_size'"],
-        ),
+        ("paged_int4", {"groupsize": 32}, ["cache_config option", "did you mean 'group_size'"]),
         ("paged_int4", {"nbits": 4}, ["cache_config option", "'nbits'", "keys, values, page_size"]),
         ("paged_int4", {"read_tokens": 2048}, ["got 'read_tokens' (did you mean 'read'?)"]),
         ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),
         ("paged_int4", {"page_size": 24}, [POWER, "24"]),
     ],
-    ids=[
-        "unknown-name",
-        "format-name",
-        "near-option",
-        "far-option",
-        "former-option",
-        "no-text",
-        "bad-value",
-    ],
+    ids=str,
 )
 def test_from_options_refuses(implementation, options, says):
     with pytest.raises(CacheOptionError) as error:

@@ -499,7 +499,7 @@ def test_register_cache_gives_options_a_name(named_cache, model):
         (
             "paged_new",
             {"keys": "exact", "group_size": 8},
-            "of keys int4, int2, int4_mixed and int2_mixed read one, not exact",
+            "for keys int4, int2, int4_mixed and int2_mixed read it, not exact",
         ),
     ],
 )

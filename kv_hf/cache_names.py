@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .checks import check_choice
-from .config import CacheConfig, shows_options
+from .config import OTHER_CACHE_WORDS, CacheConfig, shows_options
 from .formats import cache_names, named
 
 # name -> arguments of transformers' QuantizedCache; the axes are those that its documentation recommends for a backend
@@ -73,7 +73,7 @@ def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
     Raises: CacheOptionError for an unknown cache, ValueError for what is not NAME=VALUE or gives a value beside parts.
     """
     base, _, tail = name.partition(":")
-    check_choice("cache", base, all_cache_names())
+    check_choice("cache", base, all_cache_names(), OTHER_CACHE_WORDS)
     options: dict[str, Any] = {}
     for item in tail.split(",") if tail else []:
         option, equals, value = item.partition("=")

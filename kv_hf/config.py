@@ -49,9 +49,16 @@ OTHER_KERNEL_WORDS = {
     **dict.fromkeys(("cpu", "native", "c++", "cpp"), "c"),
     **dict.fromkeys(("torch", "pytorch", "eager", "naive", "python", "sdpa", "math"), "reference"),
 }
-# names that options once had -> the option that says it today
-FORMER_NAMES = {
+# and for caches
+OTHER_CACHE_WORDS = {
+    word: f"paged_int{bits}"
+    for bits in (8, 4, 3, 2)
+    for word in (f"{bits}bit", f"{bits}-bit", f"{bits}_bit", f"q{bits}")
+}
+# names that options once had, or have in other caches -> the option that says it here
+OTHER_OPTION_NAMES = {
     **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+    **dict.fromkeys(("bits", "nbits"), "keys"),  # of transformers' quantized caches
     "k_rope": "latent",
     "offload_dir": "offload",
     "reserve_tokens": "max_length",
@@ -150,7 +157,7 @@ def _layers(name: str, value: Any) -> Any:
 def _parts(name: str, value: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
     """Return the checked parts of an option that is a mapping of them."""
     for part in value:
-        check_choice(name, part, checks)
+        check_choice(f"a key of {name}", part, checks)
     return {part: checks[part](f"{name}[{part!r}]", one) for part, one in value.items()}
 
 
@@ -343,7 +350,7 @@ class CacheConfig:
         `options` is read, never changed; of a CacheConfig the fields that are not at their defaults count, and its
         formats together. Raises CacheOptionError for unknown names.
         """
-        check_choice("cache_implementation", implementation, cache_names())
+        check_choice("cache_implementation", implementation, cache_names(), OTHER_CACHE_WORDS)
         given, named = given_options(options), cache_options(implementation)
         if {"keys", "values"} & given.keys():  # the name's formats are not what was asked for
             named.pop("latent", None)
@@ -477,7 +484,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 def check_option_names(given: Mapping[str, Any]) -> None:
     """Raise CacheOptionError for a name that is no option of CacheConfig."""
     for name in given:
-        check_choice("cache_config option", name, OPTIONS, FORMER_NAMES)
+        check_choice("cache_config option", name, OPTIONS, OTHER_OPTION_NAMES)
 
 
 def given_options(cache_config: Any) -> dict[str, Any]:

@@ -89,9 +89,8 @@ def with_hint(error: ValueError) -> ValueError:
     if found is None:
         return error
     try:
-        check_choice(
-            "cache_implementation", found[1], configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-        )
+        known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+        check_choice("cache_implementation", found[1], known, OTHER_CACHE_WORDS)
     except CacheOptionError as ours:
         return ours
     return error

@@ -54,6 +54,12 @@ def generate(**options):
         (kv_hf.CacheConfig, {"kernel": "cpu"}, "got 'cpu' .did you mean 'c'"),
         (kv_hf.CacheConfig, {"keys": "int3"}, "'int3'; the cache paged_int3 is keys='int2_mixed'"),
         (kv_hf.CacheConfig, {"values": "paged_int4"}, "is keys='int4', values='int4'"),
+        (generate, {"cache_implementation": "4bit"}, "got '4bit' .did you mean 'paged_int4'"),
+        (
+            generate,
+            {"cache_implementation": "Paged_INT4"},
+            "'Paged_INT4' .did you mean 'paged_int4'",
+        ),
         (generate, {"cache_implementation": "paged_in4"}, "'paged_in4' .did you mean 'paged_int4'"),
         (generate, {"cache_implementation": "statc"}, "got 'statc' .did you mean 'static'"),
         (generate, {"past_key_values": "paged_int4"}, "a name goes into cache_implementation"),

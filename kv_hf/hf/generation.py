@@ -14,7 +14,7 @@ from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_dummy, is_encoder_decoder, modules_of
 from ..cache.paged_cache import PagedCache
 from ..checks import check_choice
-from ..config import DEFAULTS, OPTIONS, CacheConfig, names_of
+from ..config import DEFAULTS, OPTIONS, OTHER_CACHE_WORDS, CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
 from ..notices import warn_once

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 NEWEST_PAGES = 1  # of each row, which are read whatever their summaries say
-READ_FROM = (
-    4096  # tokens of a row from which on pages are chosen, unless the option `read` says otherwise
-)
+# tokens of a row from which on pages are chosen, unless the option `read` says otherwise
+READ_FROM = 4096
 
 
 @dataclass(frozen=True)

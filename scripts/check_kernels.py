@@ -35,7 +35,7 @@ SANITIZERS = {
     "address": Sanitizer(
         "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
         "libasan.so libubsan.so",
-        f"{KERNELS} backends/test_choose_pages.py backends/test_cpu_bounds.py",
+        f"{KERNELS} backends/test_choose_pages.py",
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size
         {

@@ -42,7 +42,7 @@ COMPILED = [
     "hf/test_latent_families",
 ]
 # in numpy; torch computes what is expected
-INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_latent"]
+INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_dense"]
 # start children, look for files, ask for models, or print
 OUTWARD = [
     "backends/test_cpu_library",

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,16 @@ def machine(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let triton_machine.call run kernels where --triton says."""
     with running_on(request.param):
         yield
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """Take the CPU for a GPU on which launches are counted and do nothing; the test is skipped without triton."""
+    pytest.importorskip("triton")
+    from fake_driver import pretend_gpu
+
+    with pretend_gpu() as fake:
+        yield fake
 
 
 def pytest_sessionfinish() -> None:

@@ -1,8 +1,6 @@
 """Random pages and windows for kernel tests, and an fp64 softmax over their decoded tokens as the oracle."""
 
-import hashlib
-from collections import OrderedDict
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product, zip_longest
 
 import pytest
@@ -11,7 +9,6 @@ from rounding import Rounding, Tokens, attend_exactly, without_offsets
 
 from kv_hf.backends.base import AttentionCall, PagedKV
 from kv_hf.backends.cpu import library
-from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages as reference_pages
 from kv_hf.formats import (
@@ -24,7 +21,7 @@ from kv_hf.formats import (
 )
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
-from kv_hf.spec import LANES, LATENT_SIDES, PageSpec, PageWrite
+from kv_hf.spec import LANES, LATENT_SIDES, PageFields, PageSpec, PageWrite
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 # tests of the C kernel, and the instruction sets that this processor has
@@ -92,17 +89,20 @@ def make_kv(
 
 
 def latent_spec(
-    latent="int8", k_rope="exact", *, rank=64, rope=16, page=PAGE, dtype=torch.float32, group=None, layout=LANES
+    latent="int8", k_rope="exact", *, rank=64, rope=16, page=PAGE, dtype=torch.float32, group=None, tokens=None, layout=LANES
 ):  # fmt: skip
-    """Return pages of latents; groups of `group` channels (or of half a page's tokens, as the format groups them).
+    """Return pages of latents; a record of DeepSeek has at least 128 channels.
 
     k_rope: None: what goes with the format of the latents.
+    group, tokens: channels and tokens of a scale, of which a format reads one; with a group alone half a page's tokens.
     """
-    scheme = latent_scheme(latent, page // 2 if group and latent in ("int4", "int2") else group)
+    if tokens is None and group is not None:
+        tokens = page // 2
+    scheme = latent_scheme(latent, tokens if latent in ("int4", "int2") else group)
     return PageSpec.build(
         scheme,
         k_rope_scheme(k_rope_name(k_rope, scheme), rope),
-        key_dim=rank,
+        key_dim=max(rank, 128) if latent == "fp8_ds_mla" else rank,
         value_dim=rope,
         page_size=page,
         dtype=dtype,
@@ -208,26 +208,65 @@ def make_query(kv, q_len=1, group=2, dtype=torch.float64, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check_seals_as_torch(tokens, jobs, spec, pages=6):
-    """Seal pages of both sides by the C kernel and in torch: the same bytes. Returns whether a number was made finite."""
-    written = []
-    for writer in (reference_pages, c_write):
-        fields = tuple(
-            {
-                name: torch.zeros(pages, *shape, dtype=kind)
-                for name, (shape, kind) in side.fields.items()
-            }
-            for side in spec.sides
-        )
-        damaged = torch.zeros((), dtype=torch.uint8)
-        writer.write(PageWrite(tokens, fields, spec, damaged, {}, jobs))
-        written.append((fields, int(damaged)))
-    (ours, ours_damaged), (theirs, theirs_damaged) = written
-    assert ours_damaged == theirs_damaged
-    for one, other in zip(ours, theirs, strict=True):
-        for name in one:
-            assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
-    return bool(ours_damaged)
+def hard_tokens(side, dtype):
+    """Four rows of tiny, usual and large numbers: zeros, equal numbers, -0, inf and nan in the third, half steps in the last."""
+    numbers = torch.Generator().manual_seed(side.head_dim)
+    shape = (4, side.num_kv_heads, 5 + 2 * side.page_size, side.head_dim)
+    tokens = torch.randn(shape, generator=numbers)
+    tokens *= torch.tensor([1e-6, 1.0, 3e3, 2.0])[:, None, None, None]
+    tokens[1, 0, :9] = 0
+    tokens[1, -1, 12:, : side.head_dim // 2] = 5
+    tokens[0, 0, 5:9] *= -0.0
+    tokens[3] = (2 * tokens[3]).round() / 2
+    if side.head_dim:
+        tokens[3, ..., 3] += 40  # as some models' keys have
+        tokens[3, ..., 5] = 65280.0  # of numbers of 16 bits, nearly the largest that is stored
+        tokens[2, 0, 7, 3], tokens[2, 0, 8, 4] = float("inf"), float("-inf")
+        tokens[2, -1, 9, 1] = float("nan")
+    tokens = tokens.to(dtype)
+    if side.head_dim and dtype == torch.bfloat16:
+        tokens.view(torch.int16)[2, 0, 8, 2] = 0x7FA5  # a nan with a payload
+    return tokens
+
+
+def check_seals(spec, writer, place=torch.clone, apart=False, counts=(0, 4, 5)):
+    """Seal pages of hard tokens on both sides by a kernel, which `writer` runs, and by the reference: the same bytes.
+
+    A job without a page leaves what it names alone, and says nothing of its numbers.
+
+    Args:
+        writer: takes a PageWrite and returns it with what was written.
+        place: what the kernel's tensors are made by; apart: channels of a token do not lie together.
+        counts: numbers of jobs, of which the last finds numbers that are not finite.
+    """
+    page = spec.keys.page_size
+    both = tuple(hard_tokens(side, side.dtype) for side in spec.sides)
+    if apart:
+        both = tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in both)
+        place = torch.Tensor.detach
+    jobs = [(0, 0, 1), (1, 3, 4), (3, 5 + page, 5), (2, 2, -1), (2, 2, 3)]
+    for count in counts:
+        some, written = torch.tensor(jobs[:count]).view(-1, 3).int(), []
+        for write, make in ((reference_pages.write, torch.clone), (writer, place)):
+            fields = tuple(
+                PageFields(
+                    {
+                        name: make(torch.ones(6, *shape, dtype=kind))
+                        for name, (shape, kind) in side.fields.items()
+                    }
+                )
+                for side in spec.sides
+            )
+            damaged = make(torch.zeros((), dtype=torch.uint8))
+            asked = PageWrite(tuple(map(make, both)), fields, spec, damaged, {}, make(some))
+            written.append(write(asked) or asked)
+        ours, theirs = written
+        encodes = any(side.head_dim and not side.scheme.is_exact for side in spec.sides)
+        assert int(ours.damaged) == int(theirs.damaged) == (count == 5 and encodes)
+        for one, other in zip(ours.fields, theirs.fields, strict=True):
+            for name in one:
+                mine, wanted = (x[name].contiguous().view(torch.uint8) for x in (one, other))
+                assert torch.equal(mine, wanted), name
 
 
 # -- the oracle --------------------------------------------------------------------------------------------
@@ -260,40 +299,8 @@ def stored_tokens(kv, side, row, fields, spec, dtype=torch.float32):
     return both[:, order]
 
 
-_known = OrderedDict()
-
-
-def exact_attention(query, kv, scale, rounding, **options):
-    """(result in fp64, the largest error that rounding explains in each number of it).
-
-    Kept for a while by what the tensors hold: several kernels are tried on the same numbers.
-    """
-    key = _digest(query, kv, scale, rounding, options)
-    if key not in _known:
-        _known[key] = _exact_attention(query, kv, scale, rounding, **options)
-        if len(_known) > 512:
-            _known.popitem(last=False)
-    return _known[key]
-
-
-def _digest(*parts):
-    """A hash of everything that the parts hold."""
-    found = hashlib.sha1()
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            found.update(str((part.shape, part.dtype)).encode())
-            found.update(part.contiguous().flatten().view(torch.uint8).numpy())
-        elif isinstance(part, PagedKV):
-            held = (field.name for field in fields(part) if field.name not in ("hold", "launches"))
-            found.update(_digest({name: getattr(part, name) for name in held}))
-        elif isinstance(part, dict):
-            found.update(_digest(*part, *part.values()))
-        else:
-            found.update(repr(part).encode())
-    return found.digest()
-
-
-def _exact_attention(query, kv, scale, rounding, *, sliding_window=None, mask=None, **options):
+def exact_attention(query, kv, scale, rounding, *, sliding_window=None, mask=None, **options):
+    """(result in fp64, the largest error that rounding explains in each number of it)."""
     rows = []
     for row in range(kv.rows):
         keys, values = (terms_of(kv, side, row) for side in FIELDS)
@@ -329,13 +336,14 @@ def bias_of(kv, row, q_len, mask, sliding_window):
 
 
 def check(query, kv, attend=reference.paged_attention, rounding=None, **options):
-    """Compare with the oracle and return the result; `rounding` is the reference's unless given."""
+    """Compare one kernel or several with the oracle; `rounding` is the reference's unless given. Returns the last result."""
     scale = kv.spec.query_dim**-0.5
     rounding = rounding or Rounding.of("reference", query.dtype)
     expected, bound = exact_attention(query, kv, scale, rounding, **options)
-    out = attend(AttentionCall(query, kv, scale, **options))
-    assert out.dtype == query.dtype
-    assert_within(out, expected, bound)
+    for one in attend if isinstance(attend, list) else [attend]:
+        out = one(AttentionCall(query, kv, scale, **options))
+        assert out.dtype == query.dtype
+        assert_within(out, expected, bound)
     return out
 
 

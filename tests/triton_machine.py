@@ -13,15 +13,16 @@ import os
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import pytest
 import torch
 from packaging.version import Version
+from slow import slow
 
-from kv_hf.formats import format_names, key_scheme
-from kv_hf.spec import PageSpec, PageWrite, SideSpec
+from kv_hf.formats import format_names
 
 _pool = None
 runs_kernels = pytest.mark.usefixtures("machine")  # of conftest.py
@@ -32,8 +33,7 @@ def compiled_pairs():
     names = format_names("keys", "values")
     yield from zip(names, [*names[1:], names[0]], strict=True)
     yield "int2_mixed", "int2_rotated"
-    for pair in (("int4_mixed", "int4_rotated"), ("int4", "int3_rotated")):
-        yield pytest.param(*pair, marks=pytest.mark.slow)
+    yield from map(slow, (("int4_mixed", "int4_rotated"), ("int4", "int3_rotated")))
 
 
 # what runs kernels: Triton's interpreter, the GPU of this computer, or an emulated one of a compute capability (sm_90)
@@ -210,40 +210,15 @@ def choose(asked, *, splits=3):
     return table, counts, masses[:, : asked.kv.block_table.shape[1]], windows
 
 
-# -- sealing and appending ------------------------------------------------------------------------------------------
+# -- sealing, appending, dense tensors ----------------------------------------------------------------------------------
 
 
-def seal(tokens, jobs, fields, spec):
-    """Seal one side in the worker; returns (fields, damaged), as the worker's tensors are copies.
+def write(asked):
+    """Append and seal both sides; returns what was asked with what was written."""
+    from kv_hf.backends.triton import seal
 
-    The other side holds no numbers, or exact ones where `spec` is the second side.
-    """
-    from kv_hf.backends.triton import seal as kernels
-
-    second = spec.side in ("values", "k_rope")
-    exact = key_scheme("exact").resolve(spec.page_size, 16, "keys")
-    other = SideSpec(
-        "keys", exact, spec.num_kv_heads, 16 if second else 0, spec.page_size, spec.dtype
-    )
-    others = {
-        name: torch.zeros(len(fields["codes"]), *s, dtype=d)
-        for name, (s, d) in other.fields.items()
-    }
-    plain = tokens.new_zeros(*tokens.shape[:3], other.head_dim)
-    damaged = torch.zeros((), dtype=torch.uint8)
-    sides, windows, pages = [(one, two)[:: -1 if second else 1] for one, two in (
-        (spec, other), (tokens, plain), (fields, others)
-    )]  # fmt: skip
-    kernels.write(PageWrite(windows, pages, PageSpec(*sides), damaged, {}, jobs))
-    return fields, damaged.bool()
-
-
-def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
-    """Append and seal both sides in the worker; returns (windows, fields, damaged)."""
-    from kv_hf.backends.triton import seal as kernels
-
-    kernels.write(PageWrite(windows, fields, spec, damaged, {}, jobs, new, starts, skips))
-    return windows, fields, damaged
+    seal.write(asked)
+    return replace(asked, launches={})
 
 
 def dense(kv, side):

@@ -1,7 +1,9 @@
 """The choice of the pages that a step reads: the definition against brute force, and the C kernel against the definition."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import rounding
@@ -23,9 +25,8 @@ from kv_hf.page_summary import (
     summary_words,
     turned_by,
     word_channels,
-    word_starts,
 )
-from kv_hf.quant.page_parts import part_of, with_all_words, words_to_read
+from kv_hf.quant.page_parts import part_of, words_to_read
 from kv_hf.read_budget import NEWEST_PAGES, ReadBudget
 from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
@@ -127,37 +128,18 @@ def test_rows_below_read_from_are_read_whole_and_the_newest_page_always():
         assert set(range(max(0, pages - NEWEST_PAGES), pages)) <= set(found[row])
 
 
-def test_pages_of_most_mass_are_read():
+def test_pages_of_most_mass_are_read_until_the_mass_is_reached():
     kv = long_kv()
-    mass = torch.zeros(5, 50)
+    mass, window = torch.zeros(5, 50), torch.tensor([4.0, 0, 0, 0, 0])
     mass[0, [3, 5, 30]] = torch.tensor([1.0, 3.0, 2.0])
-    kv = replace(kv, budget=ReadBudget(pages=3, from_tokens=1))
-    choice = selection.choose_by_mass(mass, torch.zeros(5), kv)
-    found = places(kv, choice)
-    assert found[0] == [5, 30, 36]
-    assert found[1] == [0, 1, 49]  # of equals the first
 
+    def chosen(**budget):
+        kept = replace(kv, budget=ReadBudget(from_tokens=1, **budget))
+        return places(kv, selection.choose_by_mass(mass, window, kept))
 
-@pytest.mark.parametrize(
-    ("top_p", "expected"), [(0.4, [36]), (0.7, [5, 36]), (0.9, [5, 30, 36]), (0.99, [3, 5, 30, 36])]
-)
-def test_top_p_stops_where_the_mass_is_reached(top_p, expected):
-    kv = replace(long_kv(), budget=ReadBudget(top_p=top_p, from_tokens=1))
-    mass = torch.zeros(5, 50)
-    mass[0, [3, 5, 30]] = torch.tensor([1.0, 3.0, 2.0])
-    window = torch.tensor([4.0, 0, 0, 0, 0])
-    assert places(kv, selection.choose_by_mass(mass, window, kv))[0] == expected
-
-
-def test_share_and_bound_of_top_p():
-    budget = ReadBudget(share=0.25, from_tokens=1)
-    assert [budget.most(pages) for pages in (1, 3, 8, 37)] == [1, 1, 2, 9]
-    assert ReadBudget(pages=4, top_p=0.5).most(100) == 4
-    assert ReadBudget(pages=4, from_tokens=4096).width(1000, 64) == 63
-    assert ReadBudget(pages=100, from_tokens=4096).width(1000, 64) == 100
-    assert ReadBudget(pages=100).width(20, 64) == 20
-    assert not ReadBudget(pages=100).chooses(100, 10_000)
-    assert not ReadBudget(pages=10).chooses(100, 4095)
+    assert chosen(pages=3)[:2] == [[5, 30, 36], [0, 1, 49]]  # of equals the first
+    expected = {0.4: [36], 0.7: [5, 36], 0.9: [5, 30, 36], 0.99: [3, 5, 30, 36]}
+    assert {top_p: chosen(top_p=top_p)[0] for top_p in expected} == expected
 
 
 @pytest.mark.parametrize("keys", FORMATS)
@@ -194,36 +176,22 @@ def words_of(kv):
 
 
 @pytest.mark.parametrize("layout", [LANES, ROWS_LAYOUT])
-@pytest.mark.parametrize("dim", [48, 64, 80])
 @pytest.mark.parametrize("keys", FORMATS)
-def test_an_index_holds_the_words_that_are_read_and_no_others(keys, dim, layout):
-    kv = long_kv(keys, dim=dim, layout=layout, poison=False)
-    spec, words = kv.spec.keys, words_of(kv)
-    part = part_of(kv.key_pages, words, spec)
-    fields = part_fields(spec)
-    assert {name: (tuple(one.shape[1:]), one.dtype) for name, one in part.items()} == fields
-    assert part_bytes(spec) == sum(one[0].nbytes for one in part.values())
-    assert len(word_starts(spec)) == len(word_channels(spec))
-    if words is None:
-        return
-    assert words.shape == (spec.num_kv_heads, summary_words(spec))
-    assert part["codes"].nbytes < kv.key_pages["codes"].nbytes
-    back = with_all_words(part, words, spec)["codes"]
-    whole = kv.key_pages["codes"]
-    assert back.shape == whole.shape and back.dtype == whole.dtype
-    again = part_of({**kv.key_pages, "codes": back}, words, spec)["codes"]
-    assert torch.equal(again, part["codes"])
-
-
-@pytest.mark.parametrize("layout", [LANES, ROWS_LAYOUT])
-@pytest.mark.parametrize("keys", FORMATS)
-def test_masses_by_an_index_are_those_by_the_pages(keys, layout):
-    whole = long_kv(keys, layout=layout, rows=[(8, 20)])  # as many pages as fix the words
-    call = call_of(whole, q_len=2)
-    indexed = replace(call, kv=by_index(whole, words_of(whole)))
-    ours, theirs = (selection.page_mass(one) for one in (indexed, call))
-    for one, other in zip(ours, theirs, strict=True):
-        rounding.assert_close(one, other)
+def test_an_index_holds_the_words_that_are_read_and_gives_the_same_masses(keys, layout):
+    for dim in (48, 64, 80):
+        kv = long_kv(keys, dim=dim, layout=layout, rows=[(8, 20)])  # as many pages as fix the words
+        spec, words = kv.spec.keys, words_of(kv)
+        part = part_of(kv.key_pages, words, spec)
+        fields = {name: (tuple(one.shape[1:]), one.dtype) for name, one in part.items()}
+        assert fields == part_fields(spec)
+        assert part_bytes(spec) == sum(one[0].nbytes for one in part.values())
+        call = call_of(kv, q_len=2)
+        indexed = replace(call, kv=by_index(kv, words))
+        for one, other in zip(*map(selection.page_mass, (indexed, call)), strict=True):
+            rounding.assert_close(one, other)
+        if words is not None:
+            assert words.shape == (spec.num_kv_heads, summary_words(spec))
+            assert part["codes"].nbytes < kv.key_pages["codes"].nbytes
 
 
 # -- the C kernel ----------------------------------------------------------------------------------------------------
@@ -246,39 +214,23 @@ def test_c_chooses_as_the_reference(keys, dtype):
             assert_same_choice(one, choose_in_c(one))
 
 
-@needs_library
-@pytest.mark.parametrize(
-    "budget",
-    [
-        ReadBudget(share=0.3, from_tokens=1),
-        ReadBudget(top_p=0.5, from_tokens=1),
-        ReadBudget(pages=5, top_p=0.9, from_tokens=1),
-        ReadBudget(pages=1, from_tokens=1),
-        ReadBudget(pages=8, from_tokens=10**6),
-    ],
-    ids=repr,
-)
-def test_c_follows_every_budget(budget):
-    call = call_of(long_kv("int4", budget=budget))
-    assert_same_choice(call, choose_in_c(call))
+BUDGETS = [
+    ReadBudget(share=0.3, from_tokens=1), ReadBudget(top_p=0.5, from_tokens=1), ReadBudget(pages=5, top_p=0.9, from_tokens=1),
+    ReadBudget(pages=1, from_tokens=1), ReadBudget(pages=8, from_tokens=10**6),
+]  # fmt: skip
 
 
 @needs_library
-@pytest.mark.parametrize("group", [1, 8, 16, 32])
-def test_c_reads_groups_of_tokens(group):
-    """Groups smaller than a vector had no mass."""
-    for keys in ("int4", "int2", "int2_mixed"):
-        call = call_of(long_kv(keys, page=64, slots=88, key_group=group))
-        assert_same_choice(call, choose_in_c(call))
-
-
-@needs_library
-def test_c_has_room_for_wide_keys_beside_narrow_values():
-    """The words that are read of a page and codes of 3 bits share scratch memory; `make test-asan` sees its end."""
+def test_c_follows_every_budget_and_group():
+    """Groups smaller than a vector had no mass. The words that are read of a page and codes of 3 bits share scratch memory."""
+    some = [long_kv("int4", budget=budget) for budget in BUDGETS]
+    for group, keys in product((1, 8, 16, 32), ("int4", "int2", "int2_mixed")):
+        some.append(long_kv(keys, page=64, slots=88, key_group=group))
     options = {"rows": ROWS, "heads": 1, "page": 64, "slots": 88, "layout": LANES}
-    kv = make_kv("exact", "int3_rotated", key_dim=256, value_dim=64, **options)
-    call = call_of(replace(kv, budget=ReadBudget(pages=8, from_tokens=200)))
-    assert_same_choice(call, choose_in_c(call))
+    wide = make_kv("exact", "int3_rotated", key_dim=256, value_dim=64, **options)
+    some.append(replace(wide, budget=ReadBudget(pages=8, from_tokens=200)))
+    for kv in some:
+        assert_same_choice(call_of(kv), choose_in_c(call_of(kv)))
 
 
 @needs_library
@@ -322,21 +274,18 @@ def test_attention_reads_the_chosen_pages_and_no_others(kernel):
     assert torch.equal(out[2:], whole[2:])  # rows that are read as a whole
 
 
-def test_queries_of_a_prompt_and_sliding_windows_read_everything():
+def test_prompts_sliding_windows_and_masks_read_everything():
+    """Of a mask it is said."""
     kv = long_kv("int4", rows=[(37, 24), (50, 24)], layout=ROWS_LAYOUT)
-    for options in ({"q_len": 17}, {"sliding_window": 300}):
-        call = call_of(kv, **options)
+    for options in (
+        {"q_len": 17},
+        {"sliding_window": 300},
+        {"mask": torch.zeros(1, 1, 1, kv.seen)},
+    ):
+        call, said = call_of(kv, **options), nullcontext()
         whole = replace(call, kv=replace(kv, budget=None))
-        assert torch.equal(paged_attention(call, "reference"), paged_attention(whole, "reference"))
-
-
-def test_a_mask_makes_a_step_read_everything_and_says_so(recwarn):
-    from kv_hf.notices import forget
-
-    forget()
-    kv = long_kv("int4", rows=[(37, 24), (50, 24)], layout=ROWS_LAYOUT)
-    mask = torch.zeros(1, 1, 1, kv.seen)
-    call = call_of(kv, mask=mask)
-    whole = replace(call, kv=replace(kv, budget=None))
-    assert torch.equal(paged_attention(call, "reference"), paged_attention(whole, "reference"))
-    assert "option read says" in str(recwarn.pop(UserWarning).message)
+        if "mask" in options:
+            said = pytest.warns(UserWarning, match="option read says")
+        with said:
+            found = paged_attention(call, "reference")
+        assert torch.equal(found, paged_attention(whole, "reference"))

@@ -12,12 +12,12 @@ import weakref
 import pytest
 import rounding
 import torch
+from slow import slow, slow_but
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers import AttentionInterface, CompileConfig, DynamicCache
-from triton_machine import call, runs_kernels
 
 import kv_hf
 
@@ -51,12 +51,15 @@ def compiling(backend="eager", fullgraph=True):
     return config
 
 
-def paged_model(family="llama", **changes):
-    return make_model(family, **changes)
-
-
 def preallocated(model, keys="int4", **options):
     return kv_hf.PagedCache(model.config, keys=keys, page_size=PAGE, max_length=LENGTH, **options)
+
+
+def compiled(keys="exact", backend="eager"):
+    """Return a model of one layer, its compiled forward, and a cache beside transformers' own."""
+    model = make_model("llama", num_hidden_layers=1)
+    step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    return model, step, preallocated(model, keys), DynamicCache(config=model.config)
 
 
 def generate(model, inputs, name, *, steps=40, compile_config=None, **options):
@@ -73,20 +76,11 @@ def generate(model, inputs, name, *, steps=40, compile_config=None, **options):
 # -- generate() ----------------------------------------------------------------------------------------------------
 
 
-FAST = {
-    ("paged_exact", "one"),
-    ("paged_int8", "batch"),
-    ("paged_int4", "padded"),
-}
+FAST = {("paged_exact", "one"), ("paged_int8", "batch"), ("paged_int4", "padded")}
+ALL = itertools.product(["paged_exact", "paged_int8", "paged_int4"], INPUTS)
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [
-        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
-        for pair in itertools.product(["paged_exact", "paged_int8", "paged_int4"], INPUTS)
-    ],
-)
+@pytest.mark.parametrize(("name", "inputs"), slow_but(FAST, ALL))
 def test_generate_compiles_one_graph_and_gives_the_eager_tokens(name, inputs):
     model, inputs = shared_model("llama"), INPUTS[inputs]
     wanted = generate(model, inputs, name)
@@ -115,12 +109,7 @@ def test_another_max_length_compiles_anew_without_a_break():
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in ("qwen3", "gpt2") else pytest.mark.slow)
-        for family in FAMILIES
-        if family not in NO_INTERFACE
-    ],
+    "family", slow_but(("qwen3", "gpt2"), [one for one in FAMILIES if one not in NO_INTERFACE])
 )
 def test_families_compile_without_a_break(family):
     model, inputs = shared_model(family), INPUTS["padded"]
@@ -137,30 +126,9 @@ def test_without_max_length_nothing_is_compiled():
     assert graphs() == 0
 
 
-@pytest.mark.parametrize(("options", "count"), [({"num_beams": 3}, 0), ({"do_sample": True}, 1)])
-def test_beams_and_samples_are_those_of_a_growing_cache(options, count):
-    """transformers does not compile its beam search (5.23); the reordered rows must be right all the same."""
-    model, got = shared_model("llama"), []
-    for extra in ({}, {"max_length": LENGTH}):
-        torch.manual_seed(0)
-        out = model.generate(
-            **INPUTS["padded"],
-            **options,
-            num_return_sequences=2,
-            max_new_tokens=30,
-            cache_implementation="paged_int4",
-            cache_config={"page_size": PAGE, **extra},
-            compile_config=compiling(),
-        )
-        got.append(out)
-    assert torch.equal(*got)
-    assert graphs() == count
-
-
-@pytest.mark.parametrize("chunk", [16])
-def test_chunked_prefill_compiles_on_an_initialized_cache(chunk):
+def test_chunked_prefill_compiles_on_an_initialized_cache():
     model, inputs = make_model("llama", num_hidden_layers=1), INPUTS["padded"]
-    options = {**inputs, "max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": chunk}
+    options = {**inputs, "max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": 16}
     grown = kv_hf.PagedCache(model.config, keys="int4", page_size=PAGE)
     wanted = model.generate(**options, past_key_values=grown)
     cache = preallocated(model)
@@ -195,10 +163,10 @@ def decode(model, step, cache, inputs, count, padded_to=LENGTH):
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.slow), "int2"])
+@pytest.mark.parametrize("name", slow_but(["int2"], ["exact", "int2"]))
 @torch.no_grad()
 def test_compiled_forward_gives_the_logits_and_bytes_of_the_eager_step(name):
-    model, inputs = paged_model(), INPUTS["padded"]
+    model, inputs = make_model("llama"), INPUTS["padded"]
     eager, compiled = preallocated(model, name), preallocated(model, name)
     wanted = decode(model, model, eager, inputs, 40)
     step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
@@ -240,7 +208,7 @@ def addresses(cache):
 
 @torch.no_grad()
 def test_a_step_never_waits_and_moves_no_tensor():
-    model, cache = paged_model(), preallocated(paged_model())
+    model, cache = make_model("llama"), preallocated(make_model("llama"))
     targets: list[list[str]] = []
     step = torch.compile(model.forward, fullgraph=True, backend=recording(targets))
     model(tokens(2, 20), past_key_values=cache)
@@ -256,12 +224,10 @@ def test_a_step_never_waits_and_moves_no_tensor():
         assert name not in ran
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("backend", slow_but(["aot_eager"], ["eager", "aot_eager"]))
 @torch.no_grad()
 def test_a_compiled_step_past_the_end_is_an_error(backend):
-    model = paged_model(num_hidden_layers=1)
-    cache = preallocated(model)
-    step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    model, step, cache, _ = compiled("int4", backend)
     model(tokens(2, LENGTH - 2), past_key_values=cache)
     for _ in range(2):
         step(tokens(2, 1), past_key_values=cache)
@@ -274,7 +240,11 @@ def test_a_compiled_step_past_the_end_is_an_error(backend):
 @torch.no_grad()
 def test_a_mask_changed_in_place_is_compared_anew():
     """A step over another mask at the same place and length (a crop before) left out what that mask hid."""
-    model, ids, token = paged_model(num_hidden_layers=1), tokens(1, 30), tokens(1, 1, seed=3)
+    model, ids, token = (
+        make_model("llama", num_hidden_layers=1),
+        tokens(1, 30),
+        tokens(1, 1, seed=3),
+    )
     cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
     step = torch.compile(model.forward, fullgraph=True, backend="eager")
     for one in (cache, stock):
@@ -292,10 +262,8 @@ def test_a_mask_changed_in_place_is_compared_anew():
 @torch.no_grad()
 def test_a_cache_cropped_to_nothing_begins_anew():
     """A compiled forward looked for pages of no tokens: AttributeError of NoneType."""
-    model, inputs = paged_model(num_hidden_layers=1), {"input_ids": tokens(1, 9)}
-    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
-    step = torch.compile(model.forward, fullgraph=True, backend="eager")
-    model(**inputs, past_key_values=cache)
+    model, step, cache, stock = compiled()
+    model(tokens(1, 9), past_key_values=cache)
     step(tokens(1, 1), past_key_values=cache)
     cache.crop(-10)
     for part in (tokens(1, 3), tokens(1, 1)):
@@ -308,9 +276,7 @@ def test_a_cache_cropped_to_nothing_begins_anew():
 @torch.no_grad()
 def test_reset_after_a_compiled_step_gives_all_tensors_back():
     """What the step's operators had left for each other kept pages and windows alive."""
-    model = paged_model(num_hidden_layers=1)
-    cache = preallocated(model)
-    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model, step, cache, _ = compiled("int4")
     model(tokens(1, 40), past_key_values=cache)
     step(tokens(1, 1), past_key_values=cache)
     store = cache.layers[0].store
@@ -325,9 +291,7 @@ def test_reset_after_a_compiled_step_gives_all_tensors_back():
 @torch.no_grad()
 def test_steps_run_while_another_thread_compiles(monkeypatch):
     """torch says to all threads that it compiles: operators of a step that ran called themselves, RecursionError."""
-    model = paged_model(num_hidden_layers=1)
-    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
-    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model, step, cache, stock = compiled()
     for one in (cache, stock):
         model(tokens(1, 20), past_key_values=one)
     for one in (step, step, model):
@@ -343,8 +307,8 @@ def test_steps_run_while_another_thread_compiles(monkeypatch):
     ("attention", "lengths"),
     [
         ("sdpa", (20, 1, 1)),
-        pytest.param("sdpa", (20, 18, 1), marks=pytest.mark.slow),
-        pytest.param("eager", (20, 1, 18, 1), marks=pytest.mark.slow),
+        slow(("sdpa", (20, 18, 1))),
+        slow(("eager", (20, 1, 18, 1))),
     ],
 )
 @torch.no_grad()
@@ -402,7 +366,7 @@ def test_what_cannot_be_traced_says_so(attention, length, learns, monkeypatch):
 @torch.no_grad()
 def test_inductor_gives_the_eager_logits(name):
     """Fused code rounds in another order; of int8 that may change a code, which loses less than all codes together."""
-    model, inputs = paged_model(), INPUTS["padded"]
+    model, inputs = make_model("llama"), INPUTS["padded"]
     wanted = decode(model, model, preallocated(model, name), inputs, 40)
     exact = decode(model, model, preallocated(model, "exact"), inputs, 40)
     step = torch.compile(model.forward, fullgraph=True)
@@ -410,35 +374,3 @@ def test_inductor_gives_the_eager_logits(name):
     assert graphs() == 1
     most = float((wanted - exact).abs().max()) + rounding.allowed(wanted)
     torch.testing.assert_close(got, wanted, rtol=0, atol=most)
-
-
-def with_triton(name, kernel):
-    """Compiled greedy tokens and the first layer's key codes; the CPU passes for a GPU (runs in the worker)."""
-    from test_triton_generate import pages_of_a_gpu
-
-    before = graphs()  # of other tests in this worker
-    with pages_of_a_gpu(kernel):
-        model = make_model("llama", num_hidden_layers=1)
-        cache = preallocated(model, name, kernel=kernel)
-        out = model.generate(
-            **left_padded([17, 3]),
-            past_key_values=cache,
-            max_new_tokens=4,
-            do_sample=False,
-            compile_config=compiling(),
-        )
-        assert cache.group.batch.counts.tolist() == [1, 0]  # sealed by a compiled step
-        store = cache.layers[0].store
-        found = out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
-    torch._dynamo.reset()
-    return found
-
-
-@runs_kernels
-@pytest.mark.parametrize("name", ["int4", pytest.param("exact", marks=pytest.mark.slow)])
-def test_tritons_operators_compile_and_give_the_reference(name):
-    got, codes, used, count = call(with_triton, name, "triton")
-    wanted, wanted_codes, _, _ = with_triton(name, "reference")
-    assert (used, count) == ("triton", 1)
-    assert torch.equal(got, wanted)
-    assert codes.numpy().tobytes() == wanted_codes.numpy().tobytes()

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -149,17 +148,6 @@ def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
     assert "no compiler was there" in said[0]
 
 
-def test_float64_is_read_by_the_reference():
-    """fp64 is for checking: no kernel keeps that many digits."""
-    spec = spec_of(dtype=torch.float64)
-    assert registry.choose("auto", torch.device("cpu"), spec).name == "reference"
-    kv = make_kv("int8", layout=LANES)
-    query = make_query(kv, 1)
-    assert query.dtype == torch.float64
-    out = dispatch.paged_attention(AttentionCall(query, kv, 0.1))
-    assert torch.equal(out, reference.paged_attention(AttentionCall(query, kv, 0.1)))
-
-
 @needs_library
 @pytest.mark.parametrize(
     ("value", "says"),
@@ -204,42 +192,26 @@ def test_library_older_than_its_sources_is_refused(monkeypatch, tmp_path):
 
 
 @needs_library
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs /proc")
 def test_threads_that_end_give_their_memory_back():
     """generate() in a thread per request is how streaming servers work."""
     kv = make_kv("int8", rows=[(500, 9)], heads=8, key_dim=128, layout=LANES)
-    query = make_query(kv, 16, 8, torch.float32)
-    statm = Path("/proc/self/statm")
-    if not statm.is_file():
-        pytest.skip("needs /proc")
-
+    call = AttentionCall(make_query(kv, 16, 8, torch.float32), kv, 0.1)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)
 
-    def resident():
-        trim(
-            0
-        )  # what was freed, glibc may keep in an arena per thread, after other tests above all
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    def work(_):
+        torch.set_num_threads(1)
+        decode.paged_attention(call)
 
-    def in_threads(count):
+    def resident_behind(count):
         for _ in range(count):
-            thread = threading.Thread(
-                target=decode.paged_attention, args=(AttentionCall(query, kv, 0.1),)
-            )
-            thread.start()
-            thread.join()
+            at_once(work, 1)
+        trim(0)  # what was freed, glibc may keep in an arena per thread
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    before_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        in_threads(5)
-        rounds = [resident()]
-        # what else happens in this process grows once, what threads leave every time
-        for _ in range(3):
-            in_threads(30)
-            rounds.append(resident())
-        grown = min(later - earlier for earlier, later in itertools.pairwise(rounds))
-    finally:
-        torch.set_num_threads(before_threads)
+    # what else happens in this process grows once, what threads leave every time
+    rounds = [resident_behind(count) for count in (5, 30, 30, 30)]
+    grown = min(later - earlier for earlier, later in itertools.pairwise(rounds))
     partials = 32 * 8 * 128 * (128 + 2) * 4  # splits, kv heads, queries, floats: what a call keeps
     assert grown < 5 * partials, f"30 threads left {grown} bytes"
 
@@ -262,10 +234,15 @@ def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("learns", [False, True])
 def test_ops_say_why_they_take_the_reference(learns):
+    """fp64 is for checking: no kernel keeps that many digits."""
+    spec = spec_of(dtype=torch.float64)
+    assert registry.choose("auto", torch.device("cpu"), spec).name == "reference"
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32 if learns else torch.float64).requires_grad_(learns)
+    call = AttentionCall(query, kv, 0.1)
     with pytest.warns(kv_hf.KVCacheWarning, match="backward" if learns else "float64"):
-        dispatch.paged_attention(AttentionCall(query, kv, 0.1), kernel="c")
+        out = dispatch.paged_attention(call, kernel="c")
+    assert torch.equal(out, reference.paged_attention(call))
 
 
 # -- threads of Python ---------------------------------------------------------------------------------------
@@ -274,30 +251,21 @@ NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
 
 
 def generate(model, index: int) -> torch.Tensor:
-    name = NAMES[index % len(NAMES)]
     batch = left_padded([75 + 7 * index, 30 + 5 * index], seed=index)
-    pages = {"cache_implementation": name, "cache_config": {"page_size": 16}}
+    pages = {"cache_implementation": NAMES[index], "cache_config": {"page_size": 16}}
     return model.generate(**batch, **pages, max_new_tokens=20, do_sample=False)
 
 
-def check(threads: int, rounds: int) -> None:
-    """Generate in `threads` threads, `rounds` times each; raise where a thread gets other tokens than alone."""
+def test_threads_that_share_a_model_get_the_tokens_they_get_alone():
     alone = make_model("llama")
-    want = [generate(alone, index) for index in range(threads)]
+    want = [generate(alone, index) for index in range(len(NAMES))]
     model = make_model("llama")  # whose attention is switched by the threads, not before
-
-    def work(index: int) -> bool:
-        return all(torch.equal(generate(model, index), want[index]) for _ in range(rounds))
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        results = at_once(work, threads)
+        results = at_once(
+            lambda index: torch.equal(generate(model, index), want[index]), len(NAMES)
+        )
     finally:
         sys.setswitchinterval(before)
-    if results != [True] * threads:
-        raise AssertionError(results)
-
-
-def test_threads_that_share_a_model_get_the_tokens_they_get_alone():
-    check(threads=5, rounds=1)
+    assert results == [True] * len(NAMES)

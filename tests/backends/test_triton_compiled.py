@@ -1,159 +1,264 @@
-"""The Triton kernels compiled for GPUs that are not here: instructions of the loop over pages, spills, shared memory.
+"""The Triton kernels compiled for GPUs that are not here: instructions of loops, spills, shared memory, how they round.
 
 The budgets are the project's speed promise as far as it can be kept without a GPU: an int4 cache is read at the
 speed of memory only if unpacking takes no more instructions than the multiprocessor can issue meanwhile.
 """
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
-from paged_inputs import page_spec
+from paged_inputs import latent_spec, page_spec
 from paths import TESTS
+from slow import slow_but
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
-)
+from kv_hf.formats import format_names, key_scheme
+from kv_hf.spec import ROWS, SideSpec
 
-# [arch, format, head_dim, group] -> instructions of the loop per stored number, rounded up; lower them with the code
-BUDGETS = json.loads((TESTS / "triton_budgets.json").read_text())
+pytest.importorskip("triton")
+import aot
+import sass
+
+from kv_hf.backends.triton import dense, meta_params
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}  # KiB per program
-QUICK = {("int4", 128), ("int8", 128), ("int2_mixed+int2_rotated", 128)}
-spec_of = partial(page_spec, heads=8, key_dim=128, dtype=torch.bfloat16)
+NAMES = format_names("keys", "values")
+LATENTS = format_names("latent")
+KEYS = (*NAMES, "int4_mixed", "int2_mixed")
+spec_of = partial(page_spec, heads=8, key_dim=128, dtype=BF16)
+latents_of = partial(latent_spec, k_rope=None, rank=512, rope=64, page=64, dtype=BF16, layout=ROWS)
 
 
-def variants():
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+# [arch, format, head_dim, group, instructions of the loop per stored number, rounded up]; lower them with the code
+BUDGETS = json.loads((TESTS / "triton_budgets.json").read_text())
+# [arch, format, instructions, loads and stores of spilled registers], of rank 512, 64 RoPE channels and pages of 64 tokens
+LATENT_BUDGETS = json.loads((TESTS / "triton_latent_budgets.json").read_text())
+QUICK = ("int4", "int8", "int2_mixed+int2_rotated")
+
+
+def budgets():
     for arch, name, dim, group, budget in BUDGETS:
-        quick = arch == "sm_90" and group == 4 and (name, dim) in QUICK
-        marks = () if quick else pytest.mark.slow
-        yield pytest.param(arch, name, dim, group, budget, marks=marks)
-
-
-def decode(spec, arch="sm_90", **options):
-    import aot
-    import sass
-
-    return sass.read_cubin(aot.compile_decode(spec, arch, **options))
-
-
-@pytest.mark.parametrize(("arch", "name", "dim", "group", "budget"), variants())
-def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
-    from sass import instructions_per_number
-
-    spec = spec_of(*name.split("+"), key_dim=dim)
-    code = decode(spec, arch, group=group)
-    assert code.count("LDL", "STL") == 0
-    # outside of the loop, once per program: what ptxas of one or the other version leaves there
-    assert code.spills <= (32 if "int2" in name else 8)
-    assert code.shared <= SHARED[arch] * 1024
-    assert code.count("LDGSTS") > 0
-    assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
-    bytewise = {op for op in code.loop if op.startswith(("LDG", "LDS")) and ".U8" in op}
-    assert bytewise <= ({"LDG.E.U8"} if "mixed" in name else set())  # a page's order of channels
-    assert code.count("I2F") == 0
-    assert instructions_per_number(code, spec, group) <= budget
+        spec = spec_of(*name.split("+"), key_dim=dim)
+        # outside of the loop, once per program: what ptxas of one or the other version leaves there
+        spills = 32 if "int2" in name else 8
+        quick = (arch, dim, group) == ("sm_90", 128, 4) and name in QUICK
+        yield quick, arch, spec, group, budget, spills, f"{arch}-{name}-{dim}-{group}"
+    for arch, name, budget, spills in LATENT_BUDGETS:
+        quick = (arch, name) == ("sm_90", "int4")
+        yield quick, arch, latents_of(name), 16, budget, spills, f"{arch}-latents-{name}"
 
 
 @pytest.mark.parametrize(
-    "pair",
+    ("arch", "spec", "group", "budget", "spills"),
     [
-        ("int8", "int4"),
-        *(pytest.param(p, marks=pytest.mark.slow) for p in (("exact", "int4"), ("fp8", "exact"))),
+        pytest.param(*row, id=name, marks=() if quick else pytest.mark.slow)
+        for quick, *row, name in budgets()
     ],
-    ids=str,
 )
-def test_decode_of_mixed_formats_does_not_spill(pair):
-    assert decode(spec_of(*pair)).spills == 0
+def test_decode_loop_keeps_its_budget(arch, spec, group, budget, spills):
+    code = sass.read_cubin(aot.compile_decode(spec, arch, group=group))
+    assert code.spills <= spills
+    assert code.shared <= SHARED[arch] * 1024
+    assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
+    assert code.count("I2F") == 0
+    assert sass.instructions_per_number(code, spec, group) <= budget
+    if not spec.is_latent:
+        assert code.count("LDL", "STL") == 0
+        bytewise = {op for op in code.loop if op.startswith(("LDG", "LDS")) and ".U8" in op}
+        order = {"LDG.E.U8"} if spec.keys.scheme.wide_channels else set()  # of a page's channels
+        assert bytewise <= order
 
 
-OPTIONS = {
-    "chunk-of-3": {"q_len": 3},
-    "chunk-of-16": {"q_len": 16},
-    "bool-mask": {"mask_dtype": torch.bool},
-    "float-mask": {"mask_dtype": torch.bfloat16},
-    "softcap-window-sinks": {
-        "softcap": True,
-        "sliding_window": True,
-        "sinks": True,
+INT4, PAIRS = spec_of("int4"), (("int8", "int4"), ("exact", "int4"), ("fp8", "exact"))
+VARIANTS = {
+    **{"-".join(pair): (spec_of(*pair), {}) for pair in PAIRS},
+    "chunk-of-3": (INT4, {"q_len": 3}),
+    "chunk-of-16": (INT4, {"q_len": 16}),
+    "bool-mask": (INT4, {"mask_dtype": torch.bool}),
+    "float-mask": (INT4, {"mask_dtype": BF16}),
+    "softcap-window-sinks": (INT4, {"softcap": True, "sliding_window": True, "sinks": True}),
+    "float16": (spec_of("int4", dtype=FP16), {"query_dtype": FP16}),
+    **{
+        f"{name}-page-of-{page}-{arch}": (spec_of(name, page_size=page), {"arch": arch})
+        for name, page, arch in product(("exact", "int8", "int4"), (16, 32, 128, 256), ("sm_80", "sm_90"))
     },
+}  # fmt: skip
+FEW = ("int8-int4", "chunk-of-3", "float-mask", "softcap-window-sinks", "float16")
+
+
+@pytest.mark.parametrize("name", slow_but(FEW, VARIANTS))
+def test_decode_with_every_option_does_not_spill(name):
+    spec, options = VARIANTS[name]
+    code = sass.read_cubin(aot.compile_decode(spec, **{"arch": "sm_90", **options}))
+    assert code.spills == 0
+    assert any(op.startswith("LDGSTS") for op in code.loop)
+
+
+def shared_variants():
+    """What a program may take: of keys and values what any GPU has, an RTX 4090 or one of AMD."""
+    names = (*NAMES, "int2_mixed+int3_rotated")
+    for name, dim, dtype in product(names, (16, 64, 96, 128, 256), (BF16, FP32)):
+        spec = spec_of(
+            *name.split("+"), key_dim=dim, dtype=dtype, groups=(None, 16 if dim % 32 else None)
+        )
+        for q_len in (1, 3) if dtype == BF16 else (1,):
+            yield f"{name}-{dim}-{dtype}-{q_len}", spec, q_len
+    for name, rank, dtype in product(LATENTS, (256, 512), (BF16, FP32)):
+        if (name, dtype) != ("fp8_ds_mla", FP32):  # of 16-bit models
+            yield f"latents-{name}-{rank}-{dtype}", latents_of(name, rank=rank, dtype=dtype), 1
+
+
+MEMORY = {name: given for name, *given in shared_variants()}
+
+
+NEAR_THE_LIMIT = ("int8-64-torch.bfloat16-1", "sm_90"), ("int8-256-torch.bfloat16-1", "gfx942")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), slow_but(NEAR_THE_LIMIT, product(MEMORY, ("sm_90", "gfx942")))
+)
+def test_decode_takes_no_more_shared_memory_than_there_is_or_than_is_said(name, arch):
+    spec, q_len = MEMORY[name]
+    most = {"sm_90": 99 * 1024, "gfx942": 64 * 1024}[arch]
+    group, dtype = 4, spec.keys.dtype
+    if spec.is_latent:
+        group, isa = 16, 90 if arch == "sm_90" else meta_params.HIP
+        said = meta_params.latent_bytes(spec, dtype, isa)
+        assert said <= (SHARED["sm_90"] * 1024 if arch == "sm_90" else most)
+        most = said
+    kernel = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len, group=group)
+    assert kernel.metadata.shared <= most
+
+
+# -- sealing, dense tensors, and what is small --------------------------------------------------------------------------
+
+SEALED = {
+    **{name: spec_of(*name.split("+")) for name in ("int4", "int2_mixed+int3_rotated", "fp8")},
+    **{f"latents-{name}": latents_of(name) for name in ("fp8", "int4", "fp8_ds_mla")},
 }
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(one, marks=[pytest.mark.slow] * (name in ("chunk-of-16", "bool-mask")))
-        for name, one in OPTIONS.items()
-    ],
-    ids=OPTIONS,
+    "name", slow_but(("int4", "int2_mixed+int3_rotated", "latents-fp8"), SEALED)
 )
-def test_decode_compiles_with_every_option(options):
-    code = decode(spec_of("int4"), **options)
-    assert code.spills == 0
-    assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
-)
-def test_decode_compiles_for_every_query_dtype(dtype):
-    code = decode(spec_of("int4", dtype=dtype), query_dtype=dtype)
-    assert len(code.loop) > 100
-    assert code.shared <= SHARED["sm_90"] * 1024
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("page", [16, 32, 128, 256])
-@pytest.mark.parametrize("name", ["exact", "int8", "int4"])
-def test_decode_of_every_page_size_does_not_spill(name, page, arch):
-    assert decode(spec_of(name, page_size=page), arch).spills == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("int4", None),
-        *(pytest.param(n, None, marks=pytest.mark.slow) for n in ("exact", "fp8", "int8", "int2")),
-        pytest.param("int2_mixed", "int3_rotated", marks=pytest.mark.slow),
-    ],
-)
-def test_kernels_compile_for_amd(name, values):
-    """Not checked further: the tables and counts are NVIDIA's."""
-    import aot
-
-    spec = spec_of(name, values)
-    assert "mfma" in aot.compile_decode(spec, "gfx942").asm["amdgcn"]
-    assert aot.compile_seal_pair(spec, "gfx942").asm["amdgcn"]
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [
-        ("int4", None),
-        ("int2_mixed", "int3_rotated"),
-        pytest.param(("fp8", None), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_seal_rounds_every_step_and_does_not_spill(pair):
+def test_seal_rounds_every_step_and_does_not_spill(name):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""
-    import aot
-    import sass
-
-    kernel = aot.compile_seal_pair(spec_of(*pair), "sm_90")
+    kernel = aot.compile_seal_pair(SEALED[name], "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]
     assert "fma" not in kernel.asm["ptx"]
     assert "div.full" not in kernel.asm["ptx"]
     assert sass.read_cubin(kernel).spills == 0
 
 
+@pytest.mark.parametrize("name", slow_but(("int8", "int4"), NAMES))
+def test_dense_kernel_compiles_to_wide_loads_and_stores(name):
+    """16 bytes at a time, without spills; products and sums are rounded one by one, as the definition's."""
+    for side in spec_of(name).sides:
+        kernel = aot.compile_dense(side, "sm_90")
+        code = sass.read_cubin(kernel)
+        assert code.spills == 0
+        assert {op for op in code.whole if op.startswith("STG")} == {"STG.E.128"}
+        assert not any(op.startswith("LDG") and ".U8" in op for op in code.whole)
+        assert "fma" not in kernel.asm["ptx"]
+        assert name == "exact" or "cvt.rn.bf16" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", slow_but(("int4",), LATENTS))
+def test_dense_kernel_of_latents_does_not_spill(name):
+    for side in latents_of(name).sides:
+        assert sass.read_cubin(aot.compile_dense(side, "sm_90")).spills == 0
+
+
+def test_codes_outside_of_a_part_are_shifted_by_no_undefined_amount(monkeypatch):
+    """Tiles in front of the narrow part shifted by less than 0. Triton stored numbers that nothing had computed."""
+    scheme = key_scheme("int2_mixed", 8).resolve(32, 256, "keys")
+    side = SideSpec("keys", scheme, 1, 256, 32, FP32)
+    narrow = dense.dense_constants(side) | {"WIDE": 16, "TILE": 8}
+    monkeypatch.setattr(dense, "dense_constants", lambda side: narrow)
+    code = aot.compile_dense(side, "sm_90").asm["llir"]
+    assert "st.global" in code
+    assert not re.search(r"st\.global.*poison", code)
+
+
+# -- the choice of pages ------------------------------------------------------------------------------------------------
+
+
+def compiled_choice(keys, arch="sm_90", **options):
+    return sass.read_cubin(aot.compile_selection(spec_of(keys, "exact"), arch, **options))
+
+
+# instructions of a warp for a tile of its 64 tokens, rounded up; attention takes 896 for int4 (docs/kernels.md)
+CHOICES = {"int4": 560, "exact": 480, "int4_mixed": 930}
+
+
+@pytest.mark.parametrize("keys", slow_but(("int4", "int4_mixed"), CHOICES))
+def test_choice_keeps_its_budget(keys):
+    for indexed, more in ((False, 1.0), (True, 1.1)):
+        code = compiled_choice(keys, indexed=indexed)
+        assert code.count("LDL", "STL") == 0
+        assert code.spills <= 8
+        assert code.shared <= 64 * 1024
+        assert code.count("HMMA") > 0
+        assert code.count("I2F.") == 0
+        assert len(code.loop) <= more * CHOICES[keys]
+
+
+ASKED = {
+    "everything": {"top_p": True, "q_len": 3, "softcap": True, "sinks": True},
+    "nothing": {},
+    "index": {"indexed": True},
+}
+EVERY_CHOICE = product(KEYS, ("sm_80", "sm_90", "sm_100"), ASKED)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arch", "asked"), slow_but([("int4", "sm_80", "everything")], EVERY_CHOICE)
+)
+def test_choice_with_every_option_does_not_spill(keys, arch, asked):
+    code = compiled_choice(keys, arch, **ASKED[asked])
+    assert code.count("LDL", "STL") == 0
+    assert code.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize("keys", slow_but(("int4_mixed",), KEYS))
+def test_choice_of_float32_fits_into_shared_memory(keys):
+    """Tiles of 16 pages took 200 KiB at 128 channels, and at 256 more than an H100 has: the reference chose."""
+    spec = spec_of(keys, "exact", key_dim=256, page_size=16, dtype=FP32)
+    kernel = aot.compile_selection(spec, "sm_90", query_dtype=FP32)
+    assert kernel.metadata.shared <= SHARED["sm_90"] * 1024
+
+
+# -- other GPUs -----------------------------------------------------------------------------------------------------------
+
+AMD = {name: spec_of(name) for name in NAMES} | {
+    "int2_mixed+int3_rotated": spec_of("int2_mixed", "int3_rotated"),
+    **{f"latents-{name}": latents_of(name) for name in LATENTS},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(("int4",), AMD))
+def test_kernels_compile_for_amd(name):
+    """Not checked further: the tables and counts are NVIDIA's."""
+    spec, arch = AMD[name], "gfx942"
+    assert "mfma" in aot.compile_decode(spec, arch, group=16 if spec.is_latent else 4).asm["amdgcn"]
+    if not all(side.scheme.is_exact for side in spec.sides) or not spec.is_latent:
+        assert aot.compile_seal_pair(spec, arch).asm["amdgcn"]
+    for side in spec.sides:
+        assert aot.compile_dense(side, arch).asm["amdgcn"]
+    if not spec.is_latent:
+        kernel = aot.compile_selection(replace(spec, values=INT4.values), arch, top_p=True)
+        assert kernel.metadata.shared <= 64 * 1024
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
 def test_small_kernels_compile(arch):
-    import aot
-
     kind = "cubin" if arch.startswith("sm_") else "amdgcn"
     for values in ("int4", "int2_rotated"):
         assert aot.compile_combine(spec_of("int4", values, key_dim=96), arch).asm[kind]

@@ -1,7 +1,6 @@
 """What a step launches and compiles, on a GPU that is not here: the real compiler, launches that do nothing."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,19 +8,8 @@ from paged_inputs import make_kv, make_query
 
 from kv_hf.backends.base import AttentionCall
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
-)
 BF16 = torch.bfloat16
 ONCE = {"decode_kernel": 1, "combine_kernel": 1}
-
-
-@pytest.fixture
-def gpu():
-    from fake_driver import pretend_gpu
-
-    with pretend_gpu() as fake:
-        yield fake
 
 
 def attend(query, kv, **options):
@@ -51,47 +39,49 @@ def test_attend_launches_twice_and_compiles_once_while_a_sequence_grows(gpu):
     assert gpu.variants == ONCE
 
 
-def test_chunks_of_all_lengths_share_one_variant(gpu):
-    kv = bf16_kv()
+def chunks_of_all_lengths(kv):
     for q_len in range(1, 17):
-        attend(make_query(kv, q_len, dtype=BF16), of_table(kv, 40))
-    assert gpu.variants == {"decode_kernel": 2, "combine_kernel": 2}
+        yield make_query(kv, q_len, dtype=BF16), of_table(kv, 40)
 
 
-def test_attend_compiles_once_for_numbers_at_odd_addresses(gpu):
+def numbers_at_odd_addresses(kv):
     """Lengths are slices of one small tensor, whose addresses are multiples of 4 bytes only."""
-    kv = bf16_kv()
-    query = make_query(kv, dtype=BF16)
     for shift in range(4):
         numbers = torch.zeros(8, dtype=torch.int32)[shift:]
-        attend(
-            query, replace(kv, num_pages=numbers[:1], exact_lens=numbers[1:2], padding=numbers[2:3])
-        )
-    assert gpu.variants == ONCE
+        parts = {"num_pages": numbers[:1], "exact_lens": numbers[1:2], "padding": numbers[2:3]}
+        yield make_query(kv, dtype=BF16), replace(kv, **parts)
 
 
-def test_attend_compiles_anew_for_queries_and_windows_at_odd_addresses(gpu):
+def queries_at_odd_addresses(kv):
     """Kernels take 16 bytes at a time of what lies at multiples of 16 bytes, and nothing else."""
-    kv = bf16_kv()
     query = make_query(kv, dtype=BF16)
-    attend(query, kv)
+    yield query, kv
     odd = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
     assert odd.data_ptr() % 16 == 2
-    for _ in range(2):
-        attend(odd, kv)
-    assert gpu.variants == {"decode_kernel": 2, "combine_kernel": 1}
-    assert len(gpu.launches) == 2 * 3
+    yield from [(odd, kv)] * 2
 
 
-def test_attend_gives_strides_to_a_kernel_that_was_compiled_for_them(gpu):
-    """Strides of 1 and multiples of 16 are parts of a kernel: a query that is cut otherwise has one of its own."""
-    kv = bf16_kv()
+def queries_that_are_cut_otherwise(kv):
+    """Strides of 1 and multiples of 16 are parts of a kernel; other channels are made contiguous."""
     query = make_query(kv, dtype=BF16)
     wide = torch.zeros(*query.shape[:3], query.shape[3] + 3, dtype=BF16)
-    attend(query, kv)
-    attend(wide[..., :64], kv)
-    attend(torch.zeros(*query.shape[:3], 128, dtype=BF16)[..., ::2], kv)  # made contiguous
-    assert gpu.variants["decode_kernel"] == 2
+    apart = torch.zeros(*query.shape[:3], 128, dtype=BF16)
+    yield from ((one, kv) for one in (query, wide[..., :64], apart[..., ::2]))
+
+
+@pytest.mark.parametrize(
+    ("calls", "decode", "combine"),
+    [
+        (chunks_of_all_lengths, 2, 2),
+        (numbers_at_odd_addresses, 1, 1),
+        (queries_at_odd_addresses, 2, 1),
+        (queries_that_are_cut_otherwise, 2, 1),
+    ],
+)
+def test_attend_compiles_as_few_variants_as_there_are(gpu, calls, decode, combine):
+    for query, kv in calls(bf16_kv()):
+        attend(query, kv)
+    assert gpu.variants == {"decode_kernel": decode, "combine_kernel": combine}
 
 
 def test_plans_are_kept_apart_by_what_they_depend_on(monkeypatch, gpu):
@@ -131,8 +121,8 @@ def test_plans_do_not_pile_up(gpu):
     assert gpu.variants == ONCE
 
 
-def seen_results(monkeypatch):
-    """The addresses of the partial results of the launches to come, of which the kernel that merges them reads the same."""
+def test_launches_share_their_workspace_but_for_streams_and_captured_graphs(gpu, monkeypatch):
+    """The kernel that merges partial results reads those of the launch before it. Graphs are replayed on any stream."""
     from kv_hf.backends.triton import direct
 
     seen = []
@@ -146,34 +136,17 @@ def seen_results(monkeypatch):
         real(self, x, y, z, stream, *arguments)
 
     monkeypatch.setattr(direct.Compiled, "__call__", call)
-    return seen
-
-
-def test_layers_of_a_stream_share_their_workspace_and_streams_do_not(gpu, monkeypatch):
-    seen = seen_results(monkeypatch)
     layers = [of_table(replace(bf16_kv(), launches={}), 40) for _ in range(2)]
     query = make_query(layers[0], dtype=BF16)
-    for stream in (0, 7):
+    for stream, capturing in ((0, False), (7, False), (0, True), (0, False)):
         gpu.stream = stream
+        monkeypatch.setattr(direct, "is_capturing", lambda index, now=capturing: now)
         for kv in layers:
             attend(query, kv)
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[6] == seen[7]
     assert seen[2] == seen[3]
     assert not set(seen[0]) & set(seen[2])
-
-
-def test_a_captured_graph_shares_no_results_with_other_launches(gpu, monkeypatch):
-    """Graphs are replayed on any stream: what they write meanwhile lies in memory of their own."""
-    from kv_hf.backends.triton import direct
-
-    seen = seen_results(monkeypatch)
-    kv = of_table(bf16_kv(), 40)
-    query = make_query(kv, dtype=BF16)
-    for capturing in (False, True, False):
-        monkeypatch.setattr(direct, "is_capturing", lambda index, now=capturing: now)
-        attend(query, kv)
-    assert seen[0] == seen[2]
-    assert not set(seen[0]) & set(seen[1])
+    assert not set(seen[0]) & {*seen[4], *seen[5]}
 
 
 def test_hooks_of_profilers_see_every_launch(gpu):
@@ -207,19 +180,3 @@ def test_hooks_of_profilers_see_every_launch(gpu):
     attend(query, kv)
     assert names == [*ONCE]
     assert called == [(False, False, False)] * 2 + [(True, True, True)] * 2
-
-
-def test_pretend_gpu_gives_everything_back():
-    from fake_driver import pretend_gpu
-
-    from kv_hf.backends import registry
-    from kv_hf.backends.triton import support
-
-    def state():
-        return support.target_isa, support.why_not, registry.layout_for
-
-    before = state()
-    with pretend_gpu(80):
-        assert support.target_isa(torch.device("cpu")) == 80
-        assert registry.layout_for(torch.device("cpu")) == "rows"
-    assert state() == before

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
-from paged_inputs import make_kv, make_query, page_spec
+from paged_inputs import make_kv, make_query
 from rounding import WALK
+from slow import slow, slow_but
 from test_choose_pages import by_index, words_of
 from triton_machine import call, choose, runs_kernels
 
@@ -16,9 +16,6 @@ from kv_hf.backends.reference import selection as reference
 from kv_hf.quant.codec import decode
 from kv_hf.read_budget import ReadBudget
 
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
-)
 FORMATS = ("exact", "fp8", "int8", "int4", "int2", "int4_mixed", "int2_mixed")
 ROWS = [(21, 7), (9, 20), (0, 3), (0, 0), (2, 6)]
 SOME = ReadBudget(pages=5, from_tokens=64)
@@ -60,8 +57,7 @@ def check(asked, kernel=choose, whole=None):
     table, counts, mass, window = call(kernel, asked)
     wanted, wanted_window = reference.page_mass(asked)
     weighed = torch.isfinite(window)
-    columns = torch.arange(kv.block_table.shape[1])
-    held = (columns < kv.num_pages[:, None]) & weighed[:, None]
+    held = (torch.arange(kv.block_table.shape[1]) < kv.num_pages[:, None]) & weighed[:, None]
     # a page's mass errs as its score does, and as the sum of all does
     error = torch.expm1(torch.tensor(4 * score_error(whole or asked)))
     assert error < 0.5
@@ -72,26 +68,7 @@ def check(asked, kernel=choose, whole=None):
     chosen = reference.choose_by_mass(torch.where(held, mass, 0.0), window.nan_to_num(nan=0.0), kv)
     assert torch.equal(counts, chosen[1])
     assert torch.equal(table, chosen[0])
-    columns, counted = reference.choose_pages(asked)
-    for row in range(kv.rows):
-        if distinct(wanted[row], allowed[row], int(kv.num_pages[row]), kv.budget):
-            assert counts[row] == counted[row]
-            assert torch.equal(table[row], columns[row])
     return table, counts
-
-
-def distinct(mass, allowed, pages, budget):
-    """Whether no rounding changes which pages of a row are the best `budget.most` of it."""
-    if budget.top_p is not None:
-        return False
-    some, limit = mass[: max(0, pages - 1)], budget.most(pages) - 1
-    if limit < 0 or limit >= len(some):
-        return True
-    order = some.argsort(descending=True)
-    first, second = order[:limit], order[limit:]
-    return limit == 0 or float((some - allowed[: len(some)])[first].min()) > float(
-        (some + allowed[: len(some)])[second].max()
-    )
 
 
 SIZES = [(keys, 64) for keys in FORMATS] + [("exact", 128), ("int4", 80), ("int2_mixed", 128)]
@@ -103,106 +80,78 @@ OTHER_SIZES = [
 @runs_kernels
 @pytest.mark.parametrize(
     ("keys", "dim"),
-    [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in OTHER_SIZES)],
+    slow_but(SIZES, SIZES + OTHER_SIZES),
 )
 def test_choice_is_the_references(keys, dim):
-    """Pages that no row holds, and slots without a token, hold nan."""
+    """By whole pages, and by an index of pages that live outside: the words that are read, and middles.
+
+    Pages that no row holds, and slots without a token, hold nan. Plans of both are kept apart.
+    """
     kv = kv_of(keys, key_dim=dim)
-    _, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
-    assert counts.tolist() == [5, 5, 0, 0, 2]
+    whole = AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE)
+    for asked in (replace(whole, kv=by_index(kv, words_of(kv))), whole):
+        _, counts = check(asked, whole=whole)
+        assert counts.tolist() == [5, 5, 0, 0, 2]
+
+
+PAGES = [
+    ("int4", {"page": 64, "slots": 80}), ("int8", {"page": 128, "slots": 140}), ("exact", {"page": 32, "slots": 50}),
+    ("int4", {"page": 32, "slots": 50, "key_group": 16}), ("int2", {"page": 64, "slots": 80}),
+    ("int2", {"page": 16, "key_group": 8}), ("int2_mixed", {"page": 32, "slots": 50, "key_group": 16}),
+    ("int4_mixed", {"page": 32, "slots": 50, "key_group": 8}),
+]  # fmt: skip
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    ("keys", "options"),
-    [
-        ("int4", {"page": 64, "slots": 80}), ("int8", {"page": 128, "slots": 140}), ("exact", {"page": 32, "slots": 50}),
-        ("int4", {"page": 32, "slots": 50, "key_group": 16}), ("int2", {"page": 64, "slots": 80}),
-        ("int2", {"page": 16, "key_group": 8}), ("int2_mixed", {"page": 32, "slots": 50, "key_group": 16}),
-        ("int4_mixed", {"page": 32, "slots": 50, "key_group": 8}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_choice_of_every_page_size_and_group(keys, options):
-    kv = kv_of(keys, rows=[(19, 3), (7, 9)], heads=1, **options)
-    check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
-
-
-@runs_kernels
-@pytest.mark.parametrize(
-    ("keys", "dim"),
-    [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in OTHER_SIZES)],
-)
-def test_choice_by_an_index_is_the_references(keys, dim):
-    """Of pages that live outside, of which the device holds the words that are read, and middles."""
-    kv = kv_of(keys, key_dim=dim)
-    query = make_query(kv, dtype=torch.float32)
-    asked = AttentionCall(query, by_index(kv, words_of(kv)), SCALE)
-    table, _ = check(asked, whole=AttentionCall(query, kv, SCALE))
-    again, _ = check(AttentionCall(query, kv, SCALE))  # plans of both are kept apart
-    assert table.shape == again.shape
-
-
-@runs_kernels
-@pytest.mark.parametrize("keys", ["exact", "int4", "int4_mixed"])
-def test_choice_for_queries_of_16_bits(keys):
-    """Not in bfloat16, of which the interpreter multiplies the bits."""
-    kv = kv_of(keys, dtype=torch.float16)
-    check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
+def test_choice_of_every_page_size_group_and_dtype():
+    """Queries of 16 bits not in bfloat16, of which the interpreter multiplies the bits."""
+    for keys, options in PAGES:
+        kv = kv_of(keys, rows=[(19, 3), (7, 9)], heads=1, **options)
+        check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+    for keys in ("exact", "int4", "int4_mixed"):
+        kv = kv_of(keys, dtype=torch.float16)
+        check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
 
 
 @runs_kernels
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("fp8", "int4", "int2_mixed")))
-        for n in FORMATS
-    ],
-)
+@pytest.mark.parametrize("keys", slow_but(("fp8", "int4", "int2_mixed"), FORMATS))
 def test_compiled_choice_is_the_references(keys):
     kv = kv_of(keys, dtype=torch.float16, rows=[(9, 7), (2, 6)], heads=1)
     check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
 
 
-OPTIONS = {
-    "chunk": {"q_len": 3}, "longest-chunk": {"q_len": 16, "group": 4}, "groups": {"group": 7}, "many": {"group": 20},
-    "softcap": {"softcap": 3.0}, "sinks": {"sinks": True},
-    "softcap-sinks-chunk": {"softcap": 5.0, "sinks": True, "q_len": 2},
-}  # fmt: skip
+OPTIONS = [
+    {"q_len": 3}, {"q_len": 16, "group": 4}, {"group": 7}, {"group": 20}, {"softcap": 3.0}, {"sinks": True},
+    {"softcap": 5.0, "sinks": True, "q_len": 2},
+]  # fmt: skip
 
 
 @runs_kernels
-@pytest.mark.parametrize("splits", [4, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_choice_with_every_option(options, splits):
+@pytest.mark.parametrize("splits", slow_but([4], [4, 1]))
+def test_choice_with_every_option(splits):
     kv = kv_of("int4")
-    query = make_query(
-        kv, options.get("q_len", 1), group=options.get("group", 2), dtype=torch.float32
-    )
-    logits = torch.linspace(-2, 6, query.shape[1]) if "sinks" in options else None
-    asked = AttentionCall(query, kv, SCALE, softcap=options.get("softcap"), sink_logits=logits)
-    check(asked, partial(choose, splits=splits))
+    for options in OPTIONS:
+        shape = options.get("q_len", 1), options.get("group", 2)
+        query = make_query(kv, *shape, dtype=torch.float32)
+        logits = torch.linspace(-2, 6, query.shape[1]) if "sinks" in options else None
+        asked = AttentionCall(query, kv, SCALE, softcap=options.get("softcap"), sink_logits=logits)
+        check(asked, partial(choose, splits=splits))
+
+
+BUDGETS = [
+    ReadBudget(pages=1), ReadBudget(pages=100), ReadBudget(share=0.29), ReadBudget(share=1 / 3, pages=6),
+    ReadBudget(share=0.01), ReadBudget(top_p=0.5), ReadBudget(top_p=0.9, pages=4), ReadBudget(top_p=1.0),
+    ReadBudget(top_p=0.05), ReadBudget(top_p=0.7, share=0.5),
+]  # fmt: skip
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    "budget",
-    [
-        ReadBudget(pages=1), ReadBudget(pages=100), ReadBudget(share=0.29), ReadBudget(share=1 / 3, pages=6),
-        ReadBudget(share=0.01), ReadBudget(top_p=0.5), ReadBudget(top_p=0.9, pages=4), ReadBudget(top_p=1.0),
-        ReadBudget(top_p=0.05), ReadBudget(top_p=0.7, share=0.5),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_budget(budget):
-    kv = kv_of("int4", replace(budget, from_tokens=0))
-    check(AttentionCall(make_query(kv, dtype=torch.float32), kv, 1.0))
-
-
-@runs_kernels
-def test_shares_are_rounded_as_float64():
-    """0.29 * 100 is 28.999.. in float64 and 29 in float32."""
+def test_every_budget():
+    for budget in BUDGETS:
+        kv = kv_of("int4", replace(budget, from_tokens=0))
+        check(AttentionCall(make_query(kv, dtype=torch.float32), kv, 1.0))
+    # 0.29 * 100 is 28.999.. in float64 and 29 in float32
     kv = kv_of("int4", ReadBudget(share=0.29, from_tokens=0), rows=[(100, 1), (50, 0)], heads=1)
     _, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
     assert counts.tolist() == [int(0.29 * 100), int(0.29 * 50)]
@@ -230,23 +179,6 @@ def test_a_preallocated_table_is_wider_than_the_pages():
 
 
 @runs_kernels
-def test_of_equal_pages_the_first_are_read():
-    """One page stands in every place: all masses are equal."""
-    kv = kv_of("int4", rows=[(21, 7), (9, 20)])
-    kv.block_table[0] = kv.block_table[0, :1].clone()
-    kv = replace(kv, block_table=kv.block_table + 0)
-    asked = AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE)
-    other = replace(kv, key_pages={k: torch.cat([v, v]) for k, v in kv.key_pages.items()})
-    table = other.block_table
-    # the same bytes under other ids, so that the table tells which places were chosen
-    for place in range(0, 21, 2):
-        table[0, place] += len(kv.key_pages["codes"])
-    table, counts = check(replace(asked, kv=replace(other, launches={})))
-    assert counts[0] == 5
-    assert torch.equal(table[0, :5], other.block_table[0, [0, 1, 2, 3, 20]])
-
-
-@runs_kernels
 @pytest.mark.parametrize("budget", [SOME, ReadBudget(top_p=0.999999, from_tokens=0)], ids=str)
 def test_pages_without_mass(budget):
     """Most masses vanish in float32: the first of these fill up what the budget leaves."""
@@ -262,115 +194,15 @@ def test_pages_without_mass(budget):
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    "budget",
-    [ReadBudget(pages=900), pytest.param(ReadBudget(top_p=0.8), marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.parametrize("budget", [ReadBudget(pages=900), slow(ReadBudget(top_p=0.8))], ids=str)
 def test_more_pages_than_are_counted_at_once(budget):
     kv = kv_of("int4", replace(budget, from_tokens=0), rows=[(2100, 3)], heads=1, key_dim=32)
     check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE), partial(choose, splits=5))
 
 
-# -- compiled --------------------------------------------------------------------------------------------------
-
-spec_of = partial(page_spec, heads=8, key_dim=128, dtype=BF16)
-
-
-def compiled(keys, arch, **options):
-    import aot
-    import sass
-
-    return sass.read_cubin(aot.compile_selection(spec_of(keys, "exact"), arch, **options))
-
-
-# instructions of a warp for a tile of its 64 tokens, rounded up; attention takes 896 for int4 (docs/kernels.md)
-BUDGETS = {"int4": 560, "exact": 480, "int4_mixed": 930}
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "keys", ["int4", "int4_mixed", pytest.param("exact", marks=pytest.mark.slow)]
-)
-def test_kernel_keeps_its_budget(keys):
-    code = compiled(keys, "sm_90")
-    assert code.count("LDL", "STL") == 0
-    assert code.spills <= 8
-    assert code.shared <= 64 * 1024
-    assert code.count("HMMA") > 0
-    assert code.count("I2F.") == 0
-    assert len(code.loop) <= BUDGETS[keys]
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "keys",
-    ["int4", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS if n != "int4")],
-)
-def test_kernel_of_an_index_compiles_to_no_more(keys):
-    code, whole = compiled(keys, "sm_90", indexed=True), compiled(keys, "sm_90")
-    assert code.count("LDL", "STL") == 0
-    assert len(code.loop) <= 1.1 * len(whole.loop)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("keys", "arch", "options"),
-    [
-        ("int4", "sm_80", {"top_p": True, "q_len": 3, "softcap": True, "sinks": True}),
-        *(
-            pytest.param(keys, arch, options, marks=pytest.mark.slow)
-            for keys in FORMATS
-            for arch in ("sm_80", "sm_90", "sm_100")
-            for options in ({}, {"q_len": 4, "top_p": True})
-        ),
-    ],
-    ids=str,
-)
-def test_kernel_compiles_without_spilling(keys, arch, options):
-    code = compiled(keys, arch, **options)
-    assert code.count("LDL", "STL") == 0
-    assert code.shared <= 99 * 1024
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "keys", ["int4_mixed", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS)]
-)
-def test_kernel_of_float32_fits_into_shared_memory(keys):
-    """Tiles of 16 pages took 200 KiB at 128 channels, and at 256 more than an H100 has: the reference chose."""
-    import aot
-
-    spec = spec_of(keys, "exact", key_dim=256, page_size=16, dtype=torch.float32)
-    assert (
-        aot.compile_selection(spec, "sm_90", query_dtype=torch.float32).metadata.shared
-        <= 227 * 1024
-    )
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "keys", ["int4", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS)]
-)
-def test_kernel_compiles_for_amd(keys):
-    import aot
-
-    kernel = aot.compile_selection(spec_of(keys, "exact"), "gfx942", top_p=True)
-    assert kernel.metadata.shared <= 64 * 1024
-
-
 # -- launches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    from fake_driver import pretend_gpu
-
-    with pretend_gpu() as fake:
-        yield fake
-
-
-@needs_triton
 def test_a_step_launches_two_kernels_more_and_compiles_them_once(gpu):
     """While a sequence grows from 4k to 32k tokens."""
     from kv_hf.backends.dispatch import paged_attention
@@ -388,7 +220,6 @@ def test_a_step_launches_two_kernels_more_and_compiles_them_once(gpu):
     assert gpu.variants == dict.fromkeys(both, 1)
 
 
-@needs_triton
 def test_a_choice_reads_no_number_of_the_device(gpu, monkeypatch):
     """Not even once: it may be captured in a graph."""
     from kv_hf.backends.triton import selection
@@ -407,8 +238,8 @@ def test_a_choice_reads_no_number_of_the_device(gpu, monkeypatch):
     assert (table.dtype, counts.dtype) == (torch.int32, torch.int32)
 
 
-@needs_triton
 def test_a_gpu_that_refuses_the_kernel_gets_the_references_choice():
+    pytest.importorskip("triton")
     from fake_driver import pretend_gpu
 
     from kv_hf.backends.triton import selection

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from paged_inputs import page_spec
 
 from kv_hf.backends.reference import pages as reference
-from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import (
     block,
     decode,
@@ -24,7 +22,7 @@ from kv_hf.quant.codec import (
     unrotate,
     wide_first,
 )
-from kv_hf.spec import LANES, ROWS, PageSpec
+from kv_hf.spec import LANES, ROWS
 
 PAGE, HEADS, DIM = 32, 2, 64
 ENCODED = ("fp8", "int8", "int4", "int2")
@@ -227,9 +225,12 @@ def assert_nearest(fields, x, name, side):
 @every_format
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @settings(max_examples=10)
-@given(st.integers(0, 1 << 30), st.floats(-7.0, 3.5), st.sampled_from([0.0, 1.0, 30.0]))
+@given(st.integers(0, 1 << 30), st.floats(-45.0, 3.5), st.sampled_from([0.0, 1.0, 30.0]))
 def test_encode_takes_the_nearest_code(name, side, dtype, seed, log_scale, common):
-    """Numbers of any size, with a common offset per channel that is up to 30 times their spread."""
+    """Numbers of any size, with a common offset per channel that is up to 30 times their spread.
+
+    Scales below fp16's smallest number round to 0, fp32 denormals may be flushed: both are no damage.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = random_pages(1, seed) + common * torch.randn(HEADS, 1, DIM, generator=generator)
     x = (x * 10.0**log_scale).clamp(-6e4, 6e4).to(dtype)
@@ -301,16 +302,6 @@ def test_encode_keeps_constant_groups(name, side, constant):
         assert float(decoded[0, 0, 0, 0]) == float(torch.tensor(constant).half())
 
 
-@every_format
-@pytest.mark.parametrize("log2", [-150, -120, -30, -24, -20])
-def test_encode_keeps_tiny_numbers_finite_and_small(name, side, log2):
-    """Scales below fp16's smallest number round to 0, fp32 denormals may be flushed: both are no damage."""
-    x = torch.ldexp(random_pages(2), torch.tensor(log2))
-    fields, damaged = fresh(name, side, x)
-    assert not bool(damaged)
-    assert float((oracle_decode(fields, name, side) - x.double()).abs().max()) <= 2.0**-17
-
-
 # number -> what is stored instead, or None where it is stored as it is
 SPECIAL = {
     "inf": (float("inf"), 65504.0),
@@ -361,47 +352,21 @@ def test_encode_stores_the_nearest_finite_number_and_keeps_it_from_others(
         assert not bool(torch.cat([apart[..., :5], apart[..., 6:]], -1).any())
 
 
-@every_format
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(
-    "numbers",
-    [("inf",), ("-inf",), ("nan",), ("inf", "-inf"), ("inf", "nan"), ("65504", "-65504")],
-    ids="-and-".join,
-)
-def test_decode_gives_finite_numbers_in_the_models_dtype(name, side, dtype, numbers):
-    """65504 is fp16's largest number: rounding the scale up must not push the top code past it."""
-    x = random_pages(2, dtype=dtype)
-    for place, number in enumerate(numbers):  # in one token and in one channel
-        x[0, 0, 3, 5 + place] = x[0, 0, 4 + place, 5] = SPECIAL[number][0]
-    spec = side_spec(name, side, dtype)
-    fields, _ = encode(x, spec)
-    decoded = decode(fields, spec, dtype)
-    assert decoded.dtype == dtype
-    assert int((~decoded.isfinite()).sum()) == 0
-
-
 # -- storage ---------------------------------------------------------------------------------------------------
-
-
-def _storage(name, pages):
-    keys, values = (side_spec(name, side) for side in SIDES)
-    storage = PageStorage(PageSpec(keys, values), torch.device("cpu"))
-    storage.grow(pages)
-    return storage
 
 
 @pytest.mark.parametrize("name", ["exact", *ENCODED])
 def test_seal_pages_takes_slots_and_rows_from_its_jobs(monkeypatch, name):
     monkeypatch.setattr(reference, "SEAL_PAGES", 2)
-    storage = _storage(name, 8)
     run = torch.randn(2, HEADS, 5 + 2 * PAGE, DIM)
     jobs = torch.tensor([(1, 3, 6), (0, 5, 2), (1, 3 + PAGE, 0)], dtype=torch.int32)
-    for side in storage.sides:
-        seal_pages(run, jobs, side.fields, side.spec)
+    for side in SIDES:
+        spec = side_spec(name, side)
+        fields = {n: torch.zeros(8, *shape, dtype=kind) for n, (shape, kind) in spec.fields.items()}
+        reference.seal_pages(run, jobs, fields, spec)
         for row, first, page in jobs.tolist():
-            alone = encode(run[None, row, :, first : first + PAGE], side.spec)[0]
-            for field, tensor in side.fields.items():
-                assert torch.equal(tensor[page], alone[field][0])
+            alone = encode(run[None, row, :, first : first + PAGE], spec)[0]
+            assert all(torch.equal(fields[n][page], one[0]) for n, one in alone.items())
 
 
 # -- keys of two widths and rotated values ------------------------------------------------------------------
@@ -458,34 +423,6 @@ def test_pages_hold_what_the_formats_say(keys, values, dim, layout):
             step = restore(scale, fields["order"])
         bits = 3 if side.scheme.clip < 1 else 1  # numbers beyond a clipped range saturate
         assert (error.abs() <= 0.51 * bits * step + 1e-4).all()
-
-
-@pytest.mark.parametrize("keys", MIXED)
-def test_wide_channels_lose_less(keys):
-    x = numbers(2, 2, 64, 64)
-    side = page_spec(keys, "int4").keys
-    plain = page_spec(keys.removesuffix("_mixed"), "int4").keys
-    count = side.scheme.wide_channels
-    wide = wide_first(x, count)[..., None, :count].long().expand(-1, -1, 64, -1)
-    errors = [
-        (decode(encode(x, one)[0], one, torch.float32) - x).gather(-1, wide).square().mean()
-        for one in (side, plain)
-    ]
-    assert errors[0] < 0.2 * errors[1]
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "dim", "bits"),
-    [
-        ("int2_mixed", "int2_rotated", 64, (3.125, 2.5)),
-        ("int2_mixed", "int2_rotated", 128, (3.375, 2.25)),
-        ("int4_mixed", "int3_rotated", 64, (5.625, 3.25)),
-        ("int4_mixed", "int3_rotated", 128, (5.625, 3.125)),
-    ],
-)
-def test_bits_count_scales_and_the_order_of_channels(keys, values, dim, bits):
-    spec = page_spec(keys, values, key_dim=dim)
-    assert (spec.keys.bits_per_element, spec.values.bits_per_element) == bits
 
 
 def test_bad_sizes_and_sides_are_refused():

@@ -18,7 +18,7 @@ import torch
 from nf4_format import NF4
 from paged_inputs import needs_library, page_spec
 from paths import ROOT
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 
 import kv_hf
@@ -27,27 +27,17 @@ from kv_hf.backends import cpu
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode as c_decode
 from kv_hf.backends.cpu import unsupported
+from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.pages import seal_pages
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.caches import cache_kind
-from kv_hf.formats import (
-    base,
-    format_names,
-    get_format,
-    named,
-)
-from kv_hf.formats.linear import (
-    Float8Format,
-    Groups,
-    RangeFormat,
-    SignedFormat,
-)
-from kv_hf.quant import codec
+from kv_hf.formats import base, format_names, get_format, named
+from kv_hf.formats.linear import Float8Format, Groups, RangeFormat, SignedFormat
 from kv_hf.quant.codec import decode, encode
-from kv_hf.spec import LANES, LATENT_SIDES, ROWS, PageSpec
+from kv_hf.spec import LANES, ROWS
 from kv_hf_cli import main
 
 CPU = torch.device("cpu")
@@ -56,14 +46,25 @@ PROMPT, NEW = 70, 12  # with pages of 16 tokens several are sealed before and wh
 
 
 @pytest.fixture
-def nf4():
-    """Register nf4 as another package would, and take it back."""
-    kv_hf.register_format(NF4)
-    yield get_format("nf4")
-    if "nf4" in format_names():
-        kv_hf.unregister_format("nf4")
+def registered():
+    """Register formats as other packages would, and take them back; yields the function that does."""
+    names = []
+
+    def register(kind):
+        kv_hf.register_format(kind)
+        names.append(kind.name)
+        return get_format(kind.name)
+
+    yield register
+    for name in {*names} & {*format_names()}:
+        kv_hf.unregister_format(name)
     for name in {*kv_hf.cache_names()} - {*named._shipped}:
         kv_hf.unregister_cache(name)
+
+
+@pytest.fixture
+def nf4(registered):
+    return registered(NF4)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_pages_hold_what_a_registered_format_encodes(nf4, layout):
 
 
 def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
-    """generate() gives the tokens and logits of an exact cache whose sealed numbers were rounded by nf4 itself."""
+    """It is said once that no compiled kernel reads it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", kv_hf.KVCacheWarning)
         got = generated(model, "paged_nf4")
@@ -133,31 +134,6 @@ def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
         rounding.assert_close(own, right)
         rounded = float((right - other).abs().max())
     assert rounded > 1e-3  # what nf4 rounds is seen
-    assert torch.equal(
-        rounded_by_hand(model, reference.sequences), torch.stack(reference.logits, 1).argmax(-1)
-    )
-
-
-def rounded_by_hand(model, sequences):
-    """Return the greedy choices of a loop over DynamicCache, whose full pages are replaced by what nf4 makes of them."""
-    cache, choices, done = DynamicCache(config=model.config), [], 0
-    spec = small("nf4", key_dim=16)
-    fed = sequences[:, :PROMPT]
-    for step in range(NEW):
-        with torch.no_grad():
-            logits = model(fed, past_key_values=cache, use_cache=True).logits[:, -1]
-        choices.append(logits.argmax(-1))
-        full = (cache.get_seq_length() - 4) // 16
-        for layer in cache.layers:
-            for name, side in zip(("keys", "values"), spec.sides, strict=True):
-                tensor = getattr(layer, name)
-                for page in range(done, full):
-                    span = slice(4 + 16 * page, 20 + 16 * page)
-                    fields, _ = encode(tensor[:, :, span], side)
-                    tensor[:, :, span] = decode(fields, side, torch.float32)
-        done = full
-        fed = sequences[:, PROMPT + step : PROMPT + step + 1]
-    return torch.stack(choices, 1)
 
 
 def test_static_cache_steps_through_operators_in_a_registered_format(nf4, model):
@@ -308,16 +284,13 @@ def test_register_format_refuses_another_one_of_a_name(nf4):
     assert kv_hf.cache_names().count("paged_nf4") == 1 and get_format("nf4").bits == 8
 
 
-def test_a_format_of_keys_alone_has_no_cache_name_of_its_own():
-    kv_hf.register_format(made(sides=("keys",), sized_sides=("keys",)))
-    try:
-        assert "odd" in format_names("keys") and "odd" not in format_names("values")
-        assert "paged_odd" not in kv_hf.cache_names()
-        assert kv_hf.CacheConfig(keys="odd", values="int8").keys == "odd"
-        with pytest.raises(CacheOptionError, match="values must be one of .*, got 'odd'"):
-            kv_hf.CacheConfig(values="odd")
-    finally:
-        kv_hf.unregister_format("odd")
+def test_a_format_of_keys_alone_has_no_cache_name_of_its_own(registered):
+    registered(made(sides=("keys",), sized_sides=("keys",)))
+    assert "odd" in format_names("keys") and "odd" not in format_names("values")
+    assert "paged_odd" not in kv_hf.cache_names()
+    assert kv_hf.CacheConfig(keys="odd", values="int8").keys == "odd"
+    with pytest.raises(CacheOptionError, match="values must be one of .*, got 'odd'"):
+        kv_hf.CacheConfig(values="odd")
 
 
 def test_unregister_format_refuses_what_is_shipped_or_unknown(nf4):
@@ -411,10 +384,9 @@ class Fickle(NF4):
 
 
 @pytest.fixture
-def side(monkeypatch):
-    kv_hf.register_format(Fickle)
-    yield small("fickle").values
-    kv_hf.unregister_format("fickle")
+def side(registered):
+    registered(Fickle)
+    return small("fickle").values
 
 
 TOKENS = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(0))
@@ -425,13 +397,10 @@ TOKENS = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(0))
     [
         (lambda c, s, o: (c[:, :1], s, o), r"codes must be torch.uint8 \[3, 2, 16, 32\], got"),
         (lambda c, s, o: (c.long(), s, o), "codes must be torch.uint8 .* got torch.int64"),
-        (lambda c, s, o: (c + 16, s, o), r"codes must be below 2\^4, got 31"),
         (lambda c, s, o: (c, s[:, :, :1], o), r"scale must be torch.float16 \[3, 2, 16, 1\]"),
         (lambda c, s, o: (c, None, o), "scale must be a tensor, got NoneType"),
-        (lambda c, s, o: (c, s * float("nan"), o), "scale must be finite"),
         (lambda c, s, o: (c, s / 0, o), "scale must be finite"),
         (lambda c, s, o: (c, s, s), "offset must be None: the scheme has no offset_group"),
-        (lambda c, s, o: (c, s), r"must return \(codes, scale, offset\), got 2 values"),
     ],
 )
 def test_seal_refuses_what_has_another_form_and_leaves_pages_alone(side, monkeypatch, change, says):
@@ -463,26 +432,12 @@ def test_decode_refuses_what_has_another_form(side, monkeypatch, decoded, got):
         decode(fields, side, torch.float32)
 
 
-def test_shipped_formats_are_not_checked_at_each_page(monkeypatch):
-    """Their arithmetic is tested; a step must not pay for the check."""
-    monkeypatch.setattr(codec, "check_encoded", None)
-    monkeypatch.setattr(codec, "check_decoded", None)
-    for one in small("int4", "int8").sides:
-        decode(encode(TOKENS, one)[0], one, torch.float32)
-
-
 # -- names of caches ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def named_cache():
+def test_register_cache_gives_options_a_name(nf4, model):
     kv_hf.register_cache("paged_mine", keys="int8", values="int2", group_size=8, page_size=16)
-    yield "paged_mine"
-    kv_hf.unregister_cache("paged_mine")
-
-
-def test_register_cache_gives_options_a_name(named_cache, model):
-    cache = kv_hf.PagedCache.from_implementation(model.config, named_cache, {"sink_tokens": 2})
+    cache = kv_hf.PagedCache.from_implementation(model.config, "paged_mine", {"sink_tokens": 2})
     options = cache.options
     assert (options.keys, options.values, options.group_size) == ("int8", "int2", 8)
     assert (options.page_size, options.sink_tokens) == (16, 2)
@@ -521,21 +476,6 @@ def test_docs_show_the_format_that_is_tested():
 PAGE, DIM = 16, 32
 
 
-@pytest.fixture
-def registered():
-    """Register a format for the length of a test; returns the function that does."""
-    names = []
-
-    def register(kind):
-        kv_hf.register_format(kind)
-        names.append(kind.name)
-        return get_format(kind.name)
-
-    yield register
-    for name in names:
-        kv_hf.unregister_format(name)
-
-
 # by the shipped formats of the same arithmetic and bits
 BASES = {
     "int8": (SignedFormat, 8),
@@ -551,33 +491,13 @@ def regrouped(base, scale, offset, scale_bits=16, sides=("keys", "values")):
     return kind("other", bits, dict.fromkeys(sides, Groups(scale, offset, scale_bits=scale_bits)))
 
 
-def latent_spec(latent, k_rope, layout):
-    return PageSpec.build(
-        latent,
-        k_rope,
-        key_dim=DIM,
-        value_dim=8,
-        page_size=PAGE,
-        dtype=torch.float32,
-        layout=layout,
-        num_kv_heads=1,
-        sides=LATENT_SIDES,
-    )
-
-
-def spec_of(side, layout, page=PAGE, dim=DIM):
+def spec_of(side, layout):
     """Return pages whose `side` is in the format "other"; the others are exact, or latents of 8 bits."""
-    other, exact = get_format("other"), get_format("exact")
-    if side == "latent":
-        return latent_spec(other.scheme(side), exact.scheme("k_rope"), layout)
-    if side == "k_rope":
-        return latent_spec(get_format("int8").scheme("latent"), other.scheme(side), layout)
-    schemes = {"keys": exact.scheme("keys"), "values": exact.scheme("values")}
-    schemes[side] = other.scheme(side)
-    return PageSpec.build(
-        schemes["keys"], schemes["values"], num_kv_heads=2, key_dim=dim, value_dim=dim, page_size=page,
-        dtype=torch.float32, layout=layout,
-    )  # fmt: skip
+    if side in ("latent", "k_rope"):
+        names = ("other", "exact") if side == "latent" else ("int8", "other")
+        return paged_inputs.latent_spec(*names, rank=DIM, rope=8, page=PAGE, layout=layout)
+    names = ("other", "exact") if side == "keys" else ("exact", "other")
+    return page_spec(*names, key_dim=DIM, page_size=PAGE, layout=layout)
 
 
 KEYS_8 = [((1, DIM), None), ((1, 1), None), ((PAGE, DIM), (PAGE, 1))]
@@ -598,9 +518,7 @@ def test_c_seals_and_attends_in_each_grouping_that_it_takes(registered, base, si
     names = ("other", "exact") if side == "keys" else ("exact", "other")
     kv = paged_inputs.make_kv(*names, key_dim=DIM, value_group=None, layout=LANES)
     assert unsupported(kv.spec) is None
-    tokens = torch.randn(2, 3, 2, PAGE, DIM, generator=torch.Generator().manual_seed(2))
-    jobs = torch.tensor([[row, 0, row] for row in range(3)], dtype=torch.int32)
-    assert not paged_inputs.check_seals_as_torch(tuple(tokens), jobs, kv.spec)
+    paged_inputs.check_seals(kv.spec, c_write.write)
     call = AttentionCall(paged_inputs.make_query(kv, dtype=torch.float32), kv, 0.2)
     out = c_decode.paged_attention(call)
     rounding.assert_close(out, reference.paged_attention(call))

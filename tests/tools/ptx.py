@@ -250,20 +250,3 @@ def launch(
         for index in range(int(np.prod(grid))):
             Program(shared, index).run()
     return list(shared.hazards.values())
-
-
-def carry_out(text: str, outputs: int, words: np.ndarray) -> list[np.ndarray]:
-    """Return what inline assembly $0, .. gives for uint32 words [n], its one input, which is named behind the outputs."""
-    threads = min(len(words), 1024)
-    stores = "".join(f"st.global.b32 [to+{4 * number}], ${number};" for number in range(outputs))
-    kernel = Kernel(f""".entry assembly(.param .u64 words, .param .u64 results) .reqntid {threads} {{
-        .reg .b32 $<{outputs + 1}>; .reg .b32 at; .reg .b32 lane; .reg .b64 from; .reg .b64 to;
-        mov.u32 at, %ctaid.x; mov.u32 lane, %tid.x; mad.lo.s32 at, at, {threads}, lane;
-        ld.param.b64 from, [words]; mad.wide.u32 from, at, 4, from; ld.global.b32 ${outputs}, [from];
-        {text}
-        ld.param.b64 to, [results]; mad.wide.u32 to, at, {4 * outputs}, to; {stores} ret;
-        }}""")  # fmt: skip
-    results = np.zeros((len(words), outputs), np.uint32)
-    blocks = {array.ctypes.data: array.nbytes for array in (words, results)}
-    assert not launch(kernel, (len(words) // threads, 1, 1), 0, list(blocks), blocks)
-    return list(np.ascontiguousarray(results.T))

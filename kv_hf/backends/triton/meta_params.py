@@ -552,7 +552,7 @@ def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
     """Return the most bytes of shared memory that a program of the decode kernel takes over latents.
 
     In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values. What
-    compiled kernels take is at most that, and over keys and values at most what any GPU has (tests/backends/test_triton_shared.py).
+    compiled kernels take is at most that, and over keys and values at most what any GPU has (tests/backends/test_triton_compiled.py).
     """
     padded, rope = Chunks.of(spec).padded, spec.values.head_dim
     full = in_float32(spec, query_dtype)

@@ -13,7 +13,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.registry import load
 from kv_hf.backends.triton import support
 from kv_hf.backends.triton.support import why_not
-from kv_hf.formats import format_names
+from kv_hf.formats import format_names, get_format
 from kv_hf.spec import LANES, ROWS
 
 CUDA = torch.device("cuda")
@@ -64,7 +64,7 @@ def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch
     spec = spec_of("int8", "int3_rotated")
     for side, changes in (
         ("values", {"rotated": False}),
-        ("values", {"code": "signed"}),
+        ("values", {"format": get_format("int8")}),
         ("keys", {"rotated": True}),
     ):
         own = getattr(spec, side)
@@ -127,7 +127,7 @@ WHY_NOT = {
     "rank": ({"spec": latents_of(rank=576)}, {}, "kv_lora_rank up to 512, and the latent have 576"),
     "rope": ({"spec": latents_of(rope=256)}, {}, "qk_rope_head_dim up to 192, and the k_rope have 256"),
     "few-channels": ({"spec": latents_of(group=4)}, {}, "kv_lora_rank 512 in groups of 4 makes 2048"),
-    "few-tokens": ({"spec": latents_of("int4", tokens=8)}, {}, "key_group_size 8"),
+    "few-tokens": ({"spec": latents_of("int4", tokens=8)}, {}, "group_size 8"),
     "latent-layout": ({"spec": latents_of(layout=LANES)}, {}, "the latent are in 'lanes'"),
 }  # fmt: skip
 

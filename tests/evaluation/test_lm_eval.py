@@ -20,7 +20,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from kv_hf.evaluation.lm_eval import KVCacheLM, chosen_cache  # noqa: E402
+from kv_hf.evaluation.lm_eval import KVCacheLM  # noqa: E402
 
 MAX_LENGTH = 200
 PAIRS = [
@@ -138,32 +138,21 @@ def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):
 
 
 def test_bad_options_are_refused(model):
-    with pytest.raises(ValueError, match="cache_implementation must name the cache"):
-        lm_of(model, None)
-    with pytest.raises(ValueError, match="did you mean 'paged_int4'"):
-        lm_of(model, "pagedint4")
-    with pytest.raises(ValueError, match="must be one of .*, got 'sinks'"):
-        lm_of(model, "paged_int4", cache_config="sinks=3")
+    for cache, config, says in (
+        (None, None, "cache_implementation must name the cache"),
+        ("pagedint4", None, "did you mean 'paged_int4'"),
+        ("dynamic:a=1", None, "takes no options"),
+        ("paged_int4", "sinks=3", "must be one of .*, got 'sinks'"),
+        ("paged_int4", "keys", "NAME=VALUE"),
+        ("paged_int4", 3, "cache_config must be a mapping"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lm_of(model, cache, cache_config=config)
     prompts = [("w4 w5", {"until": ["w9"], "max_gen_toks": 2, "cache_implementation": "dynamic"})]
     with pytest.raises(ValueError, match="cache_implementation"):
         lm_of(model).generate_until(requests("generate_until", prompts), disable_tqdm=True)
     with pytest.raises(ValueError, match="must be a decoder-only model, got the seq2seq model"):
         lm_of(encoder_decoder("t5"))
-
-
-def test_options_reach_the_cache():
-    config = shared_model("llama").config
-    kind = chosen_cache("paged_int4:sink_tokens=0", "keys=int8;page_size=32")
-    options = kind.make(config, 10).options
-    found = (options.keys, options.values, options.page_size, options.sink_tokens)
-    assert found == ("int8", "int4", 32, 0)
-    layers = {"layers": {"0": "int8"}}
-    assert chosen_cache("paged_int4", layers).name == 'paged_int4:layers={"0": "int8"}'
-    assert chosen_cache("hqq_int4", {"residual_length": 20}).name == "hqq_int4:residual_length=20"
-    with pytest.raises(kv_hf.CacheOptionError, match="cache_config must be a mapping"):
-        chosen_cache("paged_int4", 3)
-    with pytest.raises(ValueError, match="NAME=VALUE"):
-        chosen_cache("paged_int4", "keys")
 
 
 # -- whole runs

@@ -31,12 +31,8 @@ OPTIONS = {"max_new_tokens": 14, "do_sample": False}  # a page is sealed in one 
 
 
 def generate(model: Any, **config: Any) -> torch.Tensor:
-    if not config:
-        return model.generate(**left_padded(LENGTHS), **OPTIONS)
-    config = {"page_size": 16, **config}
-    return model.generate(
-        **left_padded(LENGTHS), **OPTIONS, cache_implementation="paged_exact", cache_config=config
-    )
+    paged = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16, **config}}
+    return model.generate(**left_padded(LENGTHS), **OPTIONS, **(paged if config else {}))
 
 
 class Adapter(torch.nn.Module):

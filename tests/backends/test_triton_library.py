@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -13,13 +12,11 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.registry import load
 from kv_hf.backends.triton import support
 from kv_hf.backends.triton.support import why_not
+from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, get_format
 from kv_hf.spec import LANES, ROWS
 
 CUDA = torch.device("cuda")
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
-)
 
 
 def spec_of(keys="int4", values=None, **sizes):
@@ -31,10 +28,8 @@ def latents_of(name="int8", **sizes):
     return latent_spec(name, None, **sizes)
 
 
-@needs_triton
 def test_attend_refuses_cpu_tensors_outside_of_the_interpreter():
-    from kv_hf.errors import CacheOptionError
-
+    pytest.importorskip("triton")
     kv = make_kv("int4")
     asked = AttentionCall(make_query(kv, dtype=torch.float32), kv, 0.1)
     with pytest.raises(CacheOptionError, match=r"'triton' needs a GPU.*TRITON_INTERPRET=1"):

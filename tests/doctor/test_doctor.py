@@ -4,15 +4,12 @@ import itertools
 import json
 import logging
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 import transformers
 
@@ -51,14 +48,6 @@ def quick(capsys, *more):
 # the kernels and the reasons
 
 
-def test_report_names_the_kernel_that_a_cache_then_takes():
-    for report in doctor.report_formats(doctor.Subject(CPU, torch.float32, 16, 64)):
-        model = tiny_models.make_model("llama", num_hidden_layers=1)
-        cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{report.format}")
-        model(tiny_models.tokens(1, 5), past_key_values=cache)
-        assert cache.layers[0].store.kernel.name == report.kernel
-
-
 def test_report_gives_reasons_where_the_c_kernel_is_turned_off(monkeypatch, capsys):
     monkeypatch.setenv(library.ISA_VARIABLE, "none")
     reports = doctor.report_formats(doctor.Subject(CPU, torch.bfloat16, 128, 64))
@@ -84,13 +73,6 @@ def test_a_library_that_was_not_compiled_is_a_warning_and_one_that_cannot_be_loa
     assert ("[XX] C kernel" if compiled else "[!!] C kernel") in printed
     assert ("cannot be loaded" if compiled else "was not compiled") in printed
     assert ("1 broken:" if compiled else "Nothing is broken.") in printed
-
-
-@pytest.mark.skipif(library.missing() is not None, reason="no C kernel here")
-def test_a_bad_isa_variable_is_broken(monkeypatch):
-    monkeypatch.setenv(library.ISA_VARIABLE, "9")
-    found = command.check_c_kernel()
-    assert found.status == "broken" and "KV_HF_ISA must be one of" in found.detail
 
 
 def test_a_gpu_without_triton_is_broken(monkeypatch):
@@ -208,17 +190,6 @@ def test_doctor_refuses_what_cannot_be_in_one_sentence(capsys, arguments, says):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("kv-hf doctor: error: ")
     assert says in printed.err and printed.err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_doctor_is_installed_as_a_command():
-    command = Path(sys.executable).with_name("kv-hf")
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [command, "doctor"], capture_output=True, text=True, timeout=120, env=hidden
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Pages on cpu" in done.stdout and "Nothing is broken" in done.stdout
 
 
 # -- the self-test -------------------------------------------------------------------------------------------

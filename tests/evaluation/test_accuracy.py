@@ -31,22 +31,11 @@ from kv_hf.texts import load_text, token_windows
 QUANTO = "quanto_int4:residual_length=20,q_group_size=16"
 
 
-def paged(family="llama", dtype=torch.float64):  # fp32 noise alone can flip a rounded code
-    model = make_model(family, dtype)
-    return model
-
-
 def kind_of(name):
     reason = why_not(name, torch.device("cpu"))
     if reason:
         pytest.skip(reason)
     return cache_kind(name)
-
-
-def read(monkeypatch, model, kind, ids, prompt, chunk=next_chunk):
-    """Return the logits behind the prompt, read in chunks of that rule."""
-    monkeypatch.setattr(scorer, "next_chunk", chunk)
-    return behind(model, ids, kind.make(model.config, len(ids)), prompt)
 
 
 def behind(model, ids, cache, prompt):
@@ -57,17 +46,19 @@ def behind(model, ids, cache, prompt):
 @pytest.mark.parametrize("amount", ["read.tokens=36", "read.mass=0.6"])
 def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
     """Each token has a choice of its own from so many tokens on; before that, chunks are as long as pages allow."""
-    model, ids, steps = paged(), tokens(1, 120)[0], []
+    # fp32 noise alone can flip a rounded code
+    model, ids, steps = make_model("llama", torch.float64), tokens(1, 120)[0], []
     kind = cache_kind(f"paged_int4:page_size=16,read.from=60,{amount}")
 
     def noted(cache, position):
         steps.append((position, next_chunk(cache, position)))
         return steps[-1][1]
 
-    found, single, by_pages = (
-        read(monkeypatch, model, kind, ids, 21, chunk)
-        for chunk in (noted, lambda cache, at: 1, lambda cache, at: 16 - (at - 4) % 16)
-    )
+    read = []
+    for chunk in (noted, lambda cache, at: 1, lambda cache, at: 16 - (at - 4) % 16):
+        monkeypatch.setattr(scorer, "next_chunk", chunk)
+        read.append(behind(model, ids, kind.make(model.config, len(ids)), 21))
+    found, single, by_pages = read
     torch.testing.assert_close(found, single, rtol=0, atol=1e-6)
     assert (by_pages - single).abs().max() > 1e-4
     assert steps[:4] == [(21, 15), (36, 16), (52, 7), (59, 1)]
@@ -77,7 +68,7 @@ def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
 @pytest.mark.parametrize("name", ["paged_int2:page_size=16,sink_tokens=0", "dynamic"])
 def test_figures_are_those_of_an_independent_loop(name):
     """Every token by a forward of its own, figures by their definitions."""
-    model = paged(dtype=torch.float32)
+    model = make_model("llama")
     ids, prompt = [tokens(1, 150, seed=seed)[0] for seed in range(2)], 60
     kls, losses, same = [], [], []
     for text in ids:
@@ -158,7 +149,7 @@ TWINS = ("dynamic", "static", "paged_exact", "paged_int4:recent_tokens=16", "qua
 @pytest.mark.parametrize("name", TWINS)
 def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
     """The twin that no model ran through holds what a real run holds."""
-    model, kind, ids = paged(dtype=torch.bfloat16), kind_of(name), tokens(1, 150)[0]
+    model, kind, ids = make_model("llama", torch.bfloat16), kind_of(name), tokens(1, 150)[0]
     cache = kind.make(model.config, 150)
     behind(model, ids, cache, 70)
     held = measure_held(model.config, layer_shapes(model), kind, 150, 70)
@@ -171,7 +162,7 @@ def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
 
 @pytest.mark.parametrize("name", [*TWINS, "paged_int2", QUANTO])
 def test_a_recorded_prefill_changes_nothing(name):
-    model, kind, ids = paged(dtype=torch.float32), kind_of(name), tokens(1, 150)[0]
+    model, kind, ids = make_model("llama"), kind_of(name), tokens(1, 150)[0]
     prefill = Prefill(model, ids[None, :80])
     assert prefill.calls
     own, cache = behind(model, ids, kind.make(model.config, 150), 80), kind.make(model.config, 150)
@@ -201,12 +192,10 @@ def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
     assert (
         row["text_digest"] != loaded.accuracy(name, TextSettings("one", 2, 190, 60))["text_digest"]
     )
-    exact = loaded.accuracy("paged_exact", TextSettings("pair", 2, 190, 60))
-    assert row["stored_bits"] < exact["stored_bits"] and row["kv_heads"] == 2
+    assert row["stored_bits"] < 32 and row["kv_heads"] == 2
     assert row["model"] == str(folder) and row["model_revision"] == revision_of(str(folder))
     with pytest.raises(ValueError, match="'offloaded' cannot run here"):
         loaded.accuracy("offloaded", TextSettings("pair", 2, 190, 60))
-    json.dumps(row)
 
 
 def test_revision_follows_the_weights(folder, tmp_path):
@@ -309,20 +298,11 @@ def test_mean_kl_on_real_text_stays_below_the_limits():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(folder)(load_text("lincoln_1862")).input_ids
     texts = [torch.tensor(window) for window in token_windows(ids, 1536, 4)]
-    found = measure_accuracy(
-        model,
-        texts,
-        {
-            name: lambda name=name: kv_hf.PagedCache.from_implementation(model.config, name)
-            for name in LIMITS
-        },
-        512,
-    )
+    caches = {
+        name: lambda name=name: kv_hf.PagedCache.from_implementation(model.config, name)
+        for name in LIMITS
+    }
+    found = measure_accuracy(model, texts, caches, 512)
     assert all(result["tokens"] == 4096 for result in found.values())
     assert found["paged_int4"]["bits_per_element"] <= 4.75
-    over = {
-        name: found[name]["kl_mean"]
-        for name, limit in LIMITS.items()
-        if found[name]["kl_mean"] > limit
-    }
-    assert not over
+    assert not [name for name, limit in LIMITS.items() if found[name]["kl_mean"] > limit]

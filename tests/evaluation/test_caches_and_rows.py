@@ -12,7 +12,6 @@ import torch
 from tiny_models import COMMON, make_config, make_model, tokens
 from transformers import DynamicCache, LlamaConfig
 
-import kv_hf
 from kv_hf.cache_names import all_cache_names
 from kv_hf.errors import CacheOptionError
 from kv_hf.evaluation import memory, register_peer, unregister_peer
@@ -84,21 +83,6 @@ def test_register_peer_measures_a_cache_like_the_others():
             register_peer(name, make)
 
 
-def test_cache_kind_takes_options_and_refuses_others():
-    config = make_model("llama").config
-    cache = cache_kind("paged_int4:keys=int8,page_size=32").make(config, 0)
-    own = cache.options
-    assert (own.keys, own.values, own.page_size) == ("int8", "int4", 32)
-    with pytest.raises(ValueError, match="takes no options"):
-        cache_kind("dynamic:a=1")
-    with pytest.raises(ValueError, match="NAME=VALUE"):
-        cache_kind("paged_int4:keys")
-    with pytest.raises(ValueError, match="read of a cache must be a value or parts, got both"):
-        cache_kind("paged_int4:read=0.5,read.from=8k")
-    with pytest.raises(kv_hf.CacheOptionError, match="did you mean 'paged_int4'"):
-        cache_kind("pagedint4")
-
-
 # -- rows
 
 
@@ -155,32 +139,20 @@ def test_make_row_says_which_weights_and_which_machine(monkeypatch):
 TINY = {"steps": 2, "dtype": "float32"}
 
 
-def behind(name, ids):
-    """Return a model, and what the cache holds behind a prefill and single tokens."""
-    model, kind = make_model("llama"), cache_kind(name)
-    cache = kind.make(model.config, 200)
-    with torch.no_grad():
-        for piece in (ids[:, :-3], *ids[:, -3:, None].unbind(1)):
-            model(piece, past_key_values=cache)
-    return model, held_bytes(cache)
-
-
 @pytest.mark.parametrize("name", ["dynamic", "paged_int4", "paged_int2"])
 def test_memory_reads_the_cache_behind_prompt_and_steps(name):
-    ids = tokens(2, 153)
-    model, held = behind(name, ids)
-    found = memory.memory(model, cache_kind(name), ids[:, :150], steps=3)
+    model, held = make_model("llama"), held_bytes(filled(name, length=150, steps=3))
+    found = memory.memory(model, cache_kind(name), tokens(2, 150), steps=3)
     assert found["tokens"] == 153
     assert found["held_bytes"] == held == found["bytes_per_token"] * 2 * 153
     assert (found["kernel"] is None) == (name == "dynamic")
     assert found["measured_by"] == "resident" and found["offloaded_bytes"] == 0
     if found["peak_bytes"] is not None:
         assert found["peak_bytes"] == max(found["prefill_peak_bytes"], found["steps_peak_bytes"])
-    json.dumps(found)
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
     with pytest.raises(ValueError, match="gives logits that are not finite after 150 tokens"):
-        memory.memory(model, cache_kind(name), ids[:, :150], steps=1)
+        memory.memory(model, cache_kind(name), tokens(2, 150), steps=1)
 
 
 def test_resident_meter_sees_memory_come_and_go():

@@ -11,7 +11,7 @@ import kv_hf_cli
 from kv_hf.evaluation import pareto
 from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.models import LoadedModel, revision_of
-from kv_hf.evaluation.recommend import best, front, interval
+from kv_hf.evaluation.recommend import interval
 from kv_hf.evaluation.rows import read_rows
 
 
@@ -74,19 +74,17 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert code == 1 and "no cache holds at most 2 bits" in printed.err
 
 
-def test_front_and_best_of_rows_that_pareto_takes(tmp_path):
+def test_pareto_takes_rows_of_one_model_and_text(tmp_path):
     row = {"cache": "a", "model": "m", "text": "t", "stored_bits": 4.0, "kl_mean": 0.1}
-    with pytest.raises(ValueError, match="one model and text, got .'m, t', 'm, u'."):
-        pareto([row, {**row, "cache": "b", "text": "u"}], tmp_path / "a.png")
-    with pytest.raises(ValueError, match="got none"):
-        pareto([], tmp_path / "a.png")
+    for rows, says in (
+        ([row, {**row, "cache": "b", "text": "u"}], "got .'m, t', 'm, u'."),
+        ([], "got none"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            pareto(rows, tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
-    figures = ((4, 0.1), (5, 0.2), (3, 0.3))
-    rows = [{**row, "kl_mean": kl, "stored_bits": bits} for bits, kl in figures]
-    assert [one["stored_bits"] for one in front(rows)] == [3, 4]
-    assert [best(rows, bits)["stored_bits"] for bits in (3.5, 4, 5)] == [3, 4, 4]
-    small = {"kl_mean": -1e-6, "kl_low": -1e-5, "kl_high": 0.01}
-    assert interval(small) == "0.00000 (-0.00001 to 0.01000)"
+    # fp32 noise of exact pages may be below nothing
+    assert interval({"kl_mean": -1e-6, "kl_low": -1e-5, "kl_high": 0.01}).startswith("0.00000 (-")
 
 
 def test_eval_says_which_cache_gave_no_figures_and_stops_at_an_interrupt(

@@ -139,12 +139,16 @@ def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):
 
 
 def test_bad_options_are_refused(model):
-    with pytest.raises(ValueError, match="cache_implementation must name the cache"):
-        lm_of(model, None)
-    with pytest.raises(ValueError, match="did you mean 'paged_int4'"):
-        lm_of(model, "pagedint4")
-    with pytest.raises(ValueError, match="must be one of .*, got 'sinks'"):
-        lm_of(model, "paged_int4", cache_config="sinks=3")
+    for cache, config, says in (
+        (None, None, "cache_implementation must name the cache"),
+        ("pagedint4", None, "did you mean 'paged_int4'"),
+        ("dynamic:a=1", None, "takes no options"),
+        ("paged_int4", "sinks=3", "must be one of .*, got 'sinks'"),
+        ("paged_int4", "keys", "NAME=VALUE"),
+        ("paged_int4", 3, "cache_config must be a mapping"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lm_of(model, cache, cache_config=config)
     prompts = [("w4 w5", {"until": ["w9"], "max_gen_toks": 2, "cache_implementation": "dynamic"})]
     with pytest.raises(ValueError, match="cache_implementation"):
         lm_of(model).generate_until(requests("generate_until", prompts), disable_tqdm=True)

@@ -80,10 +80,6 @@ def generated(model, implementation, **options):
     )  # fmt: skip
 
 
-def said(caught):
-    return [str(one.message) for one in caught if issubclass(one.category, kv_hf.KVCacheWarning)]
-
-
 # -- nf4, from registration to text -----------------------------------------------------------------------------------
 
 
@@ -124,7 +120,7 @@ def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
         warnings.simplefilter("always", kv_hf.KVCacheWarning)
         got = generated(model, "paged_nf4")
         generated(model, "paged_nf4")
-    [warning] = said(caught)
+    [warning] = [str(one.message) for one in caught]
     assert "no compiled kernel reads the format 'nf4' of keys and values" in warning
     assert "slower than 'c'" in warning
     reference = generated(model, "paged_nf4", kernel="reference")
@@ -263,6 +259,11 @@ def raises(self, numbers, scheme):
         (
             made(__init__=lambda self: 1 / 0),
             "format Odd must be a class that is made without arg.*Zero",
+        ),
+        # "none" was taken for exact storage, "signed" for int8
+        *(
+            (made(name=name), f"must be none of .*, got '{name}'")
+            for name in ("none", "signed", "unsigned", "float8")
         ),
         (kv_hf.Format, "format Format must be a class .* has scheme, encode and decode"),
         (dict, "format must be a kv_hf.Format, or a class of one, got dict"),
@@ -577,10 +578,3 @@ def test_a_subclass_with_its_own_arithmetic_is_read_in_torch(registered):
     assert "no compiled kernel reads the format 'other'" in str(
         cpu.why_not(torch.device("cpu"), spec_of("keys", LANES))
     )
-
-
-@pytest.mark.parametrize("name", ["none", "signed", "unsigned", "float8"])
-def test_register_format_refuses_the_names_of_shipped_codes(name):
-    """A format called "none" was taken for exact storage, one called "signed" for int8."""
-    with pytest.raises(CacheOptionError, match=f"must be none of .*, got '{name}'"):
-        kv_hf.register_format(Clipped(name, 4, get_format("int4").groups))

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from slow import slow_but
 from tiny_tokenizer import make_tokenizer
 
 import kv_hf
@@ -27,17 +28,6 @@ FAST = [
 ]  # fmt: skip
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 HEADS = 4  # of all tiny models, queries' and keys'
-
-
-def families(names, fast):
-    """Return all names, those that are not in `fast` with the slow marker."""
-    assert set(fast) <= set(names)
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.fixture
-def llama(tmp_path):
-    return tiny_mha.save(tiny_mha.make("llama"), tmp_path / "source")
 
 
 def mean_of_heads(tensor, kv_heads):
@@ -99,7 +89,7 @@ def check_converted(source, target, report, kv_heads):
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("family", families({**tiny_mha.FAMILIES, **tiny_mha.ALL_OR_ONE}, FAST))
+@pytest.mark.parametrize("family", slow_but(FAST, {**tiny_mha.FAMILIES, **tiny_mha.ALL_OR_ONE}))
 def test_convert_to_gqa_writes_means_of_neighbouring_heads(family, kv_heads, tmp_path):
     source = tiny_mha.save(tiny_mha.make(family), tmp_path / "source")
     if family in tiny_mha.ALL_OR_ONE and kv_heads == 2:
@@ -111,7 +101,7 @@ def test_convert_to_gqa_writes_means_of_neighbouring_heads(family, kv_heads, tmp
     check_converted(source, tmp_path / "new", report, kv_heads)
 
 
-@pytest.mark.parametrize("name", families(tiny_encoders.MODELS, ["llava", "qwen2_vl"]))
+@pytest.mark.parametrize("name", slow_but(("llava", "qwen2_vl"), tiny_encoders.MODELS))
 def test_convert_to_gqa_converts_the_text_part_of_a_vision_language_model(name, tmp_path):
     model, given = tiny_encoders.make(name)
     source = tiny_mha.save(model, tmp_path / "source")
@@ -144,28 +134,28 @@ def test_convert_to_gqa_knows_old_files_that_keep_the_text_config_at_the_top(tmp
     assert not any(info.values()) and new.config.text_config.num_key_value_heads == 1
 
 
-def test_convert_to_gqa_copies_what_a_model_needs_and_nothing_else(llama, tmp_path):
+def test_convert_to_gqa_copies_what_a_model_needs_and_nothing_else(source, tmp_path):
     kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"]
     for name in (*kept, "pytorch_model.bin", "optimizer.pt", "model.gguf", "training_args.bin"):
-        (llama / name).write_text(f"this is {name}")
-    (llama / "additional_chat_templates").mkdir()
-    (llama / "additional_chat_templates" / "tools.jinja").write_text("tools")
-    kv_hf.convert_to_gqa(llama, tmp_path / "two", 2)
+        (source / name).write_text(f"this is {name}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
     there = {
         str(p.relative_to(tmp_path / "two")) for p in (tmp_path / "two").rglob("*") if p.is_file()
     }
-    weights = {path.name for path in llama.glob("model*")} - {"model.gguf"}
+    weights = {path.name for path in source.glob("model*")} - {"model.gguf"}
     made = {"config.json", "generation_config.json", "README.md"}
     assert there == {*kept, "additional_chat_templates/tools.jinja", *made, *weights}
     assert all((tmp_path / "two" / name).read_text() == f"this is {name}" for name in kept)
 
 
-def test_convert_to_gqa_keeps_every_word_of_the_config(llama, tmp_path):
-    config = json.loads((llama / "config.json").read_text())
+def test_convert_to_gqa_keeps_every_word_of_the_config(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
     config |= {"_name_or_path": "/home/me/model", "my_own": {"a": [1]}, "torch_dtype": "float32"}
     del config["dtype"]
-    (llama / "config.json").write_text(json.dumps(config))
-    kv_hf.convert_to_gqa(llama, tmp_path / "two", 2)
+    (source / "config.json").write_text(json.dumps(config))
+    kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
     written = json.loads((tmp_path / "two" / "config.json").read_text())
     del config["_name_or_path"]
     record = written.pop("kv_hf_conversion")
@@ -175,15 +165,15 @@ def test_convert_to_gqa_keeps_every_word_of_the_config(llama, tmp_path):
     }  # fmt: skip
 
 
-def test_the_card_has_front_matter_for_the_hub_and_the_sources_own_text(llama, tmp_path):
+def test_the_card_has_front_matter_for_the_hub_and_the_sources_own_text(source, tmp_path):
     cards = {
         "---\nlicense: mit\ntags: [stories]\n---\n": {"license": "mit", "tags": ["stories", "kv_hf", "gqa"]},
         "---\nlicense: [\n---\n": {"tags": ["kv_hf", "gqa"]},
         "": {"tags": ["kv_hf", "gqa"]},
     }  # fmt: skip
     for number, (own, fields) in enumerate(cards.items()):
-        (llama / "README.md").write_text(f"{own}# The original\n")
-        kv_hf.convert_to_gqa(llama, tmp_path / str(number), 2)
+        (source / "README.md").write_text(f"{own}# The original\n")
+        kv_hf.convert_to_gqa(source, tmp_path / str(number), 2)
         text = (tmp_path / str(number) / "README.md").read_text()
         found = ModelCard(text).data.to_dict()
         assert found == {**fields, "base_model": "source", "library_name": "transformers"}
@@ -208,11 +198,11 @@ def test_tensors_that_the_class_does_not_have_are_copied_and_told(tmp_path):
         assert opened.metadata() == metadata
 
 
-def test_a_hub_models_config_is_looked_at_before_its_weights(llama, tmp_path, monkeypatch):
+def test_a_hub_models_config_is_looked_at_before_its_weights(source, tmp_path, monkeypatch):
     asked = []
     cache = tmp_path / "models--me--tiny" / "snapshots" / ("ab" * 20)
     cache.parent.mkdir(parents=True)
-    llama.rename(cache)
+    source.rename(cache)
 
     def download(name, allow_patterns):
         asked.append((name, [name for name in allow_patterns if name.endswith("safetensors")]))
@@ -323,8 +313,8 @@ def test_what_another_class_would_compute_otherwise_is_refused(
 # the command line
 
 
-def test_command_converts_and_prints_a_table(llama, tmp_path, capsys):
-    arguments = ["convert-gqa", str(llama), str(tmp_path / "two"), "--num-kv-heads", "2"]
+def test_command_converts_and_prints_a_table(source, tmp_path, capsys):
+    arguments = ["convert-gqa", str(source), str(tmp_path / "two"), "--num-kv-heads", "2"]
     assert kv_hf_cli.main([*arguments, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "| kv heads of a layer | 4 | 2 |\n" in out and " (bf16) | 256 | 128 |\n" in out

@@ -11,6 +11,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from measure.family_models import build_config, families
+from slow import slow_but
 from tiny_models import COMMON, left_padded, tokens
 from transformers import DynamicCache, StaticCache
 
@@ -25,50 +26,22 @@ from kv_hf.planner.source import load_inventory
 
 PARTS = ("payload", "scales", "tail", "tables", "staging", "other", "offloaded")
 # families with states, chunks, blocks or latents of their own, from the defaults of their configs
-WALKED = [
-    "axk2",
-    "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "inkling_text",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "llama4_text",
-    "longcat_flash",
-    "mamba",
-    "mamba2",
-    "mimo_v2_flash",
-    "minimax",
-    "minimax_m3_vl_text",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_next",
-    "recurrent_gemma",
-    "zamba",
-    "zamba2",
-]
+WALKED = """
+axk2 bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe llama4_text
+longcat_flash mamba mamba2 mimo_v2_flash minimax minimax_m3_vl_text nemotron_h olmo_hybrid qwen3_next recurrent_gemma zamba zamba2
+"""
 FAMILIES = [
     *(("plain", name) for name in tiny_models.FAMILIES),
     *(("latent", name) for name in tiny_latent.FAMILIES),
     *(("layers", name) for name in {**tiny_models.WINDOWS, **tiny_models.SHARED}),
-    *(("walked", name) for name in WALKED),
+    *(("walked", name) for name in WALKED.split()),
 ]
 # the others are slow
-QUICK = (
-    "llama",
-    "gpt2",
-    "qwen3_next",
-    "jamba",
-    "lfm2",
-    "gemma4_text",
-    "llama4_text",
-    "minimax_m3_vl_text",
-)
-QUICK += ("deepseek_v32", "dots3_note", "mistral_large4", "kimi_linear", "falcon_h1", "zamba2")
+QUICK_NAMES = """
+llama gpt2 qwen3_next jamba lfm2 gemma4_text llama4_text minimax_m3_vl_text deepseek_v32 dots3_note mistral_large4 kimi_linear
+falcon_h1 zamba2
+"""
+QUICK = QUICK_NAMES.split()
 # without layers that pages could hold, or with a cache of their own
 NOT_GENERATED = ("falcon_mamba", "mamba", "mamba2", "minimax")
 
@@ -197,13 +170,11 @@ def check(model, inventory, kind, options, load):
     return cache
 
 
+GENERATED = [one for one in FAMILIES if one[1] not in NOT_GENERATED]
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=() if name in QUICK else pytest.mark.slow)
-        for kind, name in FAMILIES
-        if name not in NOT_GENERATED
-    ],
+    ("kind", "name"), slow_but([one for one in GENERATED if one[1] in QUICK], GENERATED)
 )
 def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     config = config_of(kind, name)
@@ -335,33 +306,9 @@ def test_any_options_lengths_and_layers(options, lengths, new, window, slides, r
         return
     assert predict(inventory, "paged", chosen, on_cpu=True, **rows) == cache.memory()
     assert predict(inventory, "paged", chosen, **rows) == cache.memory()
-
-
-@settings(max_examples=60)
-@given(
-    options=OPTIONS,
-    rows=st.integers(1, 4),
-    columns=st.integers(1, 400),
-    window=st.integers(1, 200),
-    slides=st.none() | PATTERN,
-    part=st.none() | st.floats(0, 1),
-)
-def test_a_cache_filled_with_meta_tensors_takes_what_the_formula_says(
-    options, rows, columns, window, slides, part
-):
-    left_out = {"max_pages"} if slides else {"max_pages", "keys", "values", "layers"}
-    given = {name: one for name, one in options.items() if name not in left_out}
-    _, inventory = small(window, slides)
-    prompt = None if part is None else max(1, round(part * columns))
-    load = {"row_tokens": [columns] * rows, "prompt": prompt}
-    told = predict(inventory, "paged", CacheConfig(**given), **load)
-    found = Pages(inventory, CacheConfig(**given)).filled(rows, columns, prompt)
-    if prompt is None and slides and any(slides):
-        # the formula takes the most pages that a row holds between two of its last steps; a table has 4 bytes for each
-        assert (found.payload, found.scales, found.tail) == (told.payload, told.scales, told.tail)
-        assert 0 <= told.tables - found.tables <= 4 * rows
-    else:
-        assert found == told
+    if len({*lengths}) == 1:  # and of a real cache without memory
+        sizes = len(lengths), rows["row_tokens"][0], rows["prompt"]
+        assert Pages(inventory, chosen).filled(*sizes) == cache.memory()
 
 
 # -- worked examples, and what is refused -------------------------------------------------------------

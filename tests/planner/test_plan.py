@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from slow import slow_but
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError
@@ -181,10 +182,7 @@ PRESETS = sorted({*MAKERS, *FAMILIES.values()})
 QUICK = ("deepseek-v3", "gemma-2-9b", "gpt-oss-120b", "llama-3.1-8b")  # the others are slow
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, PRESETS))
 def test_every_preset_has_a_plan(name):
     found = kv_hf.plan(name, batch=2, caches=["dynamic", "static", "paged_int8"], bandwidth="1TB/s")
     assert found.rows[2].ratio > 1 and found.rows[2].tokens_per_second > 0
@@ -415,22 +413,6 @@ def test_lists(capsys, monkeypatch):
     assert "79.65 GiB    3.35 TB/s  nvidia-smi 81,559 MiB" in "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["./llama-3.1-8b.json"], "there is no file or folder"),
-        ([LLAMA, "--cache", "paged_int7"], "cache must be one of"),
-        ([LLAMA, "--device", "cuda"], "device must be one of"),
-        ([LLAMA, "--cache", "paged_int4:max_length=0"], "max_length"),
-    ],
-)
-def test_errors_say_their_reason(arguments, words, capsys):
-    assert main(["memory", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and words in printed.err
-    assert printed.err.startswith("kv-hf memory: error: ")
-
-
 def test_limits_are_written_plainly():
     inventory = Inventory("m", "llama", "bfloat16", (CachedLayer("DynamicLayer", 1, 1, 1),))
     given = {"caches": ["dynamic"], "context": 4, "weights": 0}
@@ -452,9 +434,6 @@ def test_plain_table_fits_its_width():
         assert sum(line.startswith("cache ") for line in text.splitlines()) == tables
         assert max(map(len, text.splitlines())) <= width
         assert table_of(text) == table_of(plain_table(plan))
-
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def test_curves_are_those_of_plans():
@@ -482,9 +461,10 @@ def test_the_page_opens_in_a_browser(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     pytest.importorskip("gradio")
     playwright = pytest.importorskip("playwright.sync_api")
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH")
+        pytest.skip(f"no browser: none of {', '.join(names)} is on PATH")
     app = explore.build(["smollm2-135m"])
     _, address, _ = app.launch(server_name=explore.HOST, prevent_thread_lock=True, quiet=True)
     try:

@@ -107,18 +107,22 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("config", "message"),
     [
         ("{", "is no JSON"),
         (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "from 1 to 1,024, got 1000000000"),
         (json.dumps({**LLAMA, "num_key_value_heads": 3}), "cannot be run without weights"),
         (json.dumps({"model_type": "bert", "num_hidden_layers": 1}), "is an encoder"),
         (json.dumps({"model_type": "t5"}), "encoder-decoder"),
+        (transformers.XLNetConfig(d_model=64, n_layer=1, n_head=4), "takes no cache"),
+        (transformers.ViTConfig(), "no class that generates text"),
+        (transformers.xLSTMConfig(vocab_size=97, hidden_size=64, num_hidden_layers=1, num_heads=4), "no attention"),
     ],
-)
-def test_configs_of_no_decoder_are_refused(tmp_path, text, message):
+    )  # fmt: skip
+def test_configs_that_cannot_be_planned_are_refused(tmp_path, config, message):
+    given = write(tmp_path / "new", config) if isinstance(config, str) else config
     with pytest.raises(kv_hf.KVCacheError, match=message):
-        load_inventory(write(tmp_path / "new", text))
+        load_inventory(given)
 
 
 def test_the_dtype_is_what_is_given_then_the_configs_then_that_of_the_files(tmp_path, caplog):
@@ -258,19 +262,3 @@ def test_forwards_in_threads_do_not_mix():
     configs = [tiny_models.make_config(family) for family in ["llama", "gpt2", "gemma", "phi"] * 2]
     with ThreadPoolExecutor(len(configs)) as threads:
         assert list(threads.map(load_inventory, configs)) == list(map(load_inventory, configs))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lambda: transformers.XLNetConfig(d_model=64, n_layer=1, n_head=4), "takes no cache"),
-        (lambda: transformers.ViTConfig(), "no class that generates text"),
-        (
-            lambda: transformers.xLSTMConfig(vocab_size=97, hidden_size=64, num_hidden_layers=1, num_heads=4),
-            "no attention",
-        ),
-    ],
-)  # fmt: skip
-def test_models_that_cannot_be_planned_are_refused(config, message):
-    with pytest.raises(kv_hf.UnsupportedModelError, match=message):
-        load_inventory(config())

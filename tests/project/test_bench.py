@@ -3,17 +3,14 @@
 import os
 import threading
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 from measure import attention, check_gpu, gpu, runner, serving, shapes, steps  # noqa: F401
 from measure.runner import FAILED, WORKLOADS, Contender, Verdict, Workload, in_turns, run
-from tiny_models import make_model, tokens
 
 import kv_hf
 from kv_hf.backends.cpu import library
-from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.serving.batch_manager import fits_transformers
 
@@ -250,32 +247,6 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
     assert runner.table(found.rows, work.columns.split())
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_tuning_launches_what_it_says(monkeypatch):
-    """On an emulated GPU: each number of warps is compiled and right, and the kernels' own choice comes back."""
-    from emulated_gpu import emulated_gpu
-
-    from kv_hf.backends import registry
-    from kv_hf.backends.triton import meta_params
-    from kv_hf.cache import store
-
-    own, triton = meta_params.launch_parameters, registry.load("triton")
-    for module, name, value in (
-        (check_gpu, "WARPS", (1, 2)), (check_gpu, "STAGES", (2,)), (check_gpu, "TIMES", (2,)), (check_gpu, "ROUNDS", 1),
-        (runner, "WARMUP", 0), (store, "choose", lambda *asked: triton),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1)
-    with emulated_gpu(90) as gpu:
-        rows = list(check_gpu.tuning(CPU, "tiny", 600, 1, "bfloat16", "int4", 64))
-    assert [(row["num_warps"], row["times"]) for row in rows] == [(None, 1), (1, 2), (2, 2)]
-    assert sum(row["best"] for row in rows) == 1
-    assert gpu.variants["decode_kernel"] in (2, 3)  # that of the choice may be one of them
-    programs = {count for name, count in gpu.launches if name == "decode_kernel"}
-    assert len(programs) == 2
-    assert meta_params.launch_parameters is own
-
-
 def test_every_workload_has_a_tiny_run():
     assert set(TINY) == {
         name for name, work in WORKLOADS.items() if work.measure.__module__ in MODULES
@@ -302,21 +273,3 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, name, factor):
     found = run(WORKLOADS[name], tiny(name)[:1], isolated=False, say=len)
     assert "wrong results: " in found.failed[0] and "paged_int4: error" in found.failed[0]
     steps.judged.cache_clear()
-
-
-# -- the order on a GPU
-
-
-def test_decoding_is_generate():
-    model, ids = make_model("llama"), tokens(2, 40)
-    how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    wanted = model.generate(ids, **how)[:, 40:]
-    # what generate() prefills in one forward is a prefill and a step here
-    decoding, found = steps.Decoding(model, cache_kind("paged_exact"), ids, random=False), []
-    decoding.token = wanted[:, :1]
-    for _ in range(4):
-        decoding.step()
-        found.append(decoding.token)
-    assert torch.equal(torch.cat(found, 1), wanted[:, 1:])
-    assert decoding.cache.get_seq_length() == 44
-    assert steps.Decoding(model, cache_kind("dynamic"), ids).cache.get_seq_length() == 40

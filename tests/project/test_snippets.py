@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import transformers
 from paths import ROOT
 from tiny_latent import make_model as make_latent_model
+from tiny_models import make_model
 from tiny_tokenizer import SPECIAL, make_tokenizer, make_word_tokenizer
 from transformers import HfArgumentParser
 
@@ -69,56 +71,27 @@ def snippets(page: Path) -> Iterator[Snippet]:
         yield Snippet(str(page.relative_to(ROOT)), line, found[1], found[2])
 
 
-def with_language(language: str) -> dict[str, list[Snippet]]:
-    """Return page -> its blocks in a language, of all pages that have one."""
-    found = {
-        str(page.relative_to(ROOT)): [one for one in snippets(page) if one.language == language]
-        for page in PAGES
-    }
-    return {page: ours for page, ours in found.items() if ours}
-
-
 def tiny_model(dtype: torch.dtype | str | None = None) -> Any:
     """Return a random Llama with WORDS tokens, which never ends a text and never says a special token."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,  # a multiple of the groups of transformers' quantized caches
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
     wanted = torch.float32 if dtype in (None, "auto") else dtype
     wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
+    # heads that are a multiple of the groups of transformers' quantized caches
+    sizes = {"vocab_size": WORDS, "head_dim": 64, "max_position_embeddings": 8192}
+    model = make_model("llama", wanted, **sizes)
+    model.generation_config.eos_token_id = 2
     model.generation_config.suppress_tokens = list(range(len(SPECIAL) + 1))
     return model
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """Write that model and its tokenizer into a folder, as from_pretrained reads it."""
-    tiny_model().save_pretrained(folder)
-    make_tokenizer(WORDS, chat=True).save_pretrained(folder)
-    return folder
+def loading(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands in for `own`, the from_pretrained of an Auto class: other names than those of folders give `other`."""
 
-
-class Pretrained:
-    """`from_pretrained` of an Auto class: a folder is read, any other name gives the tiny model or tokenizer."""
-
-    def __init__(self, own: Callable[..., Any], other: Callable[..., Any]) -> None:
-        self.own, self.other = own, other
-
-    def __call__(self, name: Any, **options: Any) -> Any:
-        """Load or make it; `options` as from_pretrained takes them."""
+    def load(name: Any, **options: Any) -> Any:
         if (Path(name) / "config.json").is_file():
-            return self.own(name, **options)
-        return self.other(**options)
+            return own(name, **options)
+        return other(**options)
+
+    return load
 
 
 def load_model(**options: Any) -> Any:
@@ -127,18 +100,12 @@ def load_model(**options: Any) -> Any:
     return tiny_model(options.get("dtype"))
 
 
-def tokenizer_of(page: str) -> Callable[..., Any]:
-    """Return what stands in for AutoTokenizer.from_pretrained of a hub id on a page."""
-
-    def load_tokenizer(**options: Any) -> Any:
-        # a chat goes on with the answers of a model, see `make_word_tokenizer`
-        chats = "apply_chat_template" in (ROOT / page).read_text("utf-8")
-        made = make_word_tokenizer(WORDS) if chats else make_tokenizer(WORDS, chat=True)
-        made.padding_side = options.pop("padding_side", "right")
-        assert not options, options
-        return made
-
-    return load_tokenizer
+def load_tokenizer(chats: bool, **options: Any) -> Any:
+    """Stand in for AutoTokenizer.from_pretrained; a chat goes on with the answers of a model, see `make_word_tokenizer`."""
+    made = make_word_tokenizer(WORDS) if chats else make_tokenizer(WORDS, chat=True)
+    made.padding_side = options.pop("padding_side", "right")
+    assert not options, options
+    return made
 
 
 def make_world(page: str, folder: Path, monkeypatch: Any) -> None:
@@ -146,22 +113,18 @@ def make_world(page: str, folder: Path, monkeypatch: Any) -> None:
     for name, text in TEXTS.items():
         (folder / name).write_text(load_text(text)[:40_000], "utf-8")
     for name in FOLDERS:
-        save_tiny_model(folder / name)
-    stand_ins = {"AutoModelForCausalLM": load_model, "AutoTokenizer": tokenizer_of(page)}
+        tiny_model().save_pretrained(folder / name)
+        make_tokenizer(WORDS, chat=True).save_pretrained(folder / name)
+    chats = "apply_chat_template" in (ROOT / page).read_text("utf-8")
+    stand_ins = {
+        "AutoModelForCausalLM": load_model,
+        "AutoTokenizer": partial(load_tokenizer, chats),
+    }
     for auto, make in stand_ins.items():
         owner = getattr(transformers, auto)
-        monkeypatch.setattr(owner, "from_pretrained", Pretrained(owner.from_pretrained, make))
+        monkeypatch.setattr(owner, "from_pretrained", loading(owner.from_pretrained, make))
     monkeypatch.setenv("KV_HF_HOME", str(folder / "home"))
     monkeypatch.chdir(folder)
-
-
-def given_names(*names: str) -> dict[str, Any]:
-    """Return what a page takes for granted: "kv_hf", "model", "tokenizer", "inputs"; with "latent" a model with latents."""
-    model = make_latent_model("deepseek_v3") if "latent" in names else tiny_model()
-    ids = torch.randint(3, 97, (1, 200))
-    tokenizer = make_tokenizer(WORDS)
-    known = {"kv_hf": kv_hf, "model": model, "tokenizer": tokenizer, "inputs": {"input_ids": ids}}
-    return {name: known[name] for name in known if name in names}
 
 
 def commands() -> Iterator[tuple[str, int, list[str]]]:
@@ -182,23 +145,17 @@ def commands() -> Iterator[tuple[str, int, list[str]]]:
                             yield snippet.page, number, words
 
 
-def options_in_prose() -> Iterator[tuple[str, str, set[str]]]:
-    """Yield page, command of `kv-hf` and options, for each that pages name within a sentence or in an indented line."""
-    for page in PAGES:
-        text = FENCE.sub("", page.read_text("utf-8"))
-        found = re.findall(r"`kv-hf ([a-z-]+)([^`\n]*)`", text)
-        found += re.findall(r"^    kv-hf ([a-z-]+)(.*)$", text, re.MULTILINE)
-        for command, rest in found:
-            yield str(page.relative_to(ROOT)), command, set(re.findall(r"(?<!\S)--[a-z-]+", rest))
-
-
 # a line of a block -> why it is not run; it still has to compile
 NOT_RUN = {
     "# tensor_parallel.py": "torchrun starts two processes of it",
     "# data_parallel.py": "accelerate starts two processes of it",
     "openai.OpenAI(": "asks a server; tests/serving/ starts one",
 }
-PYTHON = with_language("python")
+PYTHON = {
+    str(page.relative_to(ROOT)): [one for one in snippets(page) if one.language == "python"]
+    for page in PAGES
+}
+PYTHON = {page: ours for page, ours in PYTHON.items() if ours}
 COMMANDS = list(commands())
 # programs of others; what they are given is not ours to read
 FOREIGN = ("cd", "git", "npm", ".venv/bin/pre-commit")
@@ -212,18 +169,12 @@ def given(page: str) -> dict[str, Any]:
     """Return the names that pages take for granted. README and the pages that make a model of their own say everything."""
     if page == "README.md" or any("from_pretrained(" in one.code for one in PYTHON[page][:1]):
         return {}
-    names = ("kv_hf", "model", "tokenizer", "inputs")
-    return given_names(*names, *(("latent",) if "mla" in page else ()))
-
-
-def run_page(page: str) -> None:
-    """Execute the Python of a page in one namespace, as a reader would who pastes block after block."""
-    namespace = {"__name__": "__main__", **given(page)}
-    for snippet in PYTHON[page]:
-        padded = "\n" * snippet.line + snippet.code  # so that errors name the line of the page
-        code = compile(padded, page, "exec")
-        if not any(line in snippet.code for line in NOT_RUN):
-            exec(code, namespace)
+    return {
+        "kv_hf": kv_hf,
+        "model": make_latent_model("deepseek_v3") if "mla" in page else tiny_model(),
+        "tokenizer": make_tokenizer(WORDS),
+        "inputs": {"input_ids": torch.randint(3, 97, (1, 200))},
+    }
 
 
 @pytest.mark.parametrize("page", PYTHON)
@@ -240,7 +191,13 @@ def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
     in_thread = lambda workers, context: ThreadPoolExecutor(workers)  # noqa: E731
     monkeypatch.setattr("kv_hf.evaluation.memory.ProcessPoolExecutor", in_thread)
     names = kv_hf.cache_names()
-    run_page(page)
+    # in one namespace, as a reader would who pastes block after block
+    namespace = {"__name__": "__main__", **given(page)}
+    for snippet in PYTHON[page]:
+        padded = "\n" * snippet.line + snippet.code  # so that errors name the line of the page
+        code = compile(padded, page, "exec")
+        if not any(line in snippet.code for line in NOT_RUN):
+            exec(code, namespace)
     assert kv_hf.cache_names() == names
 
 
@@ -304,9 +261,14 @@ def test_commands_of_the_page_are_understood(page, line, words, parsing, monkeyp
 
 
 def test_commands_named_in_prose_have_the_options_named_with_them():
+    """Within a sentence or in an indented line."""
     named: dict[str, set[str]] = {}
-    for _, command, options in options_in_prose():
-        named.setdefault(command, set()).update(options)
+    for page in PAGES:
+        text = FENCE.sub("", page.read_text("utf-8"))
+        found = re.findall(r"`kv-hf ([a-z-]+)([^`\n]*)`", text)
+        found += re.findall(r"^    kv-hf ([a-z-]+)(.*)$", text, re.MULTILINE)
+        for command, rest in found:
+            named.setdefault(command, set()).update(re.findall(r"(?<!\S)--[a-z-]+", rest))
     assert {"doctor", "eval"} <= set(named) <= {*kv_hf_cli.COMMANDS, "--help"}
     named.pop("lm-eval", None)  # lm-eval's own
     for command, options in named.items():

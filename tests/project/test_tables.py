@@ -34,19 +34,12 @@ SPEED = Table(
     "page.md", "speed", "speed.jsonl", FORM, {"kind": "speed"}, one_run=True, across="context"
 )
 
-SAID = "weights: Q4_1 (a.gguf); computed in float32; AMD EPYC, 2 cores, 1 thread; 2026-11-21:"
+
 PLAIN = Table("page.md", "a", "a.jsonl", "A\n| c | s |\n| --- | ---: |\n| {cache} | {s:.1%} |")
 
 
 def row(**changed):
     return {**ROW, **changed}
-
-
-def test_latest_run_takes_one_date_commit_and_machine():
-    rows = [{"date": "1", "commit": c, "n": n} for n, c in enumerate("aabb")]
-    assert [row["n"] for row in tables.latest_run(rows)] == [2, 3]
-    assert [row["n"] for row in tables.latest_run(rows, commit="a")] == [0, 1]
-    assert tables.latest_run(rows, commit="c") == []
 
 
 def speed(cache, context, ms, **changed):
@@ -59,17 +52,6 @@ ROWS = [
     speed("dynamic", 512, 1.0),
     speed("paged", 4096, 0.26, ratio=8, held_bytes=5 << 20),
 ]
-
-
-def test_table_of_three_rows_is_the_markdown_written_by_hand():
-    assert SPEED.markdown(ROWS).splitlines() == [
-        f"Steps of SmolLM2-135M; {SAID}",
-        "",
-        "| cache | 512 tokens | of 512 | 4,096 tokens | of 4,096 | held at 4,096, MiB |",
-        "| --- | ---: | --- | ---: | --- | ---: |",
-        "| `dynamic` | 1.0 | - | 2.0 | - | 4.0 |",
-        "| `paged` | - | - | 0.3 | 8 | 5.0 |",
-    ]
 
 
 def test_table_takes_the_newest_run_and_refuses_to_be_empty():

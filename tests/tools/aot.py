@@ -36,7 +36,7 @@ def compile_decode(
     sliding_window: bool = False,
     sinks: bool = False,
 ) -> Any:
-    """Compile one variant of the decode kernel for `arch` ("sm_90", "gfx942"), as a launch asks for it.
+    """Compile one variant of the decode kernel for `arch` ("sm_90", "gfx942"), as a launch asks for it, and what merges splits.
 
     group: query heads of a kv head; over latents, of all.
 
@@ -48,12 +48,6 @@ def compile_decode(
     if sliding_window:
         call = replace(call, sliding_window=16)
     return compiled(decode.decode_kernel, lambda: decode.paged_attention(call), arch)
-
-
-def compile_combine(spec: PageSpec, arch: str) -> Any:
-    """Compile the kernel that merges splits for `arch`, as a launch asks for it."""
-    call = call_of(spec, torch.bfloat16, 4, 1, softcap=False, sinks=True)
-    return compiled(decode.combine_kernel, lambda: decode.paged_attention(call), arch)
 
 
 def compile_selection(
@@ -76,30 +70,14 @@ def compile_selection(
 
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
-    """Compile the kernel that seals both sides for `arch`, as a launch asks for it."""
+    """Compile the kernels that append to and seal both sides for `arch`, as a launch asks for them; return the second."""
     kv = kv_of(spec)
-    jobs = torch.zeros(1, 3, dtype=torch.int32)
+    jobs, number = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     damaged = torch.zeros((), dtype=torch.uint8)
     windows, fields = (kv.residual_keys, kv.residual_values), (kv.key_pages, kv.value_pages)
-    return compiled(
-        seal.seal_pair_kernel,
-        lambda: seal.write(PageWrite(windows, fields, spec, damaged, {}, jobs)),
-        arch,
-    )
-
-
-def compile_append_pair(arch: str, dim: int, value_dim: int) -> Any:
-    """Compile the kernel that appends tokens of both sides to their windows for `arch`."""
-    windows = [torch.zeros(1, 8, 64, size, dtype=torch.bfloat16) for size in (dim, value_dim)]
-    new = [window[:, :, :1].contiguous() for window in windows]
-    number = torch.zeros(1, dtype=torch.int32)
-    sizes = [SimpleNamespace(head_dim=size) for size in (dim, value_dim)]
-    spec = SimpleNamespace(keys=sizes[0], values=sizes[1])
-    return compiled(
-        seal.append_pair_kernel,
-        lambda: seal.write(PageWrite(windows, None, spec, None, {}, None, new, number, number)),
-        arch,
-    )
+    new = tuple(window[:, :, :1].contiguous() for window in windows)
+    asked = PageWrite(windows, fields, spec, damaged, {}, jobs, new, number, number)
+    return compiled(seal.seal_pair_kernel, lambda: seal.write(asked), arch)
 
 
 def compile_dense(side: SideSpec, arch: str) -> Any:
@@ -137,15 +115,16 @@ def call_of(
 
 
 def compiled(jit: Any, launch: Callable[[], Any], arch: str) -> Any:
-    """Return the kernel `jit` as the launches of `launch` ask for it, compiled for `arch`."""
+    """Compile all kernels that `launch` launches for `arch`; return `jit`."""
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
     target = GPUTarget("hip", arch, 64) if isa == HIP else GPUTarget("cuda", isa, 32)
     found = []
 
     def compile_only(kernel: direct.Kernel, x: int, y: int, z: int, index: int, arguments: Any) -> None:  # fmt: skip
+        given = {**kernel.constants, **kernel.options, "grid": (1, 1, 1), "warmup": True}
+        made = kernel.jit.run(*arguments(direct.as_bytes), **given)
         if kernel.jit is jit:
-            given = {**kernel.constants, **kernel.options, "grid": (1, 1, 1), "warmup": True}
-            found.append(jit.run(*arguments(direct.as_bytes), **given))
+            found.append(made)
 
     active = SimpleNamespace(
         get_current_device=lambda: arch,  # Triton keeps what it compiled by device

@@ -145,6 +145,11 @@ def test_bad_options_are_refused(model):
         ("dynamic:a=1", None, "takes no options"),
         ("paged_int4", "sinks=3", "must be one of .*, got 'sinks'"),
         ("paged_int4", "keys", "NAME=VALUE"),
+        (
+            "paged_int4:read=0.5,read.from=8k",
+            None,
+            "read of a cache must be a value or parts, got both",
+        ),
         ("paged_int4", 3, "cache_config must be a mapping"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -167,10 +172,6 @@ def test_options_reach_the_cache():
     assert chosen_cache("paged_int4", parts).name == name
     assert parse_cache_name(name) == ("paged_int4", parts)
     assert chosen_cache("hqq_int4", {"residual_length": 20}).name == "hqq_int4:residual_length=20"
-    with pytest.raises(kv_hf.CacheOptionError, match="cache_config must be a mapping"):
-        chosen_cache("paged_int4", 3)
-    with pytest.raises(ValueError, match="NAME=VALUE"):
-        chosen_cache("paged_int4", "keys")
 
 
 # -- whole runs

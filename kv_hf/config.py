@@ -144,7 +144,7 @@ def _offload(name: str, value: Any) -> Any:
             raise CacheOptionError(
                 f"{name} must be cpu, disk or a folder that exists, got {value!r}"
             )
-        return os.fspath(value)
+        return os.path.abspath(value)  # a name alone would be read as a word the next time
     check_choice(f"{name} (or a folder, as './pages')", value, ("cpu", "disk"))
     return value
 
@@ -354,7 +354,7 @@ class CacheConfig:
         given, named = given_options(options), cache_options(implementation)
         if {"keys", "values"} & given.keys():  # the name's formats are not what was asked for
             named.pop("latent", None)
-        return cls(**{**named, **given})
+        return cls(**merged(named, given))
 
     @classmethod
     def from_arguments(
@@ -380,7 +380,9 @@ class CacheConfig:
 
         A prefix store is left out.
         """
-        found = {name: one for name, one in given_options(self).items() if name != "prefix_store"}
+        found = given_options(self)
+        found.pop("prefix_store", None)
+        found = copy.deepcopy(found)
         if found.get("layers") is not None:
             found["layers"] = {str(span): formats for span, formats in found["layers"].items()}
         return found
@@ -485,6 +487,18 @@ def check_option_names(given: Mapping[str, Any]) -> None:
     """Raise CacheOptionError for a name that is no option of CacheConfig."""
     for name in given:
         check_choice("cache_config option", name, OPTIONS, OTHER_OPTION_NAMES)
+
+
+def merged(first: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of both; those of `given` win, and of mappings their parts: a "k_rope" leaves the latents' format."""
+    both = {**first, **given}
+    for name in ("group_size", "latent", "read"):
+        own, other = first.get(name), given.get(name)
+        if name == "latent" and isinstance(own, str):
+            own = {"format": own}
+        if isinstance(own, Mapping) and isinstance(other, Mapping):
+            both[name] = {**own, **other}
+    return both
 
 
 def given_options(cache_config: Any) -> dict[str, Any]:

@@ -241,9 +241,14 @@ def score(
             parts.append(distances(exact[part], logits.log_softmax(-1), targets[part]))
             progress(len(logits))
         kl, same, loss, loss_exact = map(torch.cat, zip(*parts, strict=True))
-        bits = getattr(cache, "bits_per_element", None)
-        found.append(Scored(kl, same, loss, loss_exact, bits))
+        found.append(Scored(kl, same, loss, loss_exact, bits_per_element(cache)))
     return found
+
+
+def bits_per_element(cache: Any) -> float | None:
+    """Return the mean stored bits per number of a full page over all layers in pages, scales included; None of other caches."""
+    specs = [layer.spec for layer in getattr(cache, "paged_layers", ()) if layer.spec is not None]
+    return sum(spec.bits_per_element for spec in specs) / len(specs) if specs else None
 
 
 def measure_accuracy(

@@ -22,6 +22,7 @@ from kv_hf_cli import command_parser
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name, write_cache_name
 from ..checks import extra, usable_device
+from ..config import merged
 from ..errors import CacheOptionError
 from ..geometry import Geometry
 from ..notices import warn_once
@@ -67,7 +68,7 @@ def chosen_cache(name: Any, config: str | Mapping[str, Any] | None = None) -> Ca
         raise CacheOptionError(
             f"cache_config must be a mapping or NAME=VALUE;NAME=VALUE, got {config!r}"
         )
-    options |= config or {}
+    options = merged(options, config or {})
     return named_kind(write_cache_name(base, options), base, options)
 
 

@@ -189,6 +189,7 @@ class Scheme(Groups):
         pair = "(tokens, channels), two whole numbers, or None"
         yield "scale_group", self.scale_group is None or _is_group(self.scale_group), pair
         yield "offset_group", self.offset_group is None or _is_group(self.offset_group), pair
+        yield "axis", self.axis in (None, "tokens", "channels"), "'tokens', 'channels' or None"
         clipped = _is_number(self.clip) and 0 < self.clip <= 1
         yield "clip", clipped, "a part of a group's range, above 0 and at most 1"
         yield (

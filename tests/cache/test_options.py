@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -227,6 +228,32 @@ def test_a_name_may_bring_a_format_of_latents_that_other_models_have():
         assert held.report()[0].keys == options.get("keys", "int2_mixed")
     with pytest.raises(CacheOptionError, match="latent='int2' is for models with multi-head"):
         kv_hf.PagedCache.from_implementation(model, "paged_int4", {"latent": "int2"})
+
+
+def test_parts_of_an_option_stand_beside_those_of_the_name():
+    """Where one names the format of latents, and another that of RoPE keys."""
+    config = CacheConfig.from_options("paged_int2", {"latent": {"k_rope": "exact"}})
+    assert config.latent == {"format": "int2", "k_rope": "exact"}
+    assert CacheConfig.from_options("paged_int2", {"latent": {}}).latent == {"format": "int2"}
+    assert CacheConfig.from_options("paged_int2", {"latent": "int8"}).latent == "int8"
+
+
+def test_a_folder_of_offloaded_pages_stays_one(tmp_path, monkeypatch):
+    """Also where it is called as a place is: what a config holds is given again by replace(), a file, a request."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("pages", "disk", "cpu"):
+        (tmp_path / name).mkdir()
+        config = CacheConfig(offload=Path(name))
+        assert config.offload == str(tmp_path / name)
+        assert replace(config, page_size=32).offload == CacheConfig(**config.to_dict()).offload
+    assert CacheConfig(offload="disk").offload == "disk"
+
+
+def test_to_dict_hands_out_copies():
+    config = CacheConfig(read={"tokens": 2048}, layers={"0": {"keys": "int8"}})
+    given = config.to_dict()
+    given["read"]["tokens"], given["layers"]["0"]["keys"] = 4096, "fp8"
+    assert config == CacheConfig(read=2048, layers={"0": {"keys": "int8"}})
 
 
 def test_from_options_never_changes_the_dict():

@@ -93,6 +93,8 @@ def test_figures_are_those_of_an_independent_loop(name):
     assert found["perplexity_exact"] == pytest.approx(exact, rel=1e-5)
     assert found["perplexity_delta"] == pytest.approx(100 * (subject / exact - 1), abs=1e-3)
     assert found["top1"] == torch.cat(same).double().mean() and found["tokens"] == 180
+    specs = [layer.spec for layer in getattr(cache, "paged_layers", ())]
+    assert found["bits_per_element"] == (specs[0].bits_per_element if specs else None)
     # intervals come from differences: none is left where both sides are the same, however hard the text
     ends = [found[f"perplexity_delta{end}"] for end in ("_low", "_high")]
     if name == "dynamic":

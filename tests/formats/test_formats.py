@@ -250,6 +250,7 @@ def raises(self, numbers, scheme):
             "k_rope must be a format of RoPE keys, one of exact, int8, got 'nope'",
         ),
         (made(scheme=in_groups(1, 2, 3)), r"'odd': scale_group must be \(tokens, channels\)"),
+        (made(scheme=in_groups(1, 4, axis="token")), "axis must be 'tokens', .*, got 'token'"),
         (made(scheme=in_groups(1, 4, clip=-5)), "clip must be a part .*, got -5"),
         (made(scheme=in_groups(1, 4, scale_bits=8)), "scale_bits must be 16 or 32, got 8"),
         (

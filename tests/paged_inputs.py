@@ -214,6 +214,7 @@ def hard_tokens(side, dtype):
     shape = (4, side.num_kv_heads, 5 + 2 * side.page_size, side.head_dim)
     tokens = torch.randn(shape, generator=numbers)
     tokens *= torch.tensor([1e-6, 1.0, 3e3, 2.0])[:, None, None, None]
+    tokens[0, :, side.page_size // 2 :] *= 4  # scales of few bits: codes that have to be cut
     tokens[1, 0, :9] = 0
     tokens[1, -1, 12:, : side.head_dim // 2] = 5
     tokens[0, 0, 5:9] *= -0.0

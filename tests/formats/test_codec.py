@@ -59,6 +59,18 @@ def random_pages(pages, seed=0, scale=1.0, dtype=torch.float32, dim=DIM):
     return (scale * torch.randn(pages, HEADS, PAGE, dim, generator=generator)).to(dtype)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("side", SIDES)
+def test_numbers_at_the_end_of_float16_decode_to_finite_ones(name, side):
+    """A scale that was rounded up makes more of the largest code."""
+    spec = side_spec(name, side, torch.float16)
+    pages = random_pages(4, scale=3e4).clamp(-65000, 65504)
+    pages[:, :, 0] = 65504
+    fields, damaged = encode(pages.half(), spec)
+    assert not damaged and decode(fields, spec, torch.float32).max() > 65519  # inf in float16
+    assert decode(fields, spec, torch.float16).max() == 65504
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("page_size", "dim"), [(16, 16), (64, 80), (32, 128)])
 @pytest.mark.parametrize(("name", "side"), [*ALL, ("exact", "keys"), ("exact", "values")])

@@ -30,8 +30,8 @@ def check_choice(
         return
     hint = nearest(value, names, meant)
     if hint and len(names) > MOST_NAMES:
-        like = difflib.get_close_matches(str(value), names, n=MOST_NAMES, cutoff=0)
-        names = [*(name for name in names if name in like), ".."]
+        like = difflib.get_close_matches(str(value), names, n=MOST_NAMES - 1, cutoff=0)
+        names = [*(name for name in names if name in like or repr(name) in hint), ".."]
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
 
 

@@ -49,7 +49,7 @@ OTHER_KERNEL_WORDS = {
     **dict.fromkeys(("cpu", "native", "c++", "cpp"), "c"),
     **dict.fromkeys(("torch", "pytorch", "eager", "naive", "python", "sdpa", "math"), "reference"),
 }
-# and for caches
+# words that others use for a cache -> the cache that comes nearest
 OTHER_CACHE_WORDS = {
     word: f"paged_int{bits}"
     for bits in (8, 4, 3, 2)
@@ -370,7 +370,7 @@ class CacheConfig:
         values.
         """
         check_option_names(options)
-        given = {**given_options(cache_config), **options}
+        given = merged(given_options(cache_config), options)
         keys = given.pop("keys", "exact") if keys is None else keys
         values = given.pop("values", keys) if values is None else values
         return cls(**{**given, "keys": keys, "values": values})
@@ -490,7 +490,10 @@ def check_option_names(given: Mapping[str, Any]) -> None:
 
 
 def merged(first: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of both; those of `given` win, and of mappings their parts: a "k_rope" leaves the latents' format."""
+    """Return the options of both mappings.
+
+    Those of `given` win. Where both give parts of one option, the parts are joined: a "k_rope" leaves the latents' format.
+    """
     both = {**first, **given}
     for name in ("group_size", "latent", "read"):
         own, other = first.get(name), given.get(name)

@@ -77,7 +77,7 @@ def _of_chosen_pages(call: AttentionCall, kernel: Backend) -> AttentionCall:
         warn_once(
             "read: mask",
             "This model gives its attention a mask of its own, which says something of every column: steps read all pages, "
-            "whatever the option read says",
+            "whatever the option 'read' says",
         )
         return call
     chosen = kernel.choose_pages(replace(call, kv=kv.to_choose_from()))

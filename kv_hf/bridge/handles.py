@@ -210,7 +210,7 @@ def warn_read_whole(view: KVView, reason: str) -> None:
     if budget is not None and budget.chooses(view.kv.block_table.shape[1], view.kv.seen):
         warn_once(
             "read: dense",
-            f"Steps read everything, whatever the option read says: {reason}",
+            f"Steps read everything, whatever the option 'read' says: {reason}",
         )
 
 

@@ -44,9 +44,8 @@ def next_chunk(cache: Cache, position: int) -> int:
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
         room = places.slots - places.exact(position)
         if options.budget is not None:
-            room = min(
-                room, max(1, options.budget.from_tokens - 1 - position)
-            )  # so far all is read
+            whole = options.budget.from_tokens - 1 - position  # tokens that read everything
+            room = min(room, max(1, whole))
         return room
     return EXACT_CHUNK if type(cache) in (DynamicCache, StaticCache) else 1
 

@@ -132,7 +132,7 @@ class BatchManager(Manager):
             super().switch_to_cb_friendly_attn(model, *args, **kwargs)
 
     def start(self) -> None:
-        """Start the thread that runs the forwards. The threads of the one that calls this would stand in its way."""
+        """Start the thread that runs the forwards, and end the idle OpenMP threads of the thread that calls this."""
         if self.kv_hf_options is not None:
             end_idle_threads()
         super().start()

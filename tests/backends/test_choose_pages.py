@@ -285,7 +285,7 @@ def test_prompts_sliding_windows_and_masks_read_everything():
         call, said = call_of(kv, **options), nullcontext()
         whole = replace(call, kv=replace(kv, budget=None))
         if "mask" in options:
-            said = pytest.warns(UserWarning, match="option read says")
+            said = pytest.warns(UserWarning, match="option 'read' says")
         with said:
             found = paged_attention(call, "reference")
         assert torch.equal(found, paged_attention(whole, "reference"))

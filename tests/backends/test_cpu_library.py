@@ -57,7 +57,7 @@ def test_decode_serves_several_threads_of_python_at_once(threads_of):
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_idle_threads_end_and_come_back():
-    """libgomp counts the threads of all sets: with those of the thread that started a server, a step took 1.4 of its time."""
+    """libgomp counts the threads of all sets, those of the thread that started a server too."""
     if not hasattr(library._torch_openmp(), "omp_pause_resource_all"):
         pytest.skip("torch has no OpenMP here whose threads can be ended")
     numbers = torch.randn(1000, 1000)

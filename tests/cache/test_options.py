@@ -236,6 +236,10 @@ def test_parts_of_an_option_stand_beside_those_of_the_name():
     assert config.latent == {"format": "int2", "k_rope": "exact"}
     assert CacheConfig.from_options("paged_int2", {"latent": {}}).latent == {"format": "int2"}
     assert CacheConfig.from_options("paged_int2", {"latent": "int8"}).latent == "int8"
+    joined = CacheConfig.from_arguments(
+        "int8", None, {"read": {"from": 512}}, {"read": {"tokens": 256}}
+    )
+    assert joined.read == {"tokens": 256, "from": 512}
 
 
 def test_a_folder_of_offloaded_pages_stays_one(tmp_path, monkeypatch):
@@ -283,6 +287,7 @@ def test_from_options_never_changes_the_dict():
         ("paged_int4", {"groupsize": 32}, ["cache_config option", "did you mean 'group_size'"]),
         ("paged_int4", {"nbits": 4}, ["'nbits' (did you mean 'keys'?)"]),
         ("paged_int4", {"read_tokens": 2048}, ["got 'read_tokens' (did you mean 'read'?)"]),
+        ("paged_int4", {"k_rope": "int8"}, [" latent,", "'k_rope' (did you mean 'latent'?)"]),
         ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),
         ("paged_int4", {"page_size": 24}, [POWER, "24"]),
     ],

@@ -105,13 +105,12 @@ def end_idle_threads() -> None:
     """End the OpenMP threads that the calling thread keeps for itself; its next parallel operator makes them anew.
 
     Each thread of Python keeps a set. Where all sets together are more than the cores, GNU's OpenMP puts idle threads to sleep
-    at once, and waking them takes longer than many an operator of a decode step: 1.4 of the time of a step on two cores.
+    at once, and waking them takes longer than many an operator of a decode step.
     """
     openmp = _torch_openmp()
     if openmp is not None and hasattr(openmp, "omp_pause_resource_all"):
-        openmp.omp_pause_resource_all(
-            1
-        )  # omp_pause_soft; it fails, and does nothing, in a parallel region
+        # omp_pause_soft; in a parallel region it fails, and does nothing
+        openmp.omp_pause_resource_all(1)
 
 
 def library() -> ctypes.CDLL:

@@ -59,7 +59,7 @@ OTHER_CACHE_WORDS = {
 OTHER_OPTION_NAMES = {
     **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
     **dict.fromkeys(("bits", "nbits"), "keys"),  # of transformers' quantized caches
-    "k_rope": "latent",
+    **dict.fromkeys(("k_rope", "mla"), "latent"),
     "offload_dir": "offload",
     "reserve_tokens": "max_length",
     **dict.fromkeys(("key_group_size", "value_group_size", "latent_group_size"), "group_size"),
@@ -169,8 +169,8 @@ def _group_size(name: str, value: Any) -> Any:
 
 def _latent(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return _parts(name, value, {"format": _LATENT, "k_rope": _by(check_format, "k_rope")})
-    return _LATENT(name, value)
+        return _parts(name, value, _LATENT)
+    return _LATENT["format"](name, value)
 
 
 def _read(name: str, value: Any) -> Any:
@@ -196,7 +196,11 @@ def _or_none(check: Check) -> Check:
 _BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
 _LENGTH = _whole(1, parse=parse_tokens)
 _GROUP = _whole(1, MOST_PAGE_SIZE)
-_LATENT = _by(check_format, "latent")
+_LATENT = {
+    "format": _by(check_format, "latent"),
+    "k_rope": _by(check_format, "k_rope"),
+    "decode": _choice("auto", "absorb", "expand"),
+}
 _READ = {"tokens": _LENGTH, "share": _part, "mass": _part, "from": _LENGTH}
 
 
@@ -233,11 +237,11 @@ class CacheConfig:
         device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers (and, where steps read a
             part, indexes) included. With offload and without a budget as little as possible lies there.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
-            None takes that of `keys`. A mapping names that of the RoPE keys beside them, exact or int8, too:
-            {"format": "int8", "k_rope": "exact"}. Without it they take int8 beside latents that are encoded, except beside
-            fp8_ds_mla.
-        mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
-            where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
+            None takes that of `keys`. A mapping says more: {"format": "int8", "k_rope": "exact", "decode": "absorb"}. "k_rope" is
+            the format of the RoPE keys, exact or int8; without it they take int8 next to latents that are encoded, except
+            next to fp8_ds_mla. "decode": "auto" attends to latents themselves in a decode step (absorbed) where the model
+            allows it, and says why where it does not; "absorb" raises there; "expand" computes keys and values of all
+            tokens, as transformers.
         widen: "auto" gives the keys or values of a layer a wider format if the one above loses far more of them than of
             ordinary numbers (docs/formats.md), and says so once; "never" keeps the formats.
         on_edit: what generate() does with a text that does not begin with the tokens that the cache holds: "refuse" raises;
@@ -267,7 +271,6 @@ class CacheConfig:
     offload: str | None = _option(None, _or_none(_offload), "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
     latent: str | Mapping[str, str] | None = _option(None, _or_none(_latent), "request")
-    mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
     widen: str = _option("auto", _choice("auto", "never"), "request")
     on_edit: str = _option("refuse", _choice("refuse", "crop"), "decoder")
     read: Any = _option(None, _or_none(_read), "request")  # noqa: RUF009
@@ -423,8 +426,13 @@ class CacheConfig:
         """Return the name of the format of the RoPE keys beside latents of this scheme."""
         return k_rope_name(self._of_latent("k_rope"), latent)
 
+    @property
+    def latent_decode(self) -> str:
+        """How decode steps attend to latents: "auto", "absorb" or "expand"."""
+        return self._of_latent("decode") or "auto"
+
     def _of_latent(self, part: str) -> str | None:
-        """Return what `latent` says of the latents' "format", or of the "k_rope" beside them."""
+        """Return what `latent` says of the latents' "format", of the "k_rope" next to them, or of "decode"."""
         given = self.latent if isinstance(self.latent, Mapping) else {"format": self.latent}
         return given.get(part)
 

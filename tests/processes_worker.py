@@ -86,7 +86,7 @@ def latent(folder: Path) -> dict[str, Any]:
         found[f"{family} dynamic"] = continued(model, "dynamic")
         found[f"{family} said"] = [str(one.message) for one in caught]
         try:
-            continued(model, "paged_exact", cache_config={"mla": "absorb"})
+            continued(model, "paged_exact", cache_config={"latent": {"decode": "absorb"}})
         except kv_hf.UnsupportedModelError as error:
             found[f"{family} error"] = str(error)
     return found

@@ -80,15 +80,12 @@ def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
     Beside a format that latents cannot have, `latent` is what a cache name says for other models.
     """
     one_sided = {options.keys, options.values} - {*format_names("latent")}
-    for name in ("latent", "mla"):
-        if name == "latent" and one_sided and not isinstance(options.latent, Mapping):
-            continue
-        value, default = getattr(options, name), getattr(CacheConfig, name)
-        if value != default:
-            raise CacheOptionError(
-                f"{name}={value!r} is for models with multi-head latent attention (MLA), which "
-                f"{model_type!r} is not; leave it out"
-            )
+    asked = isinstance(options.latent, Mapping) or (options.latent and not one_sided)
+    if asked:
+        raise CacheOptionError(
+            f"latent={options.latent!r} is for models with multi-head latent attention (MLA), which "
+            f"{model_type!r} is not; leave it out"
+        )
 
 
 def _check_overrides(classes: Sequence[str], paged: set[int], options: CacheConfig) -> None:

@@ -36,7 +36,7 @@ class LatentLayer(PagedLayer):
     _caches_latents = True  # as far as is known before the first keys
 
     def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
-        self.mla, self._decoder_config = options.mla, config
+        self.latent_decode, self._decoder_config = options.latent_decode, config
         self.asked: dict[str, Any] = {}  # options that are for latents alone
         if options.latent is not None:
             self.asked["latent"] = options.latent
@@ -50,8 +50,7 @@ class LatentLayer(PagedLayer):
         Raises: CacheOptionError where options about latents were given and there are none.
         """
         expanded = not self.formats.are_latents(key_states)
-        if expanded and (self.asked or self.mla == "absorb"):
-            name, value = next(iter(self.asked.items()), ("mla", self.mla))
+        for name, value in self.asked.items() if expanded else ():
             raise CacheOptionError(
                 f"{name}={value!r}: in this version of transformers the model caches keys and values of "
                 f"{key_states.shape[1]} heads, not latents; leave it out, or use a newer transformers"

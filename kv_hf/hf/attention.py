@@ -88,7 +88,7 @@ def kv_hf_attention(
     if view is not None:
         latent = view.kv.spec.is_latent
         if latent:  # other modules' keys merely have the size of latents
-            pages = is_latent_attention(module) and absorbs(module, view.layer.mla, query)
+            pages = is_latent_attention(module) and absorbs(module, view.layer.latent_decode, query)
         else:
             pages = q_len <= view.kernel.max_queries
         weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward

@@ -45,7 +45,7 @@ from .prefill import expect_drafts, share_prefill
 from .step_graph import call_graphs, want_graphs
 
 # options about one model's layers, latents, pages and long texts, which its assistant does not take over
-OF_A_MODEL = ("layers", "prefix_store", "latent", "group_size", "mla", "read")
+OF_A_MODEL = ("layers", "prefix_store", "latent", "group_size", "read")
 
 # owner, name, and what makes the function that takes the place of the one that stands there
 Patch = tuple[Any, str, Callable[[Any], Any]]

@@ -144,21 +144,23 @@ def why_not_absorbed(module: torch.nn.Module) -> str | None:
 def prepare_latents(model: PreTrainedModel, options: CacheConfig) -> None:
     """Prepare the latent attention of `model`.
 
-    Raises: UnsupportedModelError where mla="absorb" asks for what cannot be done.
+    Raises: UnsupportedModelError where the option latent={"decode": "absorb"} asks for what cannot be done.
     """
     found = {name: module for name, module in model.named_modules() if is_latent_attention(module)}
-    if options.mla == "absorb":
+    if options.latent_decode == "absorb":
         reason = why_not_pages(model)
         if reason is None and not found:
             reason = "its attention has no expand_kv in this version of transformers"
         if reason:
             raise UnsupportedModelError(
-                f"mla='absorb': {type(model).__name__} cannot read pages of latents: {reason}"
+                f"latent['decode']='absorb': {type(model).__name__} cannot read pages of latents: {reason}"
             )
         for name, module in found.items():
             reason = why_not_absorbed(module)
             if reason:
-                raise UnsupportedModelError(f"mla='absorb': {name} cannot be absorbed: {reason}")
+                raise UnsupportedModelError(
+                    f"latent['decode']='absorb': {name} cannot be absorbed: {reason}"
+                )
     hand_latents_through(attention_config(model.config))
 
 
@@ -173,15 +175,15 @@ def longest_absorbed(module: Any) -> int:
     return int(rank * expanded_dims // saved) if saved > 0 else 1 << 30
 
 
-def absorbs(module: torch.nn.Module, mla: str, query: torch.Tensor) -> bool:
+def absorbs(module: torch.nn.Module, decode: str, query: torch.Tensor) -> bool:
     """Decide whether this forward attends to latents; say once why not where its length is no reason.
 
     Args:
-        mla: CacheConfig.mla.
+        decode: CacheConfig.latent_decode.
         query: [batch, num_heads, q_len, channels].
-    Raises: UnsupportedModelError where mla="absorb" and the module does not allow it.
+    Raises: UnsupportedModelError where it is "absorb" and the module does not allow it.
     """
-    if mla == "expand":
+    if decode == "expand":
         return False
     reason = why_not_absorbed(module)
     weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
@@ -193,9 +195,9 @@ def absorbs(module: torch.nn.Module, mla: str, query: torch.Tensor) -> bool:
             reason = f"the weight of kv_b_proj is on {weight.device}, the queries on {query.device}"
     if reason is None:
         return query.shape[2] <= longest_absorbed(module)
-    if mla == "absorb":
+    if decode == "absorb":
         raise UnsupportedModelError(
-            f"mla='absorb': {type(module).__name__} cannot be absorbed: {reason}"
+            f"latent['decode']='absorb': {type(module).__name__} cannot be absorbed: {reason}"
         )
     warn_once(
         f"absorb {type(module).__name__} {reason}",

@@ -143,15 +143,15 @@ def test_expansion_is_right_and_said_once_and_absorption_an_error(reason):
     kv_hf.uninstall()
     kv_hf.install()
     model, match = changed(reason), REASONS[reason][1]
-    with pytest.raises(kv_hf.UnsupportedModelError, match=f"mla='absorb'.*{match}"):
-        generate(model, mla="absorb")
+    with pytest.raises(kv_hf.UnsupportedModelError, match=rf"latent\['decode'\]='absorb'.*{match}"):
+        generate(model, latent={"decode": "absorb"})
     assert model.config._attn_implementation == "sdpa"
     assert not latent._originals  # the class is left alone
     stock = generate(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", kv_hf.KVCacheWarning)
-        found = generate(model, mla="auto")
-        generate(model, mla="auto")
+        found = generate(model, latent={"decode": "auto"})
+        generate(model, latent={"decode": "auto"})
     assert torch.equal(found, stock)
     # an expansion that is not transformers' own gets dense latents
     says = "densely" if "expand_kv" in match else "cannot attend to latents"
@@ -159,7 +159,7 @@ def test_expansion_is_right_and_said_once_and_absorption_an_error(reason):
     assert len(said) == 1 and re.search(says if "expand_kv" in match else match, said[0])
     # a model of the class that was not changed is absorbed all the same
     other = shared_model("deepseek_v3")
-    assert torch.equal(generate(other, mla="absorb"), generate(other))
+    assert torch.equal(generate(other, latent={"decode": "absorb"}), generate(other))
 
 
 def test_a_model_split_by_accelerate_is_absorbed():
@@ -170,9 +170,9 @@ def test_a_model_split_by_accelerate_is_absorbed():
     dispatch_model(model, places, main_device="cpu", force_hooks=True)
     assert hasattr(model.model.layers[0].self_attn.kv_b_proj, "_hf_hook")
     want = generate(make_model("deepseek_v3"))
-    assert torch.equal(generate(model, mla="absorb"), want)
+    assert torch.equal(generate(model, latent={"decode": "absorb"}), want)
     with expansions(model) as lengths:
-        generate(model, mla="auto")
+        generate(model, latent={"decode": "auto"})
     assert lengths == [40, 40]
 
 
@@ -180,13 +180,13 @@ def test_expansion_can_be_asked_for():
     model = make_model("deepseek_v3")
     stock = forwards(model, DynamicCache(config=model.config))
     with expansions(model) as lengths:
-        found = forwards(model, paged(model, mla="expand"))
+        found = forwards(model, paged(model, latent={"decode": "expand"}))
     assert len(lengths) == 2 * 14 and lengths[2:4] == [43, 43]
     assert_all_close(found, stock)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Paged attention runs as")
-        generate(model, mla="expand")
+        generate(model, latent={"decode": "expand"})
 
 
 def test_eager_attention_gets_dense_latents():
@@ -194,15 +194,17 @@ def test_eager_attention_gets_dense_latents():
     model.set_attn_implementation("eager")
     stock = generate(model)
     with pytest.warns(kv_hf.KVCacheWarning, match="densely"):
-        assert torch.equal(generate(model, mla="auto"), stock)
-    with pytest.raises(kv_hf.UnsupportedModelError, match="mla='absorb'.*its attention is 'eager'"):
-        generate(model, mla="absorb")
+        assert torch.equal(generate(model, latent={"decode": "auto"}), stock)
+    with pytest.raises(
+        kv_hf.UnsupportedModelError, match=r"latent\['decode'\]='absorb'.*its attention is 'eager'"
+    ):
+        generate(model, latent={"decode": "absorb"})
 
 
 def test_absorption_that_was_asked_for_without_generate():
     model = changed("bias")
     with pytest.raises(kv_hf.UnsupportedModelError, match="without a bias"):
-        forwards(model, paged(model, mla="absorb"))
+        forwards(model, paged(model, latent={"decode": "absorb"}))
 
 
 class Inherited(DeepseekV3Attention):
@@ -218,7 +220,7 @@ def test_uninstall_gives_all_classes_their_own_method_back():
         kv_hf.install()
     stock = generate(model)
     model.model.layers[1].self_attn.__class__ = Inherited
-    assert torch.equal(generate(model, mla="absorb"), stock)
+    assert torch.equal(generate(model, latent={"decode": "absorb"}), stock)
     assert DeepseekV3Attention.expand_kv is not own
     assert "expand_kv" not in vars(Inherited)
     cache = paged(model)
@@ -232,9 +234,9 @@ def test_uninstall_gives_all_classes_their_own_method_back():
     forwards(model, paged(model))  # nor does a new cache change the class again
     assert DeepseekV3Attention.expand_kv is own
     kv_hf.install()
-    assert torch.equal(generate(model, mla="absorb"), stock)
+    assert torch.equal(generate(model, latent={"decode": "absorb"}), stock)
     with expansions(model) as lengths:
-        generate(model, mla="auto")
+        generate(model, latent={"decode": "auto"})
     assert lengths == [40, 40]
 
 
@@ -261,9 +263,9 @@ def test_half_precision_is_as_near_to_the_truth_as_the_stock_model(dtype, autoca
 def test_gradients_reach_kv_b_proj_as_with_expansion():
     """Of the newest tokens' queries and results; earlier tokens carry none, as said."""
     grads = []
-    for mla in ("absorb", "expand"):
+    for decode in ("absorb", "expand"):
         model = make_model("deepseek_v3")
-        cache = paged(model, mla=mla)
+        cache = paged(model, latent={"decode": decode})
         with torch.no_grad():
             model(tokens(2, 40), past_key_values=cache, use_cache=True)
         out = model(tokens(2, 2, seed=1), past_key_values=cache).logits
@@ -282,7 +284,7 @@ def test_several_threads_patch_the_class_once():
     kv_hf.install()
     models = [make_model("deepseek_v3") for _ in range(6)]
     stock = generate(models[0])
-    found = at_once(lambda index: generate(models[index], mla="absorb"), 6)
+    found = at_once(lambda index: generate(models[index], latent={"decode": "absorb"}), 6)
     assert all(torch.equal(one, stock) for one in found)
     assert DeepseekV3Attention.expand_kv.__wrapped__ is own
     kv_hf.uninstall()
@@ -321,7 +323,7 @@ def test_keys_of_the_size_of_latents_are_keys():
     model.config.kv_lora_rank = model.config.head_dim
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert torch.equal(generate(model, mla="auto"), generate(model))
+        assert torch.equal(generate(model, latent={"decode": "auto"}), generate(model))
 
 
 def test_an_assistant_without_latents_does_not_get_options_about_them():
@@ -337,6 +339,6 @@ def test_an_assistant_without_latents_does_not_get_options_about_them():
         **inputs,
         assistant_model=assistant,
         cache_implementation="paged_exact",
-        cache_config={"page_size": 16, "latent": "exact", "mla": "absorb"},
+        cache_config={"page_size": 16, "latent": {"format": "exact", "decode": "absorb"}},
     )
     assert torch.equal(found, expected)

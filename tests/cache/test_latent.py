@@ -230,8 +230,8 @@ def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     [
         {"latent": "int8"},
         {"latent": {"k_rope": "int8"}},
-        {"mla": "absorb"},
-        {"mla": "expand"},
+        {"latent": {"decode": "absorb"}},
+        {"latent": {"decode": "expand"}},
     ],
 )
 def test_other_models_refuse_options_about_latents(options):

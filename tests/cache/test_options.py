@@ -84,7 +84,7 @@ BAD = [
     ({"read": {"tokens": 2048, "from": 0}}, r"read\['from'\] must be an integer of at least 1"),
     ({"latent": {"k_rope": "int4"}}, r"latent\['k_rope'\] must be one of exact, int8, got 'int4'"),
     ({"latent": {"format": "int3"}}, r"latent\['format'\] must be one of .*int8, .* got 'int3'"),
-    ({"latent": {"krope": "int8"}}, "a key of latent must be one of format, k_rope, got 'krope' .did you mean 'k_rope'"),
+    ({"latent": {"krope": "int8"}}, "a key of latent must be one of format, k_rope, decode, got 'krope' .did you mean 'k_rope'"),
     ({"layers": "int8"}, "layers must map layer numbers or ranges to formats.*'int8'"),
     ({"layers": {"first": "int8"}}, f"{SPAN}.*'first'"),
     ({"layers": {-1: "int8"}}, f"{SPAN}.*-1"),

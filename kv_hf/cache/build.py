@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 )
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
+from ..backends.registry import choose, layout_for
 from ..config import SIDES_WITH_GROUPS, CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names
@@ -21,6 +22,7 @@ from ..pages.offload import Demand, OffloadMemory
 from ..pages.rows import Rows, RowSizes
 from ..pages.storage import PageMemory
 from ..row_pages import page_capacity
+from ..spec import ROWS, PageSpec
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
 from .layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
@@ -238,3 +240,31 @@ def _reads_everything(group: Rows, q_len: int) -> bool:
     if not group.lengths().any():
         return False  # a first forward reads no pages
     return q_len > MAX_DECODE_QUERIES or group.reading.budget is None
+
+
+def check_kernel(cache: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise CacheOptionError when the kernel that a paged cache asks for by name cannot run for such a model.
+
+    generate() asks before its first forward; the first update() asks again, about the tensors it gets.
+    """
+    if cache.options.kernel != "auto":
+        for spec in _planned(cache, dtype, layout_for(device)):
+            choose(cache.options.kernel, device, spec)
+
+
+def most_bytes(cache: Any, rows: int, dtype: torch.dtype) -> int | None:
+    """Return the most bytes that pages and exact windows of a batch of `rows` take within the max_length of a paged cache.
+
+    None where the config does not say it.
+    """
+    groups = [layer.group for layer in cache.paged_layers]
+    found = [
+        rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.sizes.slots)
+        for one, group in zip(_planned(cache, dtype, ROWS), groups, strict=False)
+    ]
+    return sum(found) if found else None
+
+
+def _planned(cache: Any, dtype: torch.dtype, layout: str) -> list[PageSpec]:
+    formats = [layer.formats for layer in cache.paged_layers]
+    return planned_specs(page_sizes(cache._config), formats, dtype, layout)

@@ -85,7 +85,7 @@ def update(
     if cache.tokens_on is None:
         return keys, values
     rows, heads, _, key_dim = keys.shape
-    out_dim, most = values.shape[3], cache.max_length
+    out_dim, most = values.shape[3], cache.options.max_length
     stand_ins = (
         handle.expand(rows, heads, most, key_dim),
         handle.to(values.dtype).expand(rows, heads, most, out_dim),

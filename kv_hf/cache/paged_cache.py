@@ -11,7 +11,6 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..backends.registry import choose, layout_for
 from ..bridge.handles import view_of, warn_dense
 from ..bridge.masks import MaskLength, check_padding_mask, takes_length
 from ..config import CacheConfig
@@ -27,7 +26,6 @@ from ..spec import MemoryReport
 from . import compiled
 from .build import MadeOfOptions, make_room, page_layers
 from .layer import HandleLayer, PagedLayer
-from .layer_formats import planned_specs
 from .layer_kinds import HybridLayer
 from .model_shape import (
     attention_config,
@@ -37,12 +35,10 @@ from .model_shape import (
     is_chunked,
     is_dummy,
     kept_layers,
-    page_sizes,
     removed_by_crop,
     signature,
 )
 from .origin import Origin, check_token_ids
-from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, one_line, report_layers
 
 
@@ -140,19 +136,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
             self.compiled = compiled.CompiledSteps(self)
 
     @property
-    def prefix_store(self) -> PrefixStore | None:
-        """The store that this cache shares prefixes with, or None."""
-        return self.options.prefix_store
-
-    @property
     def token_ids(self) -> torch.Tensor | None:
         """Ids of the text whose first columns this cache holds, [rows, columns] int64, padding included, as far as they are known."""
         return self.origin.token_ids
-
-    @property
-    def max_length(self) -> int | None:
-        """Columns (padding included) that a row has room for; None: as many as there is memory for."""
-        return self.options.max_length
 
     def fresh(self, **changes: Any) -> Self:
         """Return an empty cache of the same options, but for `changes`, for the same model."""
@@ -370,11 +356,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 stack.enter_context(group.reading.of_everything())
             yield
 
-    def read_next_as_prompt(self) -> None:
-        """Have the next forward read all pages, as `reading_everything` does: the first of assisted decoding is the prompt's."""
-        for group in self.groups:
-            group.reading.next_of_everything()
-
     def end_prefill(self) -> None:
         """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/speed_and_memory.md).
 
@@ -393,17 +374,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
         check_token_ids(token_ids, len(self.group), seen)
         self.origin.note_text(token_ids[:, :seen], 0, seen)
 
-    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
-
-        generate() asks before its first forward; the first update() asks again, about the tensors it gets.
-        """
-        if self.options.kernel != "auto":
-            formats = [layer.formats for layer in self.paged_layers]
-            layout = layout_for(device)
-            for spec in planned_specs(page_sizes(self._config), formats, dtype, layout):
-                choose(self.options.kernel, device, spec)
-
     def observe_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Learn the left padding of rows that hold no token yet, so that padding is never stored.
 
@@ -418,20 +388,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
             check_padding_mask(attention_mask, len(self.group), not self.group.needs_padding())
             for group in self.groups:
                 group.observe_padding(attention_mask)
-
-    def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
-        """Return the most bytes that pages and exact windows of a batch of `rows` take within max_length.
-
-        None where the config does not say it.
-        """
-        formats = [layer.formats for layer in self.paged_layers]
-        specs = planned_specs(page_sizes(self._config), formats, dtype)
-        groups = [layer.group for layer in self.paged_layers]
-        found = [
-            rows * group.reserve * one.page_bytes + one.window_bytes(rows, group.sizes.slots)
-            for one, group in zip(specs, groups, strict=False)
-        ]
-        return sum(found) if found else None
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part."""

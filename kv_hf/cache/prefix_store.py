@@ -282,7 +282,7 @@ class PrefixStore:
             in more than one state of the model, or from more than tokens;
             InterruptedForwardError after a forward that stopped half-way.
         """
-        if getattr(cache, "prefix_store", None) is not self:
+        if getattr(getattr(cache, "options", None), "prefix_store", None) is not self:
             raise CacheMismatchError(
                 f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
             )

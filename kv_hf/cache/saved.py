@@ -358,7 +358,7 @@ def _check_fits(cache: Any, groups: Sequence[RowsState]) -> None:
         raise CacheMismatchError(
             f"its groups have the windows {short(claimed)}, this model's {windows}"
         )
-    most = cache.max_length
+    most = cache.options.max_length
     for group, theirs in zip(cache.groups, groups, strict=True):
         if most is not None and theirs.seen > most:
             raise CacheMismatchError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.generation import configuration_utils
 
+from ..cache.build import check_kernel, most_bytes
 from ..cache.identity import virtual_owner
 from ..cache.layer import HandleLayer, PagedLayer
 from ..cache.layer_kinds import LatentLayer
@@ -235,12 +236,12 @@ def _allocated(options: CacheConfig, asked: Generation) -> tuple[PagedCache | No
     try:
         cache = PagedCache.from_options(asked.model.config, options)
         for device in execution_devices(asked.model):
-            cache.check_kernel(device, asked.model.dtype)
+            check_kernel(cache, device, asked.model.dtype)
     except (CacheOptionError, UnsupportedModelError) as error:
         return None, str(error)
     if (reason := _keeps_states(cache)) is not None:
         return None, reason
-    needed = cache.bytes_of(asked.rows, asked.model.dtype)
+    needed = most_bytes(cache, asked.rows, asked.model.dtype)
     free = free_memory(execution_devices(asked.model)[0])
     if needed is None:
         return None, "the model's config does not say how much memory the whole text takes"
@@ -261,7 +262,7 @@ def free_memory(device: torch.device) -> int:
 
 def check_length(cache: PagedCache, asked: Generation) -> None:
     """Raise CacheOptionError where this generation does not fit a cache with max_length; change nothing."""
-    model, length, most = asked.model, asked.length, cache.max_length or 0
+    model, length, most = asked.model, asked.length, cache.options.max_length or 0
     reason = why_other_tokens(model) or why_not_preallocated(model)
     if reason is not None:
         raise CacheOptionError(

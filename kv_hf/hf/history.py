@@ -240,4 +240,4 @@ def _keep(cache: Any) -> None:
     seen = cache.get_seq_length()
     if cache.origin.known_columns == seen:
         rows = zip(cache.token_ids[:, :seen].tolist(), cache.held_rows(), strict=True)
-        cache.prefix_store.add(cache, [ids[seen - count :] for ids, (count, _) in rows])
+        cache.options.prefix_store.add(cache, [ids[seen - count :] for ids, (count, _) in rows])

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+from ..cache.build import check_kernel
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.layer_kinds import LatentLayer
@@ -136,7 +137,7 @@ def _check_given(given: Any, asked: Generation) -> None:
                 group.end_recording()  # assisted decoding, if it is that, turns it on again
     if cross is not None:
         _check_paged_cross(model)
-    if own is given and given.max_length is not None:
+    if own is given and given.options.max_length is not None:
         decide(given, asked)
 
 
@@ -188,13 +189,13 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
-        if half.max_length is None:
+        if half.options.max_length is None:
             refuse_growing(half.options)
         elif half is cache:
             check_length(half, asked)
         warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
-            half.check_kernel(device, model.dtype)
+            check_kernel(half, device, model.dtype)
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since

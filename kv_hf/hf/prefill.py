@@ -96,7 +96,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         note_origin(self, own)
         with own.reading_everything():
             prompt = None
-            if own.prefix_store is not None and not text.seen:
+            if own.options.prefix_store is not None and not text.seen:
                 prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
             if prompt is None:
                 with virtual_tokens_in_pages(self, cache):
@@ -107,9 +107,9 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
             half.end_prefill()
         front = text.note()  # a cache that is stopped from here on knows its text
         if prompt is not None:
-            own.prefix_store.add(own, prompt.rows)
+            own.options.prefix_store.add(own, prompt.rows)
         if front is not None:
-            note_at_end(own, front, prompt is not None and own.prefix_store.keep_answers)
+            note_at_end(own, front, prompt is not None and own.options.prefix_store.keep_answers)
         return outputs
 
     return prefill
@@ -124,7 +124,7 @@ def _share(
     run: Callable[..., Any],
 ) -> Any:
     """Run the prefill after what the store of an empty cache knows of `prompt`."""
-    store: Any = cache.prefix_store
+    store: Any = cache.options.prefix_store
     space = _space_of(model, cache, store)
     cache.origin.note_space(space)
     chunk = getattr(generation_config, "prefill_chunk_size", None)
@@ -165,7 +165,7 @@ def attach_prefix(
 
     What all rows have in common goes through the model once, as a row of its own, and into the store.
     """
-    store = cache.prefix_store
+    store = cache.options.prefix_store
     assert store is not None
     common = common_tokens(prompt.rows, cache.options.page_size, cache.options.sink_tokens)
     alone = prompt.rows[0][: len(common) + 1]
@@ -191,7 +191,7 @@ def note_origin(model: Any, cache: Any) -> None:
     if not started:
         cache.origin.forget()
     cache.origin.note_model(ModelId.of(model))
-    store = cache.prefix_store
+    store = cache.options.prefix_store
     if started and store is not None:
         tokens_alone = more_than_tokens(model) is None
         cache.origin.note_space(_space_of(model, cache, store) if tokens_alone else None)
@@ -207,12 +207,13 @@ def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> N
         inputs: of the model.
     Raises: CacheMismatchError where another model has filled the cache.
     """
-    if own.prefix_store is not None:
+    if own.options.prefix_store is not None:
         warn_once(
             "prefix_store assisted",
             "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
         )
-    own.read_next_as_prompt()
+    for group in own.groups:
+        group.reading.next_of_everything()
     note_origin(model, own)
     own_loop = type(model)._assisted_decoding is GenerationMixin._assisted_decoding
     if own_loop and comes_from_ids(model, cache, own, inputs) and not own.get_seq_length():
@@ -261,7 +262,7 @@ def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
     if prepare is None or virtual_owner(model) is None:
         yield
         return
-    if getattr(cache, "max_length", None) is not None:
+    if isinstance(cache, PagedCache) and cache.options.max_length is not None:
         raise UnsupportedModelError(
             "peft puts no virtual tokens in front of prompts of a preallocated cache (it fails on the mask, with transformers' "
             "own preallocated caches too); leave max_length out of cache_config"

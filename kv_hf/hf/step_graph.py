@@ -134,7 +134,7 @@ class StepGraph:
         self._structure = structure
         own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: cache}
         layers = cache.paged_layers
-        most = cache.max_length
+        most = cache.options.max_length
         assert most is not None
         self._fixed = {
             group: FixedStep(len(group), group.reserve, most, layers[0].device)

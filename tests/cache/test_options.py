@@ -371,7 +371,7 @@ TAKEN = [
 @pytest.mark.parametrize(("given", "named", "options"), TAKEN, ids=str)
 def test_paged_cache_takes_a_cache_config(given, named, options):
     made = kv_hf.PagedCache(tiny_models.make_config("llama"), *given, **named)
-    assert made.options == options and made.max_length == options.max_length
+    assert made.options == options and made.options.max_length == options.max_length
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,7 @@ def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
     cache = run(model, [SYSTEM + words(9, 2)], store).past_key_values
     cache.save(tmp_path / "cache.safetensors", model)
     read = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model)
-    assert read.prefix_store is None
+    assert read.options.prefix_store is None
     with torch.no_grad():
         logits = [model(torch.tensor([[5]]), past_key_values=one).logits for one in (cache, read)]
     assert torch.equal(*logits)

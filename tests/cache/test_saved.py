@@ -325,7 +325,7 @@ def test_files_move_between_growing_and_preallocated_caches(keys, tmp_path):
     assert fixed.max_length is not None and same_tokens(fixed, cache)
     loaded = detour(fixed, model, tmp_path / "fixed")
     room = kv_hf.PagedCache.load(tmp_path / "fixed", model, max_length=130)
-    assert loaded.max_length is None and room.max_length is not None
+    assert loaded.options.max_length is None and room.options.max_length is not None
     mask = inputs["attention_mask"]
     expected = go_on(model, cache, text, mask)
     for one in (loaded, fixed, room):

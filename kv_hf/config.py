@@ -52,7 +52,7 @@ OTHER_KERNEL_WORDS = {
 # words that others use for a cache -> the cache that comes nearest
 OTHER_CACHE_WORDS = {
     word: f"paged_int{bits}"
-    for bits in (8, 4, 3, 2)
+    for bits in (8, 6, 4, 3, 2)
     for word in (f"{bits}bit", f"{bits}-bit", f"{bits}_bit", f"q{bits}")
 }
 # names that options once had, or have in other caches -> the option that says it here
@@ -212,8 +212,8 @@ class CacheConfig:
         keys, values: formats of the stored keys and values; `kv_hf.formats.format_names(side)` lists those of "keys" and of "values".
         page_size: tokens in a page, a power of two of at least 16.
         group_size: numbers that share a scale, for every side whose format has groups to set, or a mapping of sides:
-            {"keys": 32, "values": 32, "latent": 64}. In keys and latents of 4 and 2 bits these are tokens, which must divide
-            page_size; in values of 4 to 2 bits channels, which must divide head_dim; in latents of 8 bits numbers of a latent, which
+            {"keys": 32, "values": 32, "latent": 64}. In keys and latents of 6, 4 and 2 bits these are tokens, which must divide
+            page_size; in values of 6 to 2 bits channels, which must divide head_dim; in latents of 8 bits numbers of a latent, which
             must divide kv_lora_rank.
         sink_tokens: the first tokens of each row that stay exact for ever. Attention puts so much weight on
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).

@@ -15,7 +15,7 @@ from enum import IntEnum
 import torch
 
 from .formats import Scheme
-from .spec import LANES, SideSpec
+from .spec import LANES, SideSpec, planes
 
 PART = 4  # one channel of so many is read token by token
 LEAST_WORDS = 2
@@ -28,7 +28,7 @@ MIDDLE_TOKENS = 4
 class Summary(IntEnum):
     """Where the range and the middle of a channel come from.
 
-    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS.
+    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS, and for codes in planes.
     SCALES: range and middle from the channel's scales and offsets (unsigned codes per channel).
     OFFSETS: the offset is the middle, the range that of the codes (8 bits).
     TOKENS: exact numbers; the middle is the mean of MIDDLE_TOKENS tokens.
@@ -45,6 +45,8 @@ class Summary(IntEnum):
 def summary_of(keys: SideSpec) -> Summary:
     """Return how pages of such keys are summed up."""
     scheme = keys.scheme
+    if len(planes(scheme.bits)) > 1:  # whose words hold a part of their channels' bits
+        return Summary.ALL_CHANNELS
     if keys.head_dim > MOST_CHANNELS or summary_words(keys) >= words_of(keys):
         return Summary.ALL_CHANNELS
     if scheme.is_exact:

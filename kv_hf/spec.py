@@ -21,8 +21,8 @@ TABLE_DTYPE = torch.int32
 
 
 def planes(bits: int) -> tuple[int, ...]:
-    """Return the bits of the planes that hold codes of so many bits, lowest first: those of 3 bits lie in two."""
-    return (2, 1) if bits == 3 else (bits,)
+    """Return the bits of the planes that hold codes of so many bits, lowest first: those of 3 and 6 bits lie in two."""
+    return {3: (2, 1), 6: (4, 2)}.get(bits, (bits,))
 
 
 def order_dtype(head_dim: int) -> torch.dtype:
@@ -61,7 +61,7 @@ class SideSpec:
 
         order  [head_dim]   uint8 (int16 where head_dim is above 256): place -> channel of the model
 
-    Codes of 3 bits are two planes, one behind the other: the bytes of their low two bits, those of their third.
+    Codes of 3 and 6 bits are two planes, one behind the other: the bytes of their low 2 or 4 bits, those of the others.
     That is layout "rows". In layout "lanes" the same codes are int32 words, so that a vector of words holds
     neighbouring tokens of keys and neighbouring channels of values:
 

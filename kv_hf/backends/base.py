@@ -14,7 +14,7 @@ import torch
 from ..checks import listed
 from ..formats import Scheme
 from ..read_budget import ReadBudget
-from ..spec import PageSpec, PageWrite, SideSpec
+from ..spec import PageSpec, PageWrite, SideSpec, planes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -290,7 +290,7 @@ def in_known_groups(side: SideSpec) -> bool:
 
 def transformed(scheme: Scheme) -> bool:
     """Say whether codes stand for rotated numbers, for channels of two widths, or lie in planes."""
-    return scheme.rotated or scheme.wide_channels > 0 or scheme.bits == 3
+    return scheme.rotated or scheme.wide_channels > 0 or len(planes(scheme.bits)) > 1
 
 
 def _words(scheme: Scheme) -> str:

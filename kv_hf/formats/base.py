@@ -26,6 +26,7 @@ NATIVE_NUMBERS = {
     ("float8", 8): 6,
     ("unsigned", 8): 7,
     ("unsigned", 3): 8,
+    ("unsigned", 6): 9,
 }
 
 # codes [.., page_size, head_dim], and scales and offsets [.., token groups, channel groups] where there are any
@@ -40,7 +41,7 @@ class Format(ABC):
 
     Attributes:
         name: by which options and files call it: lower-case letters, digits and underscores.
-        bits: bits of a code: 1, 2, 3, 4 or 8. Codes of less than 8 bits are packed.
+        bits: bits of a code: 1, 2, 3, 4, 6 or 8. Codes of less than 8 bits are packed.
         code_dtype: of the codes that `encode` returns: torch.uint8, or torch.int8 for 8-bit codes with a sign.
         sides: for which it may be used, some of SIDES.
         sized_sides: some of `sides`, the size of whose groups the option `group_size` sets; others have groups of a fixed size.
@@ -233,7 +234,7 @@ class Scheme(Groups):
 
     @property
     def codes_per_byte(self) -> int:
-        """Codes that share a byte (1 for 8-bit codes and for exact storage); those that fill whole bytes, of 3 bits."""
+        """Codes that share a byte (1 for 8-bit codes and for exact storage); those that fill whole bytes, of 3 and 6 bits."""
         return math.lcm(8, self.bits) // self.bits if self.bits else 1
 
     @property
@@ -256,7 +257,7 @@ class Scheme(Groups):
         per_byte = self.codes_per_byte
         if head_dim % per_byte:
             size = "kv_lora_rank" if where == "latent" else "head_dim"
-            packs = f"packs {per_byte} channels into {'bytes' if self.bits == 3 else 'a byte'}"
+            packs = f"packs {per_byte} channels into {'a byte' if 8 % self.bits == 0 else 'bytes'}"
             raise CacheOptionError(
                 f"{where} format {self.name!r} {packs}, so {size} "
                 f"must be a multiple of {per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"

@@ -34,7 +34,7 @@ def _rules(made: Format, k_ropes: Collection[str]) -> Iterator[tuple[str, bool, 
     letters = "lower-case letters, digits or underscores, a letter first"
     yield "name", isinstance(name, str) and bool(_NAME.fullmatch(name)), letters
     yield "name", name not in _CODES, f"none of {', '.join(_CODES)}, kernels' words for arithmetics"
-    yield "bits", type(bits) is int and bits in (1, 2, 3, 4, 8), "1, 2, 3, 4 or 8"
+    yield "bits", type(bits) is int and bits in (1, 2, 3, 4, 6, 8), "1, 2, 3, 4, 6 or 8"
     dtypes = (torch.uint8, torch.int8) if bits == 8 else (torch.uint8,)
     yield "code_dtype", made.code_dtype in dtypes, f"one of {listed(map(str, dtypes))}"
     is_list = isinstance(sides, (tuple, list)) and bool(sides)

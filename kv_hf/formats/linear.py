@@ -289,6 +289,7 @@ SHIPPED: tuple[Format, ...] = (
     Exact(),
     Float8Format("fp8", 8, _OF_8_BITS),
     SignedFormat("int8", 8, {**_OF_8_BITS, "k_rope": _CENTERED}),
+    RangeFormat("int6", 6, {"keys": per_channel(), "values": per_token()}),
     RangeFormat("int4", 4, {"keys": per_channel(), "values": per_token(), "latent": per_channel()}),
     RangeFormat(
         "int2",

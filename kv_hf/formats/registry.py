@@ -125,6 +125,7 @@ for _name, _keys, _values, _latent in (
     ("paged_exact", "exact", "exact", None),
     ("paged_fp8", "fp8", "fp8", None),
     ("paged_int8", "int8", "int8", None),
+    ("paged_int6", "int6", "int6", "int8"),
     ("paged_k8v4", "int8", "int4", None),
     ("paged_int4", "int4", "int4", None),
     # latents are keys and values at once, for which a format of one side is none

@@ -45,8 +45,8 @@ BAD = [
     ({"group_size": {"values": "32"}}, r"group_size\['values'\] must be an integer.*'32'"),
     ({"group_size": {"key": 32}}, "a key of group_size must be one of keys, values, latent, got 'key'.*did you mean 'keys'"),
     ({"group_size": {}}, "group_size={} is read by no format"),
-    ({"group_size": 16}, "group_size=16 is read by no format: for keys int4, .* read it, not exact; for values int4, "),
-    ({"group_size": {"keys": 16, "values": 16}, "keys": "int4"}, "is read by no format: for values int4, .* not exact"),
+    ({"group_size": 16}, "group_size=16 is read by no format: for keys int6, .* read it, not exact; for values int6, "),
+    ({"group_size": {"keys": 16, "values": 16}, "keys": "int4"}, "is read by no format: for values int6, .* not exact"),
     ({"group_size": {"latent": 64}, "latent": "exact"}, "is read by no format: for latent fp8, int8, .* not exact"),
     ({"sink_tokens": -1}, "sink_tokens .* at least 0, got -1"),
     ({"sink_tokens": None}, "sink_tokens must be an integer.*None"),
@@ -133,7 +133,7 @@ def test_bad_cache_config_is_refused_before_generation(config, says):
 def test_group_size_that_no_format_of_a_model_reads_is_refused():
     """In int8 latents alone have groups to set."""
     config = tiny_models.make_config("llama")
-    with pytest.raises(CacheOptionError, match="group_size=16 is read by no format: for keys int4"):
+    with pytest.raises(CacheOptionError, match="group_size=16 is read by no format: for keys int6"):
         kv_hf.PagedCache(config, keys="int8", group_size=16)
     kv_hf.PagedCache(config, keys="int8", layers={"0": {"values": "int4"}}, group_size=16)
 
@@ -282,7 +282,9 @@ def test_from_options_never_changes_the_dict():
         (
             "int4",
             {},
-            ["paged_int4, paged_int3, paged_int2, .., got 'int4' (did you mean 'paged_int4'?)"],
+            [
+                "paged_int8, paged_int6, paged_int4, paged_int3, .., got 'int4' (did you mean 'paged_int4'?)"
+            ],
         ),
         ("paged_int4", {"groupsize": 32}, ["cache_config option", "did you mean 'group_size'"]),
         ("paged_int4", {"nbits": 4}, ["'nbits' (did you mean 'keys'?)"]),

@@ -229,7 +229,7 @@ def raises(self, numbers, scheme):
     [
         (made(name="NF 4"), "name must be lower-case"),
         (made(name="int4"), "format 'int4' is registered already"),
-        (made(bits=5), "bits must be 1, 2, 3, 4 or 8, got 5"),
+        (made(bits=5), "bits must be 1, 2, 3, 4, 6 or 8, got 5"),
         (made(sides=("keys", "queries")), "sides must be some of keys, values, latent, k_rope"),
         (made(sized_sides=("latent",)), "sized_sides must be some of keys, values, or"),
         (made(code_dtype=torch.int8), "code_dtype must be one of torch.uint8"),
@@ -456,7 +456,7 @@ def test_register_cache_gives_options_a_name(nf4, model):
         (
             "paged_new",
             {"keys": "exact", "group_size": 8},
-            "for keys int4, int2, int4_mixed and int2_mixed read it, not exact",
+            "for keys int6, int4, int2, int4_mixed and int2_mixed read it, not exact",
         ),
     ],
 )

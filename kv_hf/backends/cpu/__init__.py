@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from ...spec import LANES, PageSpec, SideSpec
+from ...spec import LANES, LATENT_SIDES, PageSpec, SideSpec, planes
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
 from . import decode, library, write
 from .abi import DTYPES
+
+MAX_ORDERED = 256  # channels of a head whose order C reads
 
 
 def load() -> Backend:
@@ -56,19 +58,22 @@ def unsupported(spec: PageSpec) -> str | None:
 
 
 def _reads(side: SideSpec) -> bool:
-    """Say whether C reads the groups of a side: beside those of all kernels, rotated values, codes of 3 bits
-    around 0, keys of two widths, and scales of single tokens without a common offset."""
+    """Say whether C reads the groups of a side: those of all kernels, of any number of bits; rotated values, values around 0,
+    keys of two widths; and scales of single tokens without a common offset."""
     scheme = side.scheme
-    if scheme.bits == 3:
-        single = scheme.scale_group is not None and scheme.scale_group[0] == 1
-        around_0 = scheme.offset_group is None and scheme.scale_bits == 16
-        return side.side == "values" and single and around_0
-    if scheme.rotated and side.side == "values":
-        return in_known_groups(replace(side, scheme=replace(scheme, rotated=False)))
-    if scheme.wide_channels and side.head_dim <= 256:
-        plain = replace(scheme, wide_bits=0, wide_channels=0)
-        return in_known_groups(replace(side, scheme=plain))
-    if in_known_groups(side):
+    unsigned, in_planes = scheme.code == "unsigned", len(planes(scheme.bits)) > 1
+    if in_planes and (scheme.wide_channels or side.side in LATENT_SIDES):
+        return False
+    plain = scheme
+    if side.side == "values":
+        plain = replace(plain, rotated=False)
+        if unsigned and scheme.offset_group is None:
+            plain = replace(plain, offset_group=scheme.scale_group)
+    if side.head_dim <= MAX_ORDERED:
+        plain = replace(plain, wide_bits=0, wide_channels=0)
+    if in_planes:  # which are put together
+        plain = replace(plain, bits=4)
+    if in_known_groups(replace(side, scheme=plain)):
         return True
     if scheme.scale_bits != 16 or scheme.scale_group is None or scheme.scale_group[0] != 1:
         return False

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 
 # of the library that was built from the header of these definitions, and of no other: a digest of the header's text
-ABI = 2049266801
+ABI = 1420307457
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
 DOUBLES = ("softmax_scale", "softcap", "clip", "share", "top_p")  # all other fields are int64_t
 

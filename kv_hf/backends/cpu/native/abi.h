@@ -7,11 +7,11 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 2049266801
+#define KV_HF_ABI 1420307457
 
-enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
+enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, UINT6 = 9, NUM_FORMATS = 10 };
 
-#define FORMAT_BITS {32, 16, 16, 8, 4, 2, 8, 8, 3} /* of a code, by enum Format */
+#define FORMAT_BITS {32, 16, 16, 8, 4, 2, 8, 8, 3, 6} /* of a code, by enum Format */
 #define SCALE_MAX 65504.0f /* largest scale, offset and number: that of fp16 */
 #define SIGNED_TOP 127.0f /* largest code of INT8 */
 /* FLOAT8: its largest number, bits of its mantissa, and the bias of its exponent */

@@ -239,6 +239,12 @@ int64_t kv_hf_isa(void) {
 
 int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
+/* Words of scratch where the planes of a page and head are put together: `lanes` runs of `codes` codes. */
+static int64_t joined_words(const Side *side, int64_t codes, int64_t lanes) {
+    int joined = joined_format((int)side->format);
+    return joined == (int)side->format ? 0 : words_in(joined, codes) * lanes + 16;
+}
+
 /* The sizes of a step's scratch memory. */
 static void size_scratch(Call *call) {
     const Decode *a = call->a;
@@ -248,7 +254,8 @@ static void size_scratch(Call *call) {
     z->row = (a->keys.dim + 15) / 16 * 16;
     z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
-    if (a->values.format == UINT3) z->joined = largest_of(z->joined, words_in(UINT4, page) * a->values.dim + 16);
+    z->joined = largest_of(z->joined, joined_words(&a->keys, a->keys.dim, page));
+    z->joined = largest_of(z->joined, joined_words(&a->values, page, a->values.dim));
     call->scratch_floats = (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes +
                            3 * z->scales + z->joined + 4 * largest_of(a->keys.dim, page) + 128;
 }

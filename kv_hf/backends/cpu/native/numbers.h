@@ -113,10 +113,19 @@ INLINE void hadamard(float *x, int64_t dim, int64_t size) {
             }
 }
 
-#define UINT3_MIDDLE 3.5f /* UINT3: the code between its codes that stands for 0 */
+/* Codes of 3 and 6 bits lie in two planes, one behind the other: their low bits as codes of another format, then the others.
+ * Put together they are codes of a third format. */
+INLINE int low_plane(int format) { return format == UINT3 ? UINT2 : format == UINT6 ? UINT4 : format; }
+INLINE int joined_format(int format) { return format == UINT3 ? UINT4 : format == UINT6 ? UINT8 : format; }
 
-/* codes of a byte; of UINT3: of a byte of their low bits */
-INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 || format == UINT3 ? 4 : 1; }
+INLINE int has_planes(int format) { return low_plane(format) != format; }
+
+INLINE int is_unsigned(int format) {
+    return format == UINT8 || format == UINT6 || format == UINT4 || format == UINT3 || format == UINT2;
+}
+
+/* codes of a byte; where there are planes: of a byte of their low bits */
+INLINE int places_of(int format) { return low_plane(format) == UINT4 ? 2 : low_plane(format) == UINT2 ? 4 : 1; }
 
 /* Neighbouring codes in a word (codes of other places lie a run further on). */
 INLINE int codes_in_word(int format) { return format == F32 ? 1 : format <= F16 ? 2 : 4; }
@@ -128,8 +137,9 @@ INLINE int bits_of(int format) {
 
 INLINE int64_t words_in(int format, int64_t codes) { return codes * bits_of(format) / 32; }
 
-/* The code in the middle of a format's codes without a sign; page_summary.middle_code. */
-INLINE float middle_code(int format) { return (float)(1u << (bits_of(format) - 1)) - 0.5f; }
+/* The largest code of a format without a sign, and the one in the middle, page_summary.middle_code: 0 where there are no offsets. */
+INLINE float top_code(int format) { return (float)((1u << bits_of(format)) - 1); }
+INLINE float middle_code(int format) { return 0.5f * top_code(format); }
 
 /* A step of attention in splits over tokens: what one covers. `merge_splits` of vectors.inc joins them. */
 #define WINDOW_SPLIT 256 /* exact tokens of a split */

@@ -39,6 +39,15 @@ def dtype_of(NAME):
 
 
 @triton.jit
+def below(lane, HELD: tl.constexpr):
+    """Say which numbers of `lane`, 0 to a power of two, are below HELD; where all are, loads need no mask."""
+    if lane.numel > HELD:
+        return lane < HELD
+    else:
+        return tl.full(lane.shape, True, tl.int1)
+
+
+@triton.jit
 def row_of(tensor, row, head):
     """Return the pointer to token 0 of a Strided, of one row (int64) and head."""
     return tensor.pointer + row * tensor.row + head * tensor.head

@@ -10,7 +10,7 @@ channels first: the query is gathered anew for each tile. Knows nothing of rows 
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, row_of, run_unit, tile_unit, unpack, unpack_planes
+from .dequant import below, dtype_of, row_of, run_unit, tile_unit, unpack, unpack_planes
 from .direct import Fields
 from .softmax import LOG2E, bend, near_one, weigh
 
@@ -76,7 +76,7 @@ def attend_heads(
         value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
         scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
         at = visible.sink_tokens + tile * TILE + lane
-        scores = bend(scores, factor, at, lane, visible, QUERIES, False)
+        scores = bend(scores, factor, at, below(lane, TILE), visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides, VALUES.lift)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
         acc, offsets = add_values(
@@ -130,7 +130,7 @@ def attend_window(
         if R_CUT is not None:
             scores += score_exact(value_rows, held, rope, R_CUT)
             value_rows = key_rows
-        scores = bend(scores, factor, at, held, visible, QUERIES, True)
+        scores = bend(scores, factor, at, held, visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
@@ -189,18 +189,9 @@ def load_parts(pointers, CUT: tl.constexpr):
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
-        parts = parts + (load_held(pointers + CUT.parts[p].place + lane, lane, CUT.parts[p].held),)
+        where = pointers + CUT.parts[p].place + lane
+        parts = parts + (tl.load(where, mask=below(lane, CUT.parts[p].held), other=0),)
     return parts
-
-
-@triton.jit
-def load_held(pointers, lane, HELD: tl.constexpr):
-    """Load what lies at `pointers`, zeros where `lane`, 0 to a power of two along one of their axes, reaches HELD."""
-    if lane.numel > HELD:
-        x = tl.load(pointers, mask=lane < HELD, other=0)
-    else:
-        x = tl.load(pointers)
-    return x
 
 
 @triton.jit
@@ -274,7 +265,7 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
         at = token + piece * ROWS + tl.arange(0, ROWS)
         rows = keys.codes + block * (KEYS.side.page * KEYS.side.size) + at * KEYS.side.size
         if KEYS.fold == "none":
-            one = score_exact(rows, None, query, CUT)
+            one = score_exact(rows, below(tl.arange(0, ROWS), ROWS), query, CUT)
         else:
             group = (
                 block * (KEYS.side.page // KEYS.side.scale_tokens) + at // KEYS.side.scale_tokens
@@ -286,16 +277,13 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
 
 @triton.jit
 def score_exact(rows, held, query, CUT: tl.constexpr):
-    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held`; None: everywhere."""
+    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held`."""
     scores = tl.zeros([rows.shape[0], query[0].shape[1]], tl.float32)
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
         where = rows[:, None] + (CUT.parts[p].place + lane)[None, :]
-        if held is None:
-            x = load_held(where, lane[None, :], CUT.parts[p].held)
-        else:
-            inside = held[:, None] & (lane < CUT.parts[p].held)[None, :]
-            x = tl.load(where, mask=inside, other=0.0)
+        inside = held[:, None] & below(lane, CUT.parts[p].held)[None, :]
+        x = tl.load(where, mask=inside, other=0.0)
         scores = tl.dot(x.to(query[p].dtype), query[p], scores, input_precision="ieee")
     return scores
 
@@ -323,8 +311,8 @@ def _score_codes(
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         where = rows[:, None] + (CUT.chunks[c].byte + lane)[None, :]
-        inside = (lane < CUT.chunks[c].held)[None, :]
-        x = load_held(where, lane[None, :], CUT.chunks[c].held)
+        inside = below(lane, CUT.chunks[c].held)[None, :]
+        x = tl.load(where, mask=inside, other=0)
         runs = unpack(x, CODE, CUT.chunks[c].bits, NUMBERS, KEYS.isa)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
@@ -426,12 +414,8 @@ def add_exact(
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
         where = rows[None, :] + (CUT.parts[p].place + lane)[:, None]
-        if held is None:
-            x = load_held(where, lane[:, None], CUT.parts[p].held)
-        else:
-            inside = (lane < CUT.parts[p].held)[:, None]
-            x = tl.load(where, mask=held[None, :] & inside, other=0.0)
-        x = x.to(DTYPE)
+        inside = held[None, :] & below(lane, CUT.parts[p].held)[:, None]
+        x = tl.load(where, mask=inside, other=0.0).to(DTYPE)
         if TURNED:
             part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(acc[p]), input_precision="ieee")
             new = new + (tl.trans(part),)
@@ -457,7 +441,8 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
     lane = token + tl.arange(0, VALUES.tile)
     if VALUES.fold == "none":
         rows = values.codes + block * (VALUES.side.page * VALUES.side.dim) + lane * VALUES.side.dim
-        return add_exact(rows, None, weights, rescale(acc, keep), CUT, DTYPE), offsets
+        held = below(tl.arange(0, VALUES.tile), VALUES.tile)
+        return add_exact(rows, held, weights, rescale(acc, keep), CUT, DTYPE), offsets
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
         codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane
@@ -508,12 +493,12 @@ def _add_codes(
     new = ()
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
-        inside = (lane < CUT.chunks[c].held)[:, None]
+        inside = below(lane, CUT.chunks[c].held)[:, None]
         where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.side.page)[:, None]
-        x = load_held(where, lane[:, None], CUT.chunks[c].held)
+        x = tl.load(where, mask=inside, other=0)
         if VALUES.side.bits == 3:
-            second = load_held(where + PLANE, lane[:, None], CUT.chunks[c].held)
-            third = load_held(where + 2 * PLANE, lane[:, None], CUT.chunks[c].held)
+            second = tl.load(where + PLANE, mask=inside, other=0)
+            third = tl.load(where + 2 * PLANE, mask=inside, other=0)
             runs = unpack_planes(x, second, third, NUMBERS, VALUES.isa)
         else:
             runs = unpack(x, CODE, VALUES.side.bits, NUMBERS, VALUES.isa)

@@ -43,15 +43,15 @@ def attend_heads(
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = zeros(V_CUT, COLUMNS)
-    offsets = no_offsets(VALUES, COLUMNS)
+    # of weights times offsets: channel group g on row g, or of one group still to be added up over tokens
+    SUMS: tl.constexpr = ROWS if VALUES.lift else TILE
+    offsets = tl.zeros([SUMS, COLUMNS], tl.float32)
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
     if KEYS.side.wide == 0:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
-        whole_q = q
-        if KEYS.fold == "tile":
-            whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
+        whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
     lane = tl.arange(0, TILE)
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the codes' loads.
@@ -320,8 +320,7 @@ def _score_codes(
             if KEYS.fold == "element":
                 channel = CUT.parts[CUT.chunks[c].first + r].place + lane
                 at = (group * KEYS.side.dim)[:, None] + channel[None, :]
-                k = k * tl.load(keys.scale + at, mask=inside, other=0.0).to(tl.float32)
-                k = k + tl.load(keys.offset + at, mask=inside, other=0.0).to(tl.float32)
+                k = _scaled(k, keys, at, inside, KEYS)
             elif KEYS.fold == "tile":
                 if KEYS.side.wide > 0:
                     # summed across threads: as a product of equal rows, gathered queries would go through shared memory
@@ -350,6 +349,15 @@ def _score_codes(
 
 
 @triton.jit
+def _scaled(x, fields, at, inside, OPERAND: tl.constexpr):
+    """Return codes x with scales and offsets of their own, number `at` of the side's, where `inside`."""
+    x = x * tl.load(fields.scale + at, mask=inside, other=0.0).to(tl.float32)
+    if OPERAND.side.code == "unsigned":
+        x += tl.load(fields.offset + at, mask=inside, other=0.0).to(tl.float32) * OPERAND.offset
+    return x
+
+
+@triton.jit
 def _stack(parts):
     """Return one or two equal parts [tokens, columns] (see meta_params.TOKEN_GROUPS), one behind the other along the tokens."""
     whole = parts[0]
@@ -363,27 +371,13 @@ def _stack(parts):
 
 
 @triton.jit
-def no_offsets(VALUES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return zeros for the sums of weight * offset that `add_values` adds to."""
-    TILE: tl.constexpr = VALUES.tile
-    GROUPS: tl.constexpr = VALUES.groups
-    sums = ()
-    if VALUES.lift:
-        sums = (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    elif VALUES.side.code == "unsigned" and VALUES.fold == "token":
-        for _ in tl.static_range(GROUPS):
-            sums = sums + (tl.zeros([TILE, COLUMNS], tl.float32),)
-    return sums
-
-
-@triton.jit
 def load_value_factors(values, tokens, VALUES: tl.constexpr):
     """Load a tile's scales (and offsets) of values, to be used one tile later.
 
     Args:
         values: Fields; tokens: [tokens], block * page size + place in the page.
-    Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, alike or as one
-        [groups, tokens] (VALUES.lift); else ().
+    Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, [tokens] of one group,
+        else [ROWS, tokens], the groups again and again; else ().
     """
     GROUPS: tl.constexpr = VALUES.groups
     factors = ()
@@ -392,11 +386,11 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
         for g in tl.static_range(GROUPS):
             factors = factors + (tl.load(values.scale + first + g),)
         if VALUES.lift:
-            rows = first[None, :] + tl.arange(0, GROUPS)[:, None]
-            factors = factors + (tl.load(values.offset + rows),)
+            group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None]
+            rows = first[None, :] + group
+            factors = factors + (tl.load(values.offset + rows, mask=below(group, GROUPS), other=0),)
         elif VALUES.side.code == "unsigned":
-            for g in tl.static_range(GROUPS):
-                factors = factors + (tl.load(values.offset + first + g),)
+            factors = factors + (tl.load(values.offset + first),)
     return factors
 
 
@@ -432,8 +426,8 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
         values, block, token: as for keys; loaded: of `load_value_factors`.
         keep: [columns], what the earlier sums are multiplied by.
         acc: parts of [size, columns], in units of boost * tile_unit * run_unit.
-        offsets: of `no_offsets`, sums of LIFT * weight * offset: of group g on row g, or per group [tokens, columns] that are
-            still to be added up over tokens.
+        offsets: sums of LIFT * weight * offset: of group g on row g, or of the one group [tokens, columns], still to be
+            added up over tokens.
     Returns: acc, offsets.
     """
     CUT: tl.constexpr = VALUES.cut
@@ -455,7 +449,6 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
     """Return the weights of each channel group [tokens, columns], with its scales, and the new sums of offsets."""
     GROUPS: tl.constexpr = VALUES.groups
     factors = ()
-    sums = ()
     if VALUES.fold == "element":
         factors = (weights.to(DTYPE),)
     else:
@@ -464,15 +457,15 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
             factors = factors + ((weights * s[:, None]).to(DTYPE),)
         if VALUES.lift:
             rows = loaded[GROUPS].to(DTYPE)[None]
-            rows = tl.broadcast_to(rows, [ROWS // GROUPS, GROUPS, VALUES.tile])
+            rows = tl.broadcast_to(rows, [ROWS // rows.shape[1], rows.shape[1], VALUES.tile])
             rows = tl.reshape(rows, [ROWS, VALUES.tile])
-            total = offsets[0] * keep[None, :]
-            sums = (tl.dot(rows, weights.to(DTYPE), total, input_precision="ieee"),)
+            offsets = tl.dot(
+                rows, weights.to(DTYPE), offsets * keep[None, :], input_precision="ieee"
+            )
         elif VALUES.side.code == "unsigned":
-            for g in tl.static_range(GROUPS):
-                o = loaded[GROUPS + g].to(tl.float32)
-                sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
-    return factors, sums
+            o = loaded[1].to(tl.float32)
+            offsets = tl.fma(offsets, keep[None, :], weights * o[:, None])
+    return factors, offsets
 
 
 @triton.jit
@@ -510,10 +503,7 @@ def _add_codes(
                     CUT.parts[CUT.chunks[c].first + r].place + lane
                 ) // VALUES.side.scale_channels
                 at = tokens[None, :] + group[:, None]
-                v = v * tl.load(values.scale + at, mask=inside, other=0.0).to(tl.float32)
-                if VALUES.side.code == "unsigned":
-                    o = tl.load(values.offset + at, mask=inside, other=0.0).to(tl.float32)
-                    v = v + (o if VALUES.offset == 1.0 else o * VALUES.offset)
+                v = _scaled(v, values, at, inside, VALUES)
                 w = factors[0]
             else:
                 w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.side.scale_channels]
@@ -526,6 +516,7 @@ def settle(acc, offsets, VALUES: tl.constexpr):
     """Bring the parts of acc from `add_values` to plain units and add the sums of offsets."""
     CUT: tl.constexpr = VALUES.cut
     RUNS: tl.constexpr = len(CUT.parts) // len(CUT.chunks)
+    row = tl.arange(0, offsets.shape[0])
     new = ()
     for p in tl.static_range(len(acc)):
         part = acc[p]
@@ -535,17 +526,11 @@ def settle(acc, offsets, VALUES: tl.constexpr):
             )
             part = part * (1.0 / (VALUES.boost * unit))
             if VALUES.side.code == "unsigned":
-                o = _offset_of(offsets, CUT.parts[p].place // VALUES.side.scale_channels, VALUES)
+                own = offsets
+                if VALUES.lift:
+                    group = CUT.parts[p].place // VALUES.side.scale_channels
+                    own = tl.where((row == group)[:, None], offsets, 0.0)
+                o = tl.sum(own, 0)
                 part += (o * (VALUES.offset / 2.0**VALUES.lift))[None, :]
         new = new + (part,)
     return new
-
-
-@triton.jit
-def _offset_of(sums, GROUP: tl.constexpr, VALUES: tl.constexpr):
-    """Return the sum of weight * offset [columns] of channel group GROUP."""
-    if VALUES.lift:
-        x = tl.where((tl.arange(0, ROWS) == GROUP)[:, None], sums[0], 0.0)
-    else:
-        x = sums[GROUP]
-    return tl.sum(x, 0)

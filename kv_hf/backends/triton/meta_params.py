@@ -391,7 +391,7 @@ def _values_of(spec: PageSpec, step: Step) -> Operand:
         else:
             fold = "element"
     groups = side.head_dim // group
-    together = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
+    together = fold == "token" and code == "unsigned" and groups > 1
     dtype = compute_types(spec, step.query_dtype)[1]
     exact = dtype == "fp32"
     # codes around 0 have an offset all the same, in units of their scale

@@ -130,7 +130,7 @@ def test_decode_takes_no_more_shared_memory_than_there_is_or_than_is_said(name, 
     group, dtype = 4, spec.keys.dtype
     if spec.is_latent:
         group, isa = 16, 90 if arch == "sm_90" else meta_params.HIP
-        said = meta_params.latent_bytes(spec, dtype, isa)
+        said = meta_params.latent_bytes(spec, dtype == FP32, isa)
         assert said <= (SHARED["sm_90"] * 1024 if arch == "sm_90" else most)
         most = said
     kernel = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len, group=group)

@@ -36,7 +36,7 @@ spec = kv_hf.spec.PageSpec.build(
     num_kv_heads=8, key_dim=128, value_dim=128, page_size=64, dtype=torch.bfloat16,
 )
 assert support.why_not(torch.device("cpu"), spec)
-assert meta_params.constants(spec, meta_params.Step(torch.bfloat16, 8, 1, 90))[1] > 0
+assert meta_params.tile_tokens(spec) == 64
 for name in "{TOOLS}".split():
     __import__("kv_hf." + name)
 import kv_hf.evaluation as evaluation

@@ -27,18 +27,16 @@ from .direct import (
     Scratch,
     Strided,
     kept,
+    queries_of,
     rows_of,
-    step_of,
 )
 from .heads import attend_heads, attend_window, store_parts
 from .latent import attend_latents, store_runs
 from .meta_params import (
     MIN_TILES,
-    Queries,
     constants,
     most_splits,
     power_of_two,
-    query_blocks,
 )
 from .softmax import Visibility, add_sink, finite
 
@@ -301,10 +299,9 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
 
 def _prepare(call: AttentionCall) -> Plan:
     query, spec = call.query, call.kv.spec
-    step = step_of(call)
-    rows, queries = query.shape[0], Queries.of(spec, step)
-    dim, blocks = spec.out_dim, query_blocks(spec, step)
-    plain, num_warps = constants(spec, step)
+    queries, rows, dim = queries_of(call), query.shape[0], spec.out_dim
+    blocks = queries.blocks(query.shape[2])
+    plain, num_warps = constants(spec, queries)
     most = most_splits(spec, rows * blocks)
     parts = rows * blocks * queries.kept * (most + 1)  # of all splits
     rotated = 0 if spec.is_latent else plain["VALUES"].side.rotated

@@ -20,7 +20,7 @@ from ...errors import CacheOptionError
 from ...spec import PageSpec
 from ..base import AttentionCall, PagedKV
 from . import support
-from .meta_params import Step
+from .meta_params import Queries
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
 QUAD = 4  # numbers in as many bytes
@@ -99,12 +99,12 @@ def refuse_cpu() -> None:
         )
 
 
-def step_of(call: AttentionCall) -> Step:
+def queries_of(call: AttentionCall) -> Queries:
     """Return what a call's kernels are compiled for, on the device of its query. Raises CacheOptionError as `refuse_cpu` does."""
     where = call.query.device
     if where.type == "cpu":
         refuse_cpu()
-    return Step.of(call, support.target_isa(where))
+    return Queries.of(call, support.target_isa(where))
 
 
 def current_stream(index: int) -> int:

@@ -33,8 +33,8 @@ from .direct import (
     Scratch,
     Strided,
     kept,
+    queries_of,
     rows_of,
-    step_of,
 )
 from .heads import ROWS, attend_window, query_units
 from .meta_params import (
@@ -42,11 +42,9 @@ from .meta_params import (
     ExactWindow,
     Queries,
     SideLayout,
-    Step,
     codes_of_bytes,
     compute_types,
     power_of_two,
-    query_blocks,
     side_layout,
 )
 from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, cap, log2_sum
@@ -109,7 +107,7 @@ class KeyWords(NamedTuple):
     isa: int
 
 
-def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
+def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
     keys, side = spec.keys, side_layout(spec.keys)
     bits, channels = keys.runs[0]
@@ -117,13 +115,13 @@ def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
     section = [word for word in word_channels(keys) if word[0] < channels]
     part = len(section[0]) // runs
     read = min(summary_words(keys), len(section))
-    dtype = compute_types(spec, step.query_dtype)[0]
+    dtype = compute_types(spec, queries.full)[0]
     # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
-    pages = NUM_WARPS if dtype == "fp32" else max(NUM_WARPS, TILE_TOKENS // side.page)
+    pages = NUM_WARPS if queries.full else max(NUM_WARPS, TILE_TOKENS // side.page)
     return KeyWords(
         side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
         bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
-        pages=pages, dtype=dtype, isa=0 if dtype == "fp32" else step.isa,
+        pages=pages, dtype=dtype, isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
 
@@ -658,7 +656,7 @@ def splits(words: KeyWords, programs: int) -> tuple[int, int]:
 
 
 def selection_constants(
-    spec: PageSpec, step: Step, *, top_p: bool = False, indexed: bool = False
+    spec: PageSpec, queries: Queries, *, top_p: bool = False, indexed: bool = False
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that scores pages.
 
@@ -666,14 +664,14 @@ def selection_constants(
         top_p: whether the budget has a part of the mass.
         indexed: whether the pages are an index (PagedKV.words).
     """
-    words = key_words(spec, step, indexed)
-    size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
+    words = key_words(spec, queries, indexed)
+    size = 4 if queries.full else spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
-    stages = max(1, min(2 if step.isa == HIP else 3, staged))
+    stages = max(1, min(2 if queries.isa == HIP else 3, staged))
     return {
-        "QUERIES": Queries.of(spec, step),
+        "QUERIES": queries,
         "KEYS": words,
-        "WINDOW": ExactWindow.of(spec, step, chooses=True),
+        "WINDOW": ExactWindow.of(spec, queries.full, chooses=True),
         "TOP": top_p,
         "STAGES": stages,
     }
@@ -753,13 +751,13 @@ def _choose(call: AttentionCall) -> Choice:
 
 def _prepare(call: AttentionCall, room: int) -> Plan:
     query, kv = call.query, call.kv
-    step = step_of(call)
+    queries = queries_of(call)
     assert kv.budget is not None
     top_p, indexed = kv.budget.top_p is not None, kv.words is not None
-    constants = selection_constants(kv.spec, step, top_p=top_p, indexed=indexed)
-    rows, blocks = kv.rows, query_blocks(kv.spec, step)
+    constants = selection_constants(kv.spec, queries, top_p=top_p, indexed=indexed)
+    rows, blocks = kv.rows, queries.blocks(query.shape[2])
     stretch, most = splits(constants["KEYS"], rows * blocks)
-    columns = rows * step.heads * step.q_len
+    columns = rows * query.shape[1] * query.shape[2]
     return Plan(
         kernel=Kernel(kv.spec, score_kernel, constants, NUM_WARPS),
         last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}, NUM_WARPS),

@@ -160,10 +160,11 @@ def _why_not_shared(device: torch.device, spec: PageSpec) -> str | None:
     have, dtype = shared_memory(device), spec.keys.dtype
     if have is None or not spec.is_latent:
         return None
-    need = latent_bytes(spec, dtype, target_isa(device))
+    full = in_float32(spec, dtype)
+    need = latent_bytes(spec, full, target_isa(device))
     if need <= have:
         return None
-    remedy = "; float16 and bfloat16 take less" if in_float32(spec, dtype) else ""
+    remedy = "; float16 and bfloat16 take less" if full else ""
     formats = " and ".join(dict.fromkeys(side.scheme.name for side in spec.sides))
     return (
         f"the Triton kernels take {need:,} bytes of shared memory for {formats} pages of {spec.keys.head_dim} channels in "

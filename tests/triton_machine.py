@@ -215,9 +215,9 @@ def choose(asked, *, splits=3):
 
 def write(asked):
     """Append and seal both sides; returns what was asked with what was written."""
-    from kv_hf.backends.triton import seal
+    from kv_hf.backends.triton import pages
 
-    seal.write(asked)
+    pages.write(asked)
     return replace(asked, launches={})
 
 
@@ -229,7 +229,7 @@ def dense(kv, side):
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from kv_hf.backends.triton.dense import dense_side
+    from kv_hf.backends.triton.pages import dense_side
 
     builder = interpreter.InterpreterBuilder
     cut = builder.create_fp_trunc

@@ -9,13 +9,13 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import decode, dense, seal, selection
+    from . import decode, pages, selection
 
     return Backend(
         "triton",
         decode.paged_attention,
-        seal.write,
-        dense.dense_side,
+        pages.write,
+        pages.dense_side,
         selection.choose_pages,
         max_queries=64,
     )

@@ -19,8 +19,7 @@ from triton.runtime import driver
 from ...errors import CacheOptionError
 from ...spec import PageSpec
 from ..base import AttentionCall, PagedKV
-from . import support
-from .meta_params import Queries
+from . import meta_params
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
 QUAD = 4  # numbers in as many bytes
@@ -99,12 +98,12 @@ def refuse_cpu() -> None:
         )
 
 
-def queries_of(call: AttentionCall) -> Queries:
+def queries_of(call: AttentionCall) -> meta_params.Queries:
     """Return what a call's kernels are compiled for, on the device of its query. Raises CacheOptionError as `refuse_cpu` does."""
     where = call.query.device
     if where.type == "cpu":
         refuse_cpu()
-    return Queries.of(call, support.target_isa(where))
+    return meta_params.Queries.of(call, meta_params.target_isa(where))
 
 
 def current_stream(index: int) -> int:

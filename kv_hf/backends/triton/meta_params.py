@@ -1,6 +1,7 @@
 """How pages are read: how a side lies in memory, tiles, chunks, foldings, dtypes, warps and stages.
 
-Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation. Warps and stages
+Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation. Call `target_isa`
+and `shared_memory`, which ask torch, through the module: tests patch them. Warps and stages
 come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
 """
 
@@ -624,3 +625,32 @@ def most_splits(spec: PageSpec, programs: int) -> int:
     if spec.is_latent:
         return max(1, min(MAX_LATENT_SPLITS, -(-LATENT_PROGRAMS // programs)))
     return max(1, min(MAX_SPLITS, PROGRAMS // programs))
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
+
+
+def target_isa(device: torch.device) -> int:
+    """Return compute capability * 10 of an NVIDIA device, HIP for an AMD one, 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    if torch.version.hip:
+        return HIP
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def shared_memory(device: torch.device) -> int | None:
+    """Return the bytes of shared memory that one program may take there, or None where nothing limits it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return int(properties.shared_memory_per_block)
+    optin = getattr(
+        properties, "shared_memory_per_block_optin", None
+    )  # newer versions of torch have it
+    return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)

@@ -7,6 +7,8 @@ exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of two wid
 channels first: the query is gathered anew for each tile. Knows nothing of rows and splits.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,20 +19,58 @@ from .softmax import LOG2E, bend, near_one, weigh
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 
 
+class Columns(NamedTuple):
+    """Query columns of a program: query heads of a kv head times queries.
+
+    Attributes:
+        row, head: of the batch (int64) and of the keys.
+        number: [columns], among those of the head, of which there are `used`; real: [columns], which exist.
+        heads, tokens: [columns], their query heads and queries.
+        queries: [columns], pointers to channel 0.
+        q_len: queries of the row.
+    """
+
+    row: Any
+    head: Any
+    number: Any
+    used: Any
+    real: Any
+    heads: Any
+    tokens: Any
+    queries: Any
+    q_len: Any
+
+
+@triton.jit
+def columns_of(query, q_len, QUERIES: tl.constexpr):
+    """Return the Columns of this program; query: Strided. Grid: (rows, heads * blocks of columns, ..)."""
+    if not QUERIES.chunk:
+        q_len = 1
+    COLUMNS: tl.constexpr = QUERIES.columns
+    used = QUERIES.group * q_len
+    blocks = (used + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) // blocks
+    number = (tl.program_id(1) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    heads, tokens = head * QUERIES.group + number % QUERIES.group, number // QUERIES.group
+    queries = query.pointer + row * query.row + heads * query.head + tokens * query.token
+    return Columns(row, head, number, used, number < used, heads, tokens, queries, q_len)
+
+
 @triton.jit
 def attend_heads(
-    keys, values, queries, real, table, begin, end, head, visible, softmax_scale, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend the query columns of one head to tiles `begin` to `end` of a row's pages.
 
     Args:
-        keys, values: Fields; queries: [columns], pointers to channel 0, where `real`.
+        keys, values: Fields; columns: Columns.
         table: pointer to the row's page ids; visible: a Visibility.
     Returns: maxima in log2, sums of weights [columns], and parts of the weighted values [size, columns], rotated where the
         pages' are.
     """
-    COLUMNS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = QUERIES.columns
     PAGE: tl.constexpr = KEYS.side.page
     TILE: tl.constexpr = KEYS.tile
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
@@ -46,6 +86,7 @@ def attend_heads(
     # of weights times offsets: channel group g on row g, or of one group still to be added up over tokens
     SUMS: tl.constexpr = ROWS if VALUES.lift else TILE
     offsets = tl.zeros([SUMS, COLUMNS], tl.float32)
+    queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
@@ -92,13 +133,12 @@ def attend_heads(
 
 @triton.jit
 def attend_window(
-    queries, real, keys, values, row, head, exact, page_tokens, visible, softmax_scale, WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
+    keys, values, columns, exact, page_tokens, visible, softmax_scale, WINDOW: tl.constexpr, QUERIES: tl.constexpr
 ):  # fmt: skip
     """Attend query columns to the exact tokens of a row, of one head or of latents.
 
     Args:
-        keys, values: Strided windows of all rows (int64) and heads, of which `exact` slots hold tokens. Slots below
+        keys, values: Strided windows of all rows and heads, of which `exact` slots hold tokens. Slots below
             `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
         WINDOW: a meta_params.ExactWindow.
     Returns: as `attend_heads`, in parts of WINDOW.out; without values (), and with WINDOW.out None.
@@ -109,7 +149,8 @@ def attend_window(
     TILE: tl.constexpr = WINDOW.tile
     K_DTYPE: tl.constexpr = dtype_of(WINDOW.key_dtype)
     V_DTYPE: tl.constexpr = dtype_of(WINDOW.value_dtype)
-    COLUMNS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = QUERIES.columns
+    queries, real = columns.queries, columns.real
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()
@@ -124,8 +165,8 @@ def attend_window(
         slot = first + tl.arange(0, TILE)
         held = slot < exact
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
-        key_rows = row_of(keys, row, head) + slot * keys.token
-        value_rows = row_of(values, row, head) + slot * values.token
+        key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
+        value_rows = row_of(values, columns.row, columns.head) + slot * values.token
         scores = score_exact(key_rows, held, query, K_CUT)
         if R_CUT is not None:
             scores += score_exact(value_rows, held, rope, R_CUT)

@@ -22,8 +22,8 @@ from .softmax import bend, near_one, weigh
 
 @triton.jit
 def attend_latents(
-    keys, values, queries, real, table, begin, end, visible, softmax_scale, LATENTS: tl.constexpr,
-    QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, values, columns, table, begin, end, visible, softmax_scale, LATENTS: tl.constexpr, QUERIES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend query rows to tiles `begin` to `end` of a row's pages of latents.
 
@@ -44,7 +44,8 @@ def attend_latents(
     TILES_PER_PAGE: tl.constexpr = PAGE // LATENTS.tile
     R_CODE: tl.constexpr = LATENTS.rope_code
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
-    COLUMNS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = QUERIES.columns
+    queries, real = columns.queries, columns.real
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()

@@ -36,7 +36,7 @@ from .direct import (
     queries_of,
     rows_of,
 )
-from .heads import ROWS, attend_window, query_units
+from .heads import ROWS, attend_window, columns_of, query_units
 from .meta_params import (
     HIP,
     ExactWindow,
@@ -47,7 +47,7 @@ from .meta_params import (
     power_of_two,
     side_layout,
 )
-from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, cap, log2_sum
+from .softmax import LOG2E, NO_WEIGHT, Visibility, cap, log2_sum
 
 NUM_WARPS = 4
 TILE_TOKENS = 256  # of the pages that a program scores at once
@@ -364,7 +364,7 @@ def _page_sums(products, unit_factor, bias, factor, softcap, KEYS: tl.constexpr,
 
 @triton.jit
 def _score_pages(
-    keys, held_words, table, pages, begin, end, head, queries, real, softmax_scale, softcap, scores,
+    keys, held_words, table, pages, begin, end, columns, softmax_scale, softcap, scores,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store the log2 of the summed weights of pages in tiles `begin` to `end` of a row, and return that of all: [columns].
@@ -373,6 +373,7 @@ def _score_pages(
     """
     PAGES: tl.constexpr = KEYS.pages
     GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
+    queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     # each place of a tile has its own sum so far: no exchange between warps in the loop
     best = tl.full([PAGES, real.shape[0]], NO_WEIGHT, tl.float32)
@@ -563,49 +564,38 @@ def score_kernel(
     Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, WINDOW, STAGES: as
     of decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
-    if not QUERIES.chunk:
-        q_len = 1
-    HEADS: tl.constexpr = QUERIES.heads
-    GROUP: tl.constexpr = QUERIES.group
-    COLUMNS: tl.constexpr = QUERIES.columns
-    used = GROUP * q_len  # columns
-    blocks = (used + COLUMNS - 1) // COLUMNS
+    columns = columns_of(query, q_len, QUERIES)
     row = tl.program_id(0)
-    head = tl.program_id(1) // blocks
     split = tl.program_id(2)
     splits = tl.num_programs(2)
-    column = (tl.program_id(1) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    real = column < used
-    head_of, token_of = head * GROUP + column % GROUP, column // GROUP
-    number = head * used + column
+    # of all heads
+    number = columns.head * columns.used + columns.number
+    count = QUERIES.heads * columns.used
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
     scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page, TOP)[1]
-    wide_row = row.to(tl.int64)
-    table = block_table + wide_row * table_width
-    scores = scratch.pages + wide_row * (HEADS * used) * room
-    sums = scratch.sums + wide_row * (HEADS * used) * splits
+    table = block_table + columns.row * table_width
+    scores = scratch.pages + columns.row * count * room
+    sums = scratch.sums + columns.row * count * splits
 
     if scored:
-        queries = (
-            query.pointer + wide_row * query.row + head_of * query.head + token_of * query.token
-        )
         if split < splits - 1:
             tiles = (pages + KEYS.pages - 1) // KEYS.pages
             of_split = _score_pages(
-                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), head,
-                queries, real, softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
+                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), columns,
+                softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
             )  # fmt: skip
         else:
-            visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
+            at = exact - columns.q_len + columns.tokens
+            visible = Visibility(at, columns.queries, 0, 0, 0, softcap)
             best, total, _ = attend_window(
-                queries, real, window_keys, window_keys, wide_row, head, exact, 0, visible, softmax_scale, WINDOW, QUERIES
-            )  # fmt: skip
+                window_keys, window_keys, columns, exact, 0, visible, softmax_scale, WINDOW, QUERIES
+            )
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
             if QUERIES.sinks:
-                sink = tl.load(sink_logits + head_of, mask=real, other=0.0).to(tl.float32)
-                of_split = add_log2(of_split, sink * LOG2E)
-        tl.store(sums + number * splits + split, of_split, mask=real)
+                sink = tl.load(sink_logits + columns.heads, mask=columns.real, other=0.0)
+                of_split = log2_sum(tl.join(of_split, sink.to(tl.float32) * LOG2E), 1)
+        tl.store(sums + number * splits + split, of_split, mask=columns.real)
 
 
 @triton.jit(**SPECIALIZED)

@@ -131,13 +131,6 @@ def log2_sum(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def add_log2(x, y):
-    """Return the log2 of sums of two weights each, see `log2_sum`."""
-    top = tl.maximum(x, y)
-    return top + tl.log2(tl.exp2(x - top) + tl.exp2(y - top))
-
-
-@triton.jit
 def add_sink(best, total, logits, SINKS: tl.constexpr):
     """Add sink logits [columns] (pointers) to the running softmax; returns what to multiply the sums by."""
     top = best

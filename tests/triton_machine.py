@@ -197,13 +197,14 @@ def attend(asked, *, splits=2):
 def choose(asked, *, splits=3):
     """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
     from kv_hf.backends.triton import selection
+    from kv_hf.backends.triton.direct import Plan
 
-    rule, selection.splits = selection.splits, lambda *args: (16, splits)
+    rule, Plan.splits = Plan.splits, lambda self, width: splits
     try:
         with scratch() as made:
             table, counts = selection.choose_pages(asked)
     finally:
-        selection.splits = rule
+        Plan.splits = rule
     [(_, _, masses)] = made
     masses = masses.view(asked.kv.rows, -1)
     windows = masses.gather(1, asked.kv.num_pages[:, None].long())[:, 0]

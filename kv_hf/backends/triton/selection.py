@@ -207,7 +207,7 @@ def _places(words, KEYS: tl.constexpr):
     WIDTH: tl.constexpr = KEYS.width
     place = tl.maximum(words, 0)[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
     real = (words >= 0)[:, None] & (place < WIDTH)
-    if WIDTH % KEYS.part:
+    if WIDTH % KEYS.part:  # else loads would no longer be known to be of numbers side by side
         place = tl.minimum(place, WIDTH - 1)
     return place, real
 
@@ -295,14 +295,12 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
-    """Return the raw scores of the tokens of some units: products [units, tokens of a unit, columns], their factor and bias.
-
-    Scores are products * factor [units or 1] + bias [units, columns].
+def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+    """Return the log2 of the summed weights of the pages that some units belong to: [pages, columns].
 
     Args:
         keys: Fields; unit: [units], numbers among those of all pages and heads.
-        query, whole_query: of `_page_query`.
+        query, whole_query: of `_page_query`; factor: [columns], brings scores to log2.
     """
     TOKENS: tl.constexpr = KEYS.group
     UNITS: tl.constexpr = unit.shape[0]
@@ -320,14 +318,13 @@ def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
     start = unit * (TOKENS * KEYS.row)
     x = tl.load(keys.codes + (start[:, None, None, None] + within[None, :, :, :]))
     runs = unpack(tl.reshape(x, [UNITS, TOKENS, DEPTH]), CODE, BITS, DTYPE, KEYS.isa)
-    scores = tl.zeros([UNITS, TOKENS, COLUMNS], tl.float32)
-    factor = tl.full([1], 1.0, tl.float32)
-    if (
-        CODE == "unsigned"
-    ):  # codes of eight bits lie in the same subnormals as those of four and of two
-        factor = factor * (1.0 / tile_unit(4, KEYS.isa))
+    products = tl.zeros([UNITS, TOKENS, COLUMNS], tl.float32)
+    by = tl.full([1], 1.0, tl.float32)
+    if CODE == "unsigned":
+        # codes of eight bits lie in the same subnormals as those of four and of two
+        by = by * (1.0 / tile_unit(4, KEYS.isa))
     elif CODE != "none":
-        factor = tl.load(keys.scale + unit).to(tl.float32)
+        by = tl.load(keys.scale + unit).to(tl.float32)
     for r in tl.static_range(len(runs)):
         q = query[r]
         if CODE == "unsigned":
@@ -336,29 +333,20 @@ def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
             steps = tl.reshape(tl.load(keys.scale + at), [UNITS, DEPTH]).to(DTYPE)
             q = (q * (1.0 / run_unit(r, BITS, KEYS.isa))).to(DTYPE) * steps[:, :, None]
         q = tl.broadcast_to(q, [UNITS, DEPTH, COLUMNS])
-        scores = tl.dot(runs[r], q, scores, input_precision="ieee")
+        products = tl.dot(runs[r], q, products, input_precision="ieee")
     bias = tl.zeros([UNITS, COLUMNS], tl.float32)
     if CODE != "none" or KEYS.read < KEYS.words:
         bias = _bias(keys, unit, whole_query, words, KEYS)
-    return scores, factor, bias
-
-
-@triton.jit
-def _page_sums(products, unit_factor, bias, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
-    """Return the log2 of each page's summed weights [pages, columns]; other arguments are `_score_units`' results."""
     if CAPPED:
-        score = products * unit_factor[:, None, None] + bias[:, None, :]
+        score = products * by[:, None, None] + bias[:, None, :]
         score = cap(score, factor[None, None, :], softcap)
     else:
-        scaled = (unit_factor[:, None] * factor[None, :])[:, None, :]
-        bias = (bias * factor[None, :])[:, None, :]
-        score = tl.fma(
-            products, tl.broadcast_to(scaled, products.shape), tl.broadcast_to(bias, products.shape)
-        )
+        by = tl.broadcast_to((by[:, None] * factor[None, :])[:, None, :], products.shape)
+        bias = tl.broadcast_to((bias * factor[None, :])[:, None, :], products.shape)
+        score = tl.fma(products, by, bias)
     sums = log2_sum(score, 1)
-    GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
-    if GROUPS > 1:
-        sums = log2_sum(tl.reshape(sums, [KEYS.pages, GROUPS, products.shape[2]]), 1)
+    if UNITS > KEYS.pages:
+        sums = log2_sum(tl.reshape(sums, [KEYS.pages, UNITS // KEYS.pages, COLUMNS]), 1)
     return sums
 
 
@@ -373,6 +361,7 @@ def _score_pages(
     """
     PAGES: tl.constexpr = KEYS.pages
     GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
+    CAPPED: tl.constexpr = QUERIES.capped
     queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     # each place of a tile has its own sum so far: no exchange between warps in the loop
@@ -394,8 +383,9 @@ def _score_pages(
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
-            products, by, bias = _score_units(keys, unit, read, all_channels, words, KEYS)
-            of_page = _page_sums(products, by, bias, factor, softcap, KEYS, QUERIES.capped)
+            of_page = _page_sums(
+                keys, unit, read, all_channels, words, factor, softcap, KEYS, CAPPED
+            )
             page = tile * PAGES + tl.arange(0, PAGES)
             held = page < pages
             of_page = tl.where(held[:, None], of_page, NO_WEIGHT)
@@ -478,8 +468,7 @@ def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
     high = (pages.to(tl.int64) * MOST_BITS) + pages
     count_low = pages
     count_high = pages * 0 + (NEWEST - 1)
-    going = count_low > (count_high + 1 if TOP else wanted)
-    while going:
+    while count_low > (count_high + 1 if TOP else wanted):
         middle = low + (high - low) * (1 + tl.arange(0, WAYS)) // (WAYS + 1)
         counts = tl.zeros([WAYS], tl.int32)
         sums = tl.zeros([WAYS], tl.float32)
@@ -495,7 +484,6 @@ def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
         high = tl.min(tl.where(enough, high, middle), 0)
         count_low = tl.min(tl.where(enough, counts, count_low), 0)
         count_high = tl.max(tl.where(enough, count_high, counts), 0)
-        going = count_low > (count_high + 1 if TOP else wanted)
     return low
 
 
@@ -638,35 +626,6 @@ def choose_kernel(
     tl.store(chosen_pages + row, count)
 
 
-def splits(words: KeyWords, programs: int) -> tuple[int, int]:
-    """Return (tokens of a split at least, splits at most) where one split takes `programs` programs."""
-    by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
-    most = max(1, min(MAX_SPLITS, PROGRAMS // programs))
-    return (CODES_STRETCH if by_codes else MIN_STRETCH), most
-
-
-def selection_constants(
-    spec: PageSpec, queries: Queries, *, top_p: bool = False, indexed: bool = False
-) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that scores pages.
-
-    Args:
-        top_p: whether the budget has a part of the mass.
-        indexed: whether the pages are an index (PagedKV.words).
-    """
-    words = key_words(spec, queries, indexed)
-    size = 4 if queries.full else spec.keys.code_dtype.itemsize
-    staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
-    stages = max(1, min(2 if queries.isa == HIP else 3, staged))
-    return {
-        "QUERIES": queries,
-        "KEYS": words,
-        "WINDOW": ExactWindow.of(spec, queries.full, chooses=True),
-        "TOP": top_p,
-        "STAGES": stages,
-    }
-
-
 def choose_pages(call: AttentionCall) -> Choice:
     """Choose as `reference.selection.choose_pages` does, in two launches on the device of the query, without waiting for it.
 
@@ -740,20 +699,29 @@ def _choose(call: AttentionCall) -> Choice:
 
 
 def _prepare(call: AttentionCall, room: int) -> Plan:
-    query, kv = call.query, call.kv
-    queries = queries_of(call)
+    kv, queries = call.kv, queries_of(call)
     assert kv.budget is not None
-    top_p, indexed = kv.budget.top_p is not None, kv.words is not None
-    constants = selection_constants(kv.spec, queries, top_p=top_p, indexed=indexed)
-    rows, blocks = kv.rows, queries.blocks(query.shape[2])
-    stretch, most = splits(constants["KEYS"], rows * blocks)
-    columns = rows * query.shape[1] * query.shape[2]
+    rows, heads, q_len, _ = call.query.shape
+    top_p, blocks = kv.budget.top_p is not None, queries.blocks(q_len)
+    words = key_words(kv.spec, queries, kv.words is not None)
+    size = 4 if queries.full else kv.spec.keys.code_dtype.itemsize
+    staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
+    constants = {
+        "QUERIES": queries,
+        "KEYS": words,
+        "WINDOW": ExactWindow.of(kv.spec, queries.full, chooses=True),
+        "TOP": top_p,
+        "STAGES": max(1, min(2 if queries.isa == HIP else 3, staged)),
+    }
+    by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
+    most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * blocks)))
+    columns = rows * heads * q_len
     return Plan(
         kernel=Kernel(kv.spec, score_kernel, constants, NUM_WARPS),
         last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}, NUM_WARPS),
         rows=rows,
         blocks=blocks,
-        stretch=stretch,
+        stretch=CODES_STRETCH if by_codes else MIN_STRETCH,
         most=most,
-        scratch=Scratch((columns * room, columns * (most + 1), rows * room), query.device),
+        scratch=Scratch((columns * room, columns * (most + 1), rows * room), call.query.device),
     )

@@ -345,7 +345,7 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
         bias = tl.broadcast_to((bias * factor[None, :])[:, None, :], products.shape)
         score = tl.fma(products, by, bias)
     sums = log2_sum(score, 1)
-    if UNITS > KEYS.pages:
+    if KEYS.pages < UNITS:
         sums = log2_sum(tl.reshape(sums, [KEYS.pages, UNITS // KEYS.pages, COLUMNS]), 1)
     return sums
 

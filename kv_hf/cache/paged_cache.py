@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..backends.registry import choose, layout_for
+from ..backends.dispatch import choose, layout_for
 from ..bridge.handles import view_of, warn_dense
 from ..bridge.masks import MaskLength, check_padding_mask, takes_length
 from ..config import CacheConfig

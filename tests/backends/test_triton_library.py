@@ -10,7 +10,7 @@ from paged_inputs import latent_spec, make_kv, make_query, page_spec
 
 from kv_hf.backends import triton as backend
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.registry import load
+from kv_hf.backends.dispatch import load
 from kv_hf.backends.triton import _why_not as why_not
 from kv_hf.backends.triton import meta_params
 from kv_hf.errors import CacheOptionError

@@ -25,7 +25,7 @@ from triton.compiler import compiler
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
-from kv_hf.backends import registry, triton
+from kv_hf.backends import dispatch, triton
 from kv_hf.backends.triton import direct, meta_params
 from kv_hf.cache import store
 from kv_hf.cache.paged_cache import PagedCache
@@ -78,7 +78,7 @@ def pretend_gpu(
         (meta_params, "shared_memory", lambda where: shared_memory),
         (direct, "refuse_cpu", lambda: None),
         (triton, "_why_not", lambda *args, **options: None),
-        (registry, "layout_for", lambda where: ROWS),
+        (dispatch, "layout_for", lambda where: ROWS),
     ]
     kept = [(name, getattr(module, name), value) for module, name, value in replaced]
     active = triton_driver._active
@@ -229,7 +229,7 @@ def waits(found):
 @contextmanager
 def gpu():
     """Take the CPU for a GPU: for kernels, and for everything that asks whether a device has to be waited for."""
-    triton = registry.load("triton")
+    triton = dispatch.load("triton")
     with (
         pretend_gpu() as fake,
         patch.object(store, "choose", lambda *asked: triton),

@@ -634,11 +634,6 @@ def choose_pages(call: AttentionCall) -> Choice:
             the plan.
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
-    with call.kv.hold():
-        return _choose(call)
-
-
-def _choose(call: AttentionCall) -> Choice:
     query, kv = call.query, call.kv
     index = query.get_device()
     if query.stride(3) != 1:

@@ -163,21 +163,21 @@ def _interpreted(function, args, options):
 @contextmanager
 def scratch():
     """Fill scratch with nan before a launch; yield what the launches were given."""
-    from kv_hf.backends.triton.direct import Scratch
+    from kv_hf.backends.triton.direct import Plan
 
-    made, real = [], Scratch.parts
+    made, real = [], Plan.parts
 
-    def poisoned(self):
-        made.append(real(self))
+    def poisoned(self, index):
+        made.append(real(self, index))
         for part in made[-1]:
             part.fill_(float("nan"))
         return made[-1]
 
-    Scratch.parts = poisoned
+    Plan.parts = poisoned
     try:
         yield made
     finally:
-        Scratch.parts = real
+        Plan.parts = real
 
 
 def attend(asked, *, splits=2):

@@ -24,7 +24,6 @@ from .direct import (
     Fields,
     Kernel,
     Plan,
-    Scratch,
     Strided,
     kept,
     queries_of,
@@ -262,7 +261,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     plan = kept(kv.launches, key, lambda: _prepare(call))
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
-    room = plan.scratch.parts()  # alive until the launch
+    room = plan.parts(index)  # alive until the launch
     # `out` stands for what there is not
     sinks = out if sink_logits is None else sink_logits
     shown = out if mask is None else mask
@@ -301,5 +300,6 @@ def _prepare(call: AttentionCall) -> Plan:
         blocks=blocks,
         stretch=plain["KEYS"].tile * MIN_TILES,
         most=most,
-        scratch=Scratch((parts * dim, 2 * parts), query.device),
+        sizes=(parts * dim, 2 * parts),
+        where=query.device,
     )

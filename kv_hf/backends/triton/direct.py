@@ -8,7 +8,7 @@ what kernels compute.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -212,38 +212,6 @@ def _aligned(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
 ROOMS: "WeakValueDictionary[tuple[int, int], torch.Tensor]" = WeakValueDictionary()
 
 
-class Scratch:
-    """The partial results of one kind of launch: in the room of its stream, or of the CUDA graph that captures it.
-
-    Args:
-        sizes: float32 numbers of each part; parts begin at multiples of 16 bytes.
-    """
-
-    __slots__ = ("index", "known", "sizes", "where")
-
-    def __init__(self, sizes: tuple[int, ...], where: torch.device) -> None:
-        self.sizes = [-(-size // QUAD) * QUAD for size in sizes]
-        self.where, self.index = where, -1 if where.index is None else where.index
-        self.known: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return parts [size], float32, for launches in the current stream; the caller keeps them until these."""
-        count = sum(self.sizes)
-        if INTERPRETED or is_capturing(self.index):
-            return self._room(count).split(self.sizes)
-        stream = current_stream(self.index)
-        found = self.known.get(stream)
-        if found is None:
-            room = ROOMS.get((self.index, stream))
-            if room is None or room.shape[0] < count:
-                room = ROOMS[self.index, stream] = self._room(count)
-            found = self.known[stream] = room[:count].split(self.sizes), room
-        return found[0]
-
-    def _room(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.float32, device=self.where)
-
-
 @dataclass(slots=True, kw_only=True)
 class Plan:
     """How to launch one kind of call whose programs share a row's pages.
@@ -252,8 +220,9 @@ class Plan:
         kernel: what is launched; last: what takes the results of its splits.
         rows, blocks: the grid without its splits.
         stretch: tokens of a split at least; most: splits at most.
-        scratch: partial results.
+        sizes: float32 numbers of each part of the partial results; where: they lie.
         refused: whether the device has too little for the kernel.
+        known: these parts in the room of a stream, and the room.
     """
 
     kernel: Kernel
@@ -262,13 +231,36 @@ class Plan:
     blocks: int
     stretch: int
     most: int
-    scratch: Scratch
+    sizes: tuple[int, ...]
+    where: torch.device
     refused: bool = False
+    known: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = field(default_factory=dict)
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""
         tokens = width * self.kernel.spec.keys.page_size
         return max(1, min(self.most, tokens // self.stretch))
+
+    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the partial results of a launch in the current stream of GPU `index`; the caller keeps them until then.
+
+        They lie in the room of the stream, or of the CUDA graph that captures it.
+
+        Returns: [size] each, float32, which begin at multiples of 16 bytes.
+        """
+        apart = INTERPRETED or is_capturing(index)
+        stream = 0 if apart else current_stream(index)
+        if not apart and stream in self.known:
+            return self.known[stream][0]
+        sizes = [-(-size // QUAD) * QUAD for size in self.sizes]
+        room = None if apart else ROOMS.get((index, stream))
+        if room is None or room.shape[0] < sum(sizes):
+            room = torch.empty(sum(sizes), dtype=torch.float32, device=self.where)
+        parts = room[: sum(sizes)].split(sizes)
+        if not apart:
+            ROOMS[index, stream] = room
+            self.known[stream] = parts, room
+        return parts
 
 
 Kept = TypeVar("Kept", bound=Kernel | Plan)

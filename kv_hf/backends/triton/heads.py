@@ -420,7 +420,7 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
     Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, [tokens] of one group,
         else [ROWS, tokens], the groups again and again; else ().
     """
-    GROUPS: tl.constexpr = VALUES.groups
+    GROUPS: tl.constexpr = VALUES.side.dim // VALUES.side.scale_channels
     factors = ()
     if VALUES.fold == "token":
         first = tokens * GROUPS
@@ -481,14 +481,14 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
         codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane
-        tokens = (block * VALUES.side.page + lane) * VALUES.groups
+        tokens = (block * VALUES.side.page + lane) * (VALUES.side.dim // VALUES.side.scale_channels)
         return _add_codes(codes, values, tokens, factors, keep, acc, VALUES, DTYPE), sums
 
 
 @triton.jit
 def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.constexpr):
     """Return the weights of each channel group [tokens, columns], with its scales, and the new sums of offsets."""
-    GROUPS: tl.constexpr = VALUES.groups
+    GROUPS: tl.constexpr = VALUES.side.dim // VALUES.side.scale_channels
     factors = ()
     if VALUES.fold == "element":
         factors = (weights.to(DTYPE),)

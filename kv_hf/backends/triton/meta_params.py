@@ -175,7 +175,7 @@ class Operand(NamedTuple):
         side: where it lies; tile: tokens of a tile.
         fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
             each token), or "element" where none of these fits: each number gets its own.
-        groups: of channels (values); pieces: token groups of a tile (keys).
+        pieces: token groups of a tile (keys).
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
         lift: the weights are multiplied by 2^lift, so that the offsets of channel groups are summed by one matrix product in
             float16, a group on each row. 0: one group is summed with fewer instructions number by number, beside the weights.
@@ -188,7 +188,6 @@ class Operand(NamedTuple):
     side: SideLayout
     tile: int
     fold: str
-    groups: int
     pieces: int
     offset: float
     lift: int
@@ -349,7 +348,7 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
         fold = "tile" if group >= MIN_SIZE else "element"
     cut, dtype = Cut.of(side.runs, chunks), compute_types(spec, queries.full)[0]
     return Operand(
-        side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
+        side=layout, tile=tile, fold=fold, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
         lift=0, boost=1.0, dtype=dtype, isa=0 if queries.full or fold == "element" else queries.isa, cut=cut,
         offsets=cut if layout.wide else whole(side),
     )  # fmt: skip
@@ -371,7 +370,7 @@ def _values_of(spec: PageSpec, queries: Queries) -> Operand:
     together = fold == "token" and code == "unsigned" and groups > 1
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, groups=groups, pieces=1,
+        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, pieces=1,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), lift=LIFT if together else 0,
         boost=1.0 if queries.full else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code],
         dtype=compute_types(spec, queries.full)[1], isa=0 if queries.full or fold == "element" else queries.isa, cut=Cut.of(side.runs, pieces), offsets=whole(side),

@@ -30,7 +30,6 @@ from .direct import (
     Fields,
     Kernel,
     Plan,
-    Scratch,
     Strided,
     kept,
     queries_of,
@@ -658,7 +657,7 @@ def choose_pages(call: AttentionCall) -> Choice:
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
     chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(plan.rows)
-    scratch = plan.scratch.parts()  # alive until the launch
+    scratch = plan.parts(index)  # alive until the launch
 
     most = NO_LIMIT if budget.pages is None else budget.pages
     limits = most, share, min(budget.from_tokens, NO_LIMIT), room
@@ -718,5 +717,6 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
         blocks=blocks,
         stretch=CODES_STRETCH if by_codes else MIN_STRETCH,
         most=most,
-        scratch=Scratch((columns * room, columns * (most + 1), rows * room), call.query.device),
+        sizes=(columns * room, columns * (most + 1), rows * room),
+        where=call.query.device,
     )

@@ -96,12 +96,11 @@ def decode_kernel(
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
     KEPT: tl.constexpr = QUERIES.kept
-    row = tl.program_id(0)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    pages = tl.load(num_pages + row)
-    exact = tl.load(exact_lens + row)
-    left = tl.load(padding + row)
+    pages = tl.load(num_pages + columns.row)
+    exact = tl.load(exact_lens + columns.row)
+    left = tl.load(padding + columns.row)
     kv_len = pages * PAGE + exact
     # pointers to column 0 of each query's mask; of columns that are not real, to that of token 0
     masks = mask + columns.row * mask_row + columns.heads * mask_head
@@ -294,7 +293,7 @@ def _prepare(call: AttentionCall) -> Plan:
     channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
     merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}
     return Plan(
-        kernel=Kernel(spec, decode_kernel, plain, num_warps),
+        kernel=Kernel(spec, decode_kernel, plain, num_warps=num_warps),
         last=Kernel(spec, combine_kernel, merging),
         rows=rows,
         blocks=blocks,

@@ -125,9 +125,6 @@ def is_capturing(index: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-Arguments = Callable[[At], tuple[Any, ...]]
-
-
 class Kernel:
     """A jitted function with its compile-time arguments, which is compiled when it is launched.
 
@@ -141,21 +138,17 @@ class Kernel:
 
     __slots__ = ("compiled", "constants", "jit", "options", "pointers", "spec", "tail")
 
-    def __init__(
-        self,
-        spec: PageSpec,
-        jit: Any,
-        constants: dict[str, Any],
-        num_warps: int = 4,
-        enable_fp_fusion: bool = True,
-    ) -> None:
+    def __init__(self, spec: PageSpec, jit: Any, constants: dict[str, Any], **options: Any) -> None:
         self.spec, self.jit, self.constants = spec, jit, constants
         self.tail = tuple(constants[name] for name in jit.arg_names if name in constants)
-        self.options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        # said every time: what Triton does unless told is going to change
+        self.options = {"enable_fp_fusion": True, **options}
         self.pointers: list[tuple[int, int]] | None = None
         self.compiled: dict[Any, Any] = {}
 
-    def launch(self, x: int, y: int, z: int, index: int, arguments: Arguments) -> None:
+    def launch(
+        self, x: int, y: int, z: int, index: int, arguments: Callable[[At], tuple[Any, ...]]
+    ) -> None:
         """Launch x * y * z programs on GPU `index`, in its current stream.
 
         Args:

@@ -145,18 +145,16 @@ class Cut(NamedTuple):
     def of(
         cls,
         runs: Iterable[tuple[int, int]],
-        pieces: Callable[[int], tuple[tuple[int, int], ...]],
+        pieces: Callable[[int], tuple[tuple[int, int, int], ...]],
     ) -> "Cut":
-        """Cut runs of channels (SideSpec.runs); pieces: (start, size) of so many bytes or numbers."""
+        """Cut runs of channels (SideSpec.runs); pieces: (start, held, size) of so many bytes or numbers."""
         found: list[Chunk] = []
         parts: list[Part] = []
         place = byte = 0
         for bits, channels in runs:
             each = codes_of_bytes(bits)
             width = channels // each
-            cut = pieces(width)
-            for (start, size), (end, _) in zip(cut, (*cut[1:], (width, 0)), strict=True):
-                held = min(size, end - start)
+            for start, held, size in pieces(width):
                 found.append(Chunk(bits, byte + start, held, size, len(parts)))
                 parts += [Part(place + run * width + start, held, size) for run in range(each)]
             place, byte = place + channels, byte + width
@@ -220,19 +218,18 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def chunks(width: int, first: int = 0) -> tuple[tuple[int, int], ...]:
-    """Cut `width` places from `first` on into (start, size) with sizes that are powers of two, at least 16.
+def chunks(width: int, first: int = 0) -> tuple[tuple[int, int, int], ...]:
+    """Cut `width` places from `first` on into (start, held, size) with sizes that are powers of two, at least 16.
 
-    The last may reach past the end; what two chunks would pad as much as one is one.
+    The last may hold less than its size; what two chunks would pad as much as one is one.
     """
-    whole = power_of_two(width)
-    if width <= MIN_SIZE or whole == width:
-        return ((first, max(whole, MIN_SIZE)),)
+    whole = max(power_of_two(width), MIN_SIZE)
     half = whole // 2
-    rest = chunks(width - half, first + half)
-    if half + sum(size for _, size in rest) >= whole:
-        return ((first, whole),)
-    return ((first, half), *rest)
+    if MIN_SIZE < width < whole:
+        rest = chunks(width - half, first + half)
+        if half + sum(size for _, _, size in rest) < whole:
+            return ((first, half, half), *rest)
+    return ((first, width, whole),)
 
 
 def in_float32(spec: PageSpec, query_dtype: torch.dtype) -> bool:
@@ -322,7 +319,7 @@ class Queries(NamedTuple):
         return self.heads * -(-self.group * q_len // self.columns)
 
 
-def compute_types(spec: PageSpec, full: bool) -> tuple[str, str, str, str]:
+def compute_types(spec: PageSpec, full: bool) -> tuple[str, ...]:
     """Return the dtypes of the products with key pages, value pages, window keys and window values.
 
     Codes are multiplied in float16, into which they fit exactly, whatever the model's dtype: it has three bits more
@@ -335,7 +332,7 @@ def compute_types(spec: PageSpec, full: bool) -> tuple[str, str, str, str]:
     pages = [
         own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)
     ]
-    return pages[0], pages[1], window[0], window[1]
+    return (*pages, *window)
 
 
 def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
@@ -382,7 +379,7 @@ def whole(side: SideSpec) -> Cut:
     return Cut.of([(8 * side.dtype.itemsize, side.head_dim)], chunks)
 
 
-def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int], ...]:
+def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
     """Cut `width` places as `chunks` does, each group of so many by itself."""
     return tuple(cut for start in range(0, width, group) for cut in chunks(group, start))
 

@@ -48,7 +48,7 @@ from .meta_params import (
 )
 from .softmax import LOG2E, NO_WEIGHT, Visibility, cap, log2_sum
 
-NUM_WARPS = 4
+NUM_WARPS = 4  # of both kernels, as of any that asks for no other number
 TILE_TOKENS = 256  # of the pages that a program scores at once
 MIN_DEPTH = 16  # numbers that a product sums over, at least
 MIN_STRETCH = 512  # tokens of a program, at least
@@ -552,14 +552,13 @@ def score_kernel(
     of decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
     columns = columns_of(query, q_len, QUERIES)
-    row = tl.program_id(0)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     # of all heads
     number = columns.head * columns.used + columns.number
     count = QUERIES.heads * columns.used
-    pages = tl.load(num_pages + row)
-    exact = tl.load(exact_lens + row)
+    pages = tl.load(num_pages + columns.row)
+    exact = tl.load(exact_lens + columns.row)
     scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page, TOP)[1]
     table = block_table + columns.row * table_width
     scores = scratch.pages + columns.row * count * room
@@ -711,8 +710,8 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
     most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * blocks)))
     columns = rows * heads * q_len
     return Plan(
-        kernel=Kernel(kv.spec, score_kernel, constants, NUM_WARPS),
-        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}, NUM_WARPS),
+        kernel=Kernel(kv.spec, score_kernel, constants),
+        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}),
         rows=rows,
         blocks=blocks,
         stretch=CODES_STRETCH if by_codes else MIN_STRETCH,

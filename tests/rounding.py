@@ -47,7 +47,7 @@ class Rounding:
 
     @classmethod
     def of(cls, kernel: str, dtype: torch.dtype, integers: bool = False) -> "Rounding":
-        """Return where the kernel of that name (see registry.py) rounds for queries of `dtype`.
+        """Return where the kernel of that name (see dispatch.py) rounds for queries of `dtype`.
 
         Args:
             integers: the C kernel rounds coefficients of codes to integers where queries have 16 bits; pages of latents are decoded.

@@ -163,21 +163,21 @@ def _interpreted(function, args, options):
 @contextmanager
 def scratch():
     """Fill scratch with nan before a launch; yield what the launches were given."""
-    from kv_hf.backends.triton.direct import Scratch
+    from kv_hf.backends.triton.direct import Plan
 
-    made, real = [], Scratch.parts
+    made, real = [], Plan.parts
 
-    def poisoned(self):
-        made.append(real(self))
+    def poisoned(self, index):
+        made.append(real(self, index))
         for part in made[-1]:
             part.fill_(float("nan"))
         return made[-1]
 
-    Scratch.parts = poisoned
+    Plan.parts = poisoned
     try:
         yield made
     finally:
-        Scratch.parts = real
+        Plan.parts = real
 
 
 def attend(asked, *, splits=2):
@@ -197,13 +197,14 @@ def attend(asked, *, splits=2):
 def choose(asked, *, splits=3):
     """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
     from kv_hf.backends.triton import selection
+    from kv_hf.backends.triton.direct import Plan
 
-    rule, selection.splits = selection.splits, lambda *args: (16, splits)
+    rule, Plan.splits = Plan.splits, lambda self, width: splits
     try:
         with scratch() as made:
             table, counts = selection.choose_pages(asked)
     finally:
-        selection.splits = rule
+        Plan.splits = rule
     [(_, _, masses)] = made
     masses = masses.view(asked.kv.rows, -1)
     windows = masses.gather(1, asked.kv.num_pages[:, None].long())[:, 0]
@@ -215,9 +216,9 @@ def choose(asked, *, splits=3):
 
 def write(asked):
     """Append and seal both sides; returns what was asked with what was written."""
-    from kv_hf.backends.triton import seal
+    from kv_hf.backends.triton import pages
 
-    seal.write(asked)
+    pages.write(asked)
     return replace(asked, launches={})
 
 
@@ -229,7 +230,7 @@ def dense(kv, side):
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from kv_hf.backends.triton.dense import dense_side
+    from kv_hf.backends.triton.pages import dense_side
 
     builder = interpreter.InterpreterBuilder
     cut = builder.create_fp_trunc

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kv_hf.backends import registry
+from kv_hf.backends import dispatch
 
 
 def wrap_kernels(patch, **wrappers):
@@ -20,7 +20,7 @@ def wrap_kernels(patch, **wrappers):
         patch: pytest's monkeypatch.
         wrappers: a function of a Backend by its name -> what takes that function and returns another.
     """
-    load = registry.load
+    load = dispatch.load
 
     def wrapped(name):
         kernel = load(name)
@@ -28,7 +28,7 @@ def wrap_kernels(patch, **wrappers):
             kernel, **{one: wrap(getattr(kernel, one)) for one, wrap in wrappers.items()}
         )
 
-    patch.setattr(registry, "load", wrapped)
+    patch.setattr(dispatch, "load", wrapped)
 
 
 WAITS = {

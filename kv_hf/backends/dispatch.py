@@ -1,16 +1,58 @@
-"""Validate the arguments of paged attention and call the chosen backend."""
+"""Which backend runs where, and why not another; calls of paged attention, whose arguments are validated here."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from ..errors import CacheMismatchError
+from ..checks import check_choice
+from ..config import AUTO, KERNELS, OTHER_KERNEL_WORDS
+from ..errors import CacheMismatchError, CacheOptionError
 from ..notices import warn_once
+from ..spec import LANES, ROWS, PageSpec
+from . import cpu, reference, triton
 from .base import AttentionCall, Backend
-from .registry import choose, load
 
 MAX_DECODE_QUERIES = 16  # queries of one call of a backend; more go in slices
+# each has load() and why_not(device, spec); the best first
+BACKENDS = dict(zip(KERNELS[1:], (triton, cpu, reference), strict=True))
+
+
+def layout_for(device: torch.device) -> str:
+    """Return the layout of pages on `device`: that of the compiled kernel which runs there."""
+    return LANES if device.type == "cpu" else ROWS
+
+
+def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
+    """Return why backend `name` cannot read such pages on `device`, or None when it can."""
+    return BACKENDS[name].why_not(device, spec)
+
+
+def load(name: str) -> Backend:
+    """Return backend `name`; whether it can run is `why_not`'s to say."""
+    return BACKENDS[name].load()
+
+
+def choose(asked: str, device: torch.device, spec: PageSpec) -> Backend:
+    """Return backend `asked`, or for "auto" the compiled one of the device, and else the reference; that is said once.
+
+    Raises: CacheOptionError when a backend asked for by name cannot run here, with the reason.
+    """
+    check_choice("kernel", asked, KERNELS, OTHER_KERNEL_WORDS)
+    best = asked if asked != AUTO else "c" if device.type == "cpu" else "triton"
+    reason = why_not(best, device, spec)
+    if reason is None:
+        return load(best)
+    if asked != AUTO:
+        raise CacheOptionError(f"kernel={asked!r} cannot run here: {reason}")
+    warn_once(
+        f"kernel {best} {reason}",
+        f"Paged attention runs as 'reference', slower than {best!r} would: {reason}",
+    )
+    return load("reference")
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def paged_attention(call: AttentionCall, kernel: Backend | str = "auto") -> torch.Tensor:
@@ -19,7 +61,7 @@ def paged_attention(call: AttentionCall, kernel: Backend | str = "auto") -> torc
     More than MAX_DECODE_QUERIES queries go in slices; then the window has to hold the tokens of all queries.
 
     Args:
-        kernel: a backend that was chosen for these pages, or a name for `registry.choose`.
+        kernel: a backend that was chosen for these pages, or a name for `choose`.
     Returns: [rows, num_heads, q_len, out_dim] in the query's dtype.
     Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a backend that is
         unknown or cannot run here.
@@ -80,7 +122,9 @@ def _of_chosen_pages(call: AttentionCall, kernel: Backend) -> AttentionCall:
             "whatever the option 'read' says",
         )
         return call
-    chosen = kernel.choose_pages(replace(call, kv=kv.to_choose_from()))
+    index = kv.to_choose_from()
+    with index.hold():
+        chosen = kernel.choose_pages(replace(call, kv=index))
     return replace(call, kv=kv.with_pages(*chosen))
 
 

@@ -12,8 +12,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from ..backends.dispatch import MAX_DECODE_QUERIES
-from ..backends.registry import choose, layout_for
+from ..backends.dispatch import MAX_DECODE_QUERIES, choose, layout_for
 from ..config import SIDES_WITH_GROUPS, CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import format_names

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..backends.registry import layout_for
+from ..backends.dispatch import layout_for
 from ..config import CacheConfig
 from ..formats import Scheme, k_rope_scheme, key_scheme, value_scheme
 from ..notices import warn_once

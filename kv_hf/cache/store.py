@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..backends.base import PagedKV
-from ..backends.registry import choose
+from ..backends.dispatch import choose
 from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..backends.base import Backend
-from ..backends.registry import why_not
+from ..backends.dispatch import why_not
 from ..errors import CacheOptionError
 from ..formats import format_names
 from ..notices import warn_once

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..backends.registry import BACKENDS, layout_for, why_not
+from ..backends.dispatch import BACKENDS, layout_for, why_not
 from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.layer_formats import LayerFormats
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes

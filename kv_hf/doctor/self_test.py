@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..backends.base import AttentionCall, PagedKV
-from ..backends.dispatch import paged_attention
+from ..backends.dispatch import load, paged_attention
 from ..backends.reference.attention import errors_of
-from ..backends.registry import load
 from ..errors import CacheOptionError, KVCacheError, first_line
 from ..notices import silenced
 from ..quant.codec import encode

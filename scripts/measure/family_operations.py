@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 import kv_hf
-from kv_hf.backends import registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.base import Backend
 from measure.family_models import TEXT_IDS, twin
 
@@ -165,8 +165,8 @@ def kernel_calls() -> Iterator[Counter[str]]:
 
         return replace(kernel, attend=attend, dense=dense)
 
-    loaded = registry.load
-    with patch.object(registry, "load", cache(counted)):
+    loaded = dispatch.load
+    with patch.object(dispatch, "load", cache(counted)):
         yield calls
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kv_hf.backends import registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
@@ -176,12 +176,12 @@ def reading(device: Device, model: str, dtype: str, cache: str, **text: Any) -> 
 @contextmanager
 def counted_pages(found: list[int]) -> Iterator[None]:
     """Let every cache that is made have the C kernel; append to `found` how many pages each of its choices takes."""
-    own = registry.load("c")
+    own = dispatch.load("c")
 
     def counted(call: AttentionCall) -> tuple[Tensor, Tensor]:
         table, counts = own.choose_pages(call)
         found.extend(counts.tolist())
         return table, counts
 
-    with patch.object(registry, "load", lambda name: replace(own, choose_pages=counted)):
+    with patch.object(dispatch, "load", lambda name: replace(own, choose_pages=counted)):
         yield

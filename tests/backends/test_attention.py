@@ -29,7 +29,7 @@ from paged_inputs import (
 from rounding import Rounding
 from slow import slow_but
 
-from kv_hf.backends import dispatch, registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode
 from kv_hf.backends.cpu import unsupported as unsupported_in_c
@@ -414,7 +414,7 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
 def test_kernels_keep_their_precision_under_autocast(name):
     kv = make_kv("int8", layout=LANES)
     call = AttentionCall(make_query(kv, 1, 2, FP32), kv, 0.1)
-    kernel = registry.load(name)
+    kernel = dispatch.load(name)
     expected = kernel.attend(call)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(kernel.attend(call), expected)
@@ -547,7 +547,7 @@ def test_dense_side_lays_out_padding_sinks_pages_and_tail(side):
 @pytest.mark.parametrize("q_len", [3, 40])
 @pytest.mark.parametrize("name", ["reference", pytest.param("c", marks=needs_library)])
 def test_dispatch_applies_every_option_also_in_slices(name, q_len):
-    kernel = registry.load(name)
+    kernel = dispatch.load(name)
     sliced = replace(kernel, max_queries=17)
 
     def attend(call):

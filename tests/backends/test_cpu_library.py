@@ -19,7 +19,7 @@ from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_librar
 from tiny_models import left_padded, make_model
 
 import kv_hf
-from kv_hf.backends import dispatch, registry
+from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library
 from kv_hf.backends.reference import attention as reference
@@ -125,7 +125,7 @@ spec_of = partial(page_spec, "int4", page_size=32, layout=LANES)
 def test_choose_takes_the_c_kernel_on_a_cpu():
     latents = [latent_spec(*names, rank=128) for names in LATENTS]
     for spec in (spec_of(), *latents):
-        assert registry.choose("auto", torch.device("cpu"), spec).name == "c"
+        assert dispatch.choose("auto", torch.device("cpu"), spec).name == "c"
 
 
 def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
@@ -133,9 +133,9 @@ def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
     kv_hf.install()
     monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
     for _ in range(2):
-        assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "reference"
+        assert dispatch.choose("auto", torch.device("cpu"), spec_of()).name == "reference"
     with pytest.raises(CacheOptionError, match="kernel='c' cannot run here: no compiler was there"):
-        registry.choose("c", torch.device("cpu"), spec_of())
+        dispatch.choose("c", torch.device("cpu"), spec_of())
     said = [str(warning.message) for warning in recwarn if warning.category is kv_hf.KVCacheWarning]
     assert len(said) == 1
     assert "'reference'" in said[0]
@@ -156,9 +156,9 @@ def test_isa_variable_is_checked_before_a_kernel_is_chosen(monkeypatch, value, s
     library._loaded.cache_clear()
     try:
         with pytest.raises(CacheOptionError, match=f"kernel='c' cannot run here: .*{says}"):
-            registry.choose("c", torch.device("cpu"), spec_of())
+            dispatch.choose("c", torch.device("cpu"), spec_of())
         with pytest.warns(kv_hf.KVCacheWarning, match=says):
-            assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "reference"
+            assert dispatch.choose("auto", torch.device("cpu"), spec_of()).name == "reference"
     finally:
         library._loaded.cache_clear()
 
@@ -230,7 +230,7 @@ def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
 def test_ops_say_why_they_take_the_reference(learns):
     """fp64 is for checking: no kernel keeps that many digits."""
     spec = spec_of(dtype=torch.float64)
-    assert registry.choose("auto", torch.device("cpu"), spec).name == "reference"
+    assert dispatch.choose("auto", torch.device("cpu"), spec).name == "reference"
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32 if learns else torch.float64).requires_grad_(learns)
     call = AttentionCall(query, kv, 0.1)

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 import aot
 import sass
 
-from kv_hf.backends.triton import dense, meta_params
+from kv_hf.backends.triton import meta_params, pages
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}  # KiB per program
@@ -130,7 +130,7 @@ def test_decode_takes_no_more_shared_memory_than_there_is_or_than_is_said(name, 
     group, dtype = 4, spec.keys.dtype
     if spec.is_latent:
         group, isa = 16, 90 if arch == "sm_90" else meta_params.HIP
-        said = meta_params.latent_bytes(spec, dtype, isa)
+        said = meta_params.latent_bytes(spec, dtype == FP32, isa)
         assert said <= (SHARED["sm_90"] * 1024 if arch == "sm_90" else most)
         most = said
     kernel = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len, group=group)
@@ -178,8 +178,8 @@ def test_codes_outside_of_a_part_are_shifted_by_no_undefined_amount(monkeypatch)
     """Tiles in front of the narrow part shifted by less than 0. Triton stored numbers that nothing had computed."""
     scheme = key_scheme("int2_mixed", 8).resolve(32, 256, "keys")
     side = SideSpec("keys", scheme, 1, 256, 32, FP32)
-    narrow = dense.dense_constants(side) | {"WIDE": 16, "TILE": 8}
-    monkeypatch.setattr(dense, "dense_constants", lambda side: narrow)
+    narrow = pages.dense_constants(side) | {"WIDE": 16, "TILE": 8}
+    monkeypatch.setattr(pages, "dense_constants", lambda side: narrow)
     code = aot.compile_dense(side, "sm_90").asm["llir"]
     assert "st.global" in code
     assert not re.search(r"st\.global.*poison", code)

@@ -26,7 +26,7 @@ from test_attention import CASES as EVERY_CASE
 from triton_machine import attend, call, compiled_pairs, runs_kernels
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.triton.support import _why_not_sizes
+from kv_hf.backends.triton import _why_not_sizes
 from kv_hf.formats import format_names
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 

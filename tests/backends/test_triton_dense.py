@@ -167,7 +167,7 @@ def long_turn(gpu, past, rows):
 
 def test_dense_kernel_is_compiled_once_for_tables_anywhere(gpu):
     """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
-    from kv_hf.backends.triton.dense import dense_side as by_kernel
+    from kv_hf.backends.triton.pages import dense_side as by_kernel
 
     def shifted(tensor, by):
         return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)

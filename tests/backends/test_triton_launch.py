@@ -126,16 +126,17 @@ def test_launches_share_their_workspace_but_for_streams_and_captured_graphs(gpu,
     from kv_hf.backends.triton import direct
 
     seen = []
-    real = direct.Compiled.__call__
+    real = direct.Kernel.launch
 
-    def call(self, x, y, z, stream, *arguments):
-        if self.kernel.name == "decode_kernel":
-            seen.append(arguments[5])
+    def launch(self, x, y, z, index, arguments):
+        given = arguments(direct.address)
+        if self.jit.__name__ == "decode_kernel":
+            seen.append(given[5])
         else:
-            assert arguments[0] == seen[-1]
-        real(self, x, y, z, stream, *arguments)
+            assert given[0] == seen[-1]
+        real(self, x, y, z, index, arguments)
 
-    monkeypatch.setattr(direct.Compiled, "__call__", call)
+    monkeypatch.setattr(direct.Kernel, "launch", launch)
     layers = [of_table(replace(bf16_kv(), launches={}), 40) for _ in range(2)]
     query = make_query(layers[0], dtype=BF16)
     for stream, capturing in ((0, False), (7, False), (0, True), (0, False)):
@@ -172,7 +173,7 @@ def test_hooks_of_profilers_see_every_launch(gpu):
         called.append((about is None, enter is None, leave is None))
 
     for kernel in (plan.kernel, plan.last):
-        kernel.compiled[0].run = without_gpu
+        kernel.compiled[0]._run = without_gpu
     try:
         attend(query, kv)
     finally:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from paged_inputs import latent_spec, make_kv, make_query, page_spec
 
+from kv_hf.backends import triton as backend
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.registry import load
-from kv_hf.backends.triton import support
-from kv_hf.backends.triton.support import why_not
+from kv_hf.backends.dispatch import load
+from kv_hf.backends.triton import _why_not as why_not
+from kv_hf.backends.triton import meta_params
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, get_format
 from kv_hf.spec import LANES, ROWS
@@ -49,8 +50,8 @@ def pretend(monkeypatch, **changes):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     monkeypatch.setattr(torch.version, "hip", gpu["hip"])
-    monkeypatch.setattr(support, "installed_version", lambda: gpu["triton"])
-    monkeypatch.setattr(support, "shared_memory", lambda where: gpu["shared"])
+    monkeypatch.setattr(backend, "installed_version", lambda: gpu["triton"])
+    monkeypatch.setattr(meta_params, "shared_memory", lambda where: gpu["shared"])
 
 
 def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch):
@@ -96,11 +97,11 @@ def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_c
     (package / "__init__.py").write_text('"""isort:skip_file"""\n__version__ = \'3.7.1+rocm\'\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "triton", raising=False)
-    support.installed_version.cache_clear()
+    backend.installed_version.cache_clear()
     try:
-        assert support.installed_version() == "3.7.1+rocm"
+        assert backend.installed_version() == "3.7.1+rocm"
     finally:
-        support.installed_version.cache_clear()
+        backend.installed_version.cache_clear()
 
 
 WHY_NOT = {

@@ -159,7 +159,7 @@ def test_write_pair_says_that_it_made_numbers_finite(bad, side):
 )
 def test_write_pair_launches_once_and_once_more_to_seal(gpu, spec):
     """Chunks of all lengths above 1 share a variant, and so do windows of all sizes."""
-    from kv_hf.backends.triton import seal as kernels
+    from kv_hf.backends.triton import pages as kernels
 
     launches = {}
     for q_len in range(1, 17):

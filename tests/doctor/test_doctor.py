@@ -16,10 +16,10 @@ import transformers
 import kv_hf
 import kv_hf_cli
 from kv_hf import doctor
+from kv_hf.backends import triton
 from kv_hf.backends.cpu import library, write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages
-from kv_hf.backends.triton import support
 from kv_hf.doctor import Subject, paged_names, report_formats, self_test
 from kv_hf.doctor import doctor_command as command
 from kv_hf.formats import cache_names, format_names
@@ -77,7 +77,7 @@ def test_a_library_that_was_not_compiled_is_a_warning_and_one_that_cannot_be_loa
 
 def test_a_gpu_without_triton_is_broken(monkeypatch):
     cuda = torch.device("cuda")
-    monkeypatch.setattr(support, "installed_version", lambda: None)
+    monkeypatch.setattr(triton, "installed_version", lambda: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: torch.ones(*sizes))  # sees a GPU
     reports = doctor.report_formats(doctor.Subject(cuda, torch.bfloat16, 128, 64))
     assert all("triton is not installed" in dict(one.others)["triton"] for one in reports)

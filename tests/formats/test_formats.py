@@ -30,7 +30,7 @@ from kv_hf.backends.cpu import unsupported
 from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.pages import seal_pages
-from kv_hf.backends.triton.support import _why_not_sizes
+from kv_hf.backends.triton import _why_not_sizes
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.caches import cache_kind

@@ -558,11 +558,11 @@ def batched_answers(name, kernel):
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     import kv_hf  # noqa: F401
-    from kv_hf.backends import registry
+    from kv_hf.backends import dispatch
     from kv_hf.cache import layer_formats
 
-    kept = registry.why_not, layer_formats.layout_for
-    registry.why_not, layer_formats.layout_for = lambda *_: None, lambda device: "rows"
+    kept = dispatch.why_not, layer_formats.layout_for
+    dispatch.why_not, layer_formats.layout_for = lambda *_: None, lambda device: "rows"
     try:
         model = make_model("llama", num_hidden_layers=1)
         generator = torch.Generator().manual_seed(3)
@@ -576,7 +576,7 @@ def batched_answers(name, kernel):
         found = model.generate_batch(prompts, generation, batching)
         return [(one.generated_tokens, one.error) for one in found.values()]
     finally:
-        registry.why_not, layer_formats.layout_for = kept
+        dispatch.why_not, layer_formats.layout_for = kept
 
 
 @runs_kernels

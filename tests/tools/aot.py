@@ -16,8 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kv_hf.backends.base import AttentionCall, PagedKV
-from kv_hf.backends.triton import decode, dense, direct, seal, selection, support
-from kv_hf.backends.triton.meta_params import HIP
+from kv_hf.backends.triton import decode, direct, meta_params, pages, selection
 from kv_hf.read_budget import ReadBudget
 from kv_hf.spec import PageSpec, PageWrite, SideSpec
 
@@ -77,13 +76,13 @@ def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     windows, fields = (kv.residual_keys, kv.residual_values), (kv.key_pages, kv.value_pages)
     new = tuple(window[:, :, :1].contiguous() for window in windows)
     asked = PageWrite(windows, fields, spec, damaged, {}, jobs, new, number, number)
-    return compiled(seal.seal_pair_kernel, lambda: seal.write(asked), arch)
+    return compiled(pages.seal_pair_kernel, lambda: pages.write(asked), arch)
 
 
 def compile_dense(side: SideSpec, arch: str) -> Any:
     """Compile the kernel that writes one side out densely for `arch`, as a launch asks for it."""
     kv = kv_of(PageSpec(side, side))
-    return compiled(dense.dense_kernel, lambda: dense.dense_side(kv, "keys"), arch)
+    return compiled(pages.dense_kernel, lambda: pages.dense_side(kv, "keys"), arch)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -116,8 +115,8 @@ def call_of(
 
 def compiled(jit: Any, launch: Callable[[], Any], arch: str) -> Any:
     """Compile all kernels that `launch` launches for `arch`; return `jit`."""
-    isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    target = GPUTarget("hip", arch, 64) if isa == HIP else GPUTarget("cuda", isa, 32)
+    isa = int(arch[3:]) if arch.startswith("sm_") else meta_params.HIP
+    target = GPUTarget("hip", arch, 64) if isa == meta_params.HIP else GPUTarget("cuda", isa, 32)
     found = []
 
     def compile_only(kernel: direct.Kernel, x: int, y: int, z: int, index: int, arguments: Any) -> None:  # fmt: skip
@@ -135,7 +134,7 @@ def compiled(jit: Any, launch: Callable[[], Any], arch: str) -> Any:
     with ExitStack() as stack:
         for owner, name, value in (
             (driver, "_active", active),
-            (support, "target_isa", lambda where: isa),
+            (meta_params, "target_isa", lambda where: isa),
             (direct, "refuse_cpu", lambda: None),
             (direct.Kernel, "launch", compile_only),
         ):

@@ -25,8 +25,8 @@ from triton.compiler import compiler
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
-from kv_hf.backends import registry
-from kv_hf.backends.triton import direct, support
+from kv_hf.backends import dispatch, triton
+from kv_hf.backends.triton import direct, meta_params
 from kv_hf.cache import store
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.pages import moved
@@ -74,11 +74,11 @@ def pretend_gpu(
     gpu = FakeGpu()
     shared_memory = shared_memory or SHARED[capability]
     replaced: list[tuple[ModuleType, str, Any]] = [
-        (support, "target_isa", lambda where: capability),
-        (support, "shared_memory", lambda where: shared_memory),
+        (meta_params, "target_isa", lambda where: capability),
+        (meta_params, "shared_memory", lambda where: shared_memory),
         (direct, "refuse_cpu", lambda: None),
-        (support, "why_not", lambda *args, **options: None),
-        (registry, "layout_for", lambda where: ROWS),
+        (triton, "_why_not", lambda *args, **options: None),
+        (dispatch, "layout_for", lambda where: ROWS),
     ]
     kept = [(name, getattr(module, name), value) for module, name, value in replaced]
     active = triton_driver._active
@@ -229,7 +229,7 @@ def waits(found):
 @contextmanager
 def gpu():
     """Take the CPU for a GPU: for kernels, and for everything that asks whether a device has to be waited for."""
-    triton = registry.load("triton")
+    triton = dispatch.load("triton")
     with (
         pretend_gpu() as fake,
         patch.object(store, "choose", lambda *asked: triton),

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 
-from kv_hf.backends.triton.meta_params import Step, column_block, tile_tokens
+from kv_hf.backends.triton.meta_params import column_block, tile_tokens
 from kv_hf.spec import PageSpec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -84,7 +83,5 @@ def instructions_per_number(code: Any, spec: PageSpec, group: int) -> float:
             program's columns are other programs, which count as well.
     """
     numbers = tile_tokens(spec) * sum(side.head_dim for side in spec.sides)
-    programs = -(
-        -group // column_block(spec, Step(torch.bfloat16, group * spec.keys.num_kv_heads, 1, 90))
-    )
+    programs = -(-group // column_block(spec, group, False, 90))
     return programs * len(code.loop) * code.num_warps / numbers

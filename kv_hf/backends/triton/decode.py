@@ -24,21 +24,18 @@ from .direct import (
     Fields,
     Kernel,
     Plan,
-    Scratch,
     Strided,
     kept,
+    queries_of,
     rows_of,
-    step_of,
 )
-from .heads import attend_heads, attend_window, store_parts
+from .heads import attend_heads, attend_window, columns_of, store_parts
 from .latent import attend_latents, store_runs
 from .meta_params import (
     MIN_TILES,
-    Queries,
     constants,
     most_splits,
     power_of_two,
-    query_blocks,
 )
 from .softmax import Visibility, add_sink, finite
 
@@ -92,42 +89,29 @@ def decode_kernel(
     Grid: (rows, heads * blocks of columns, splits); the last split is the window. QUERIES, WINDOW: those of meta_params.
     KEYS, VALUES: meta_params.Operand, or meta_params.Latents and None. STAGES: tiles that are on their way at once.
     """
-    if not QUERIES.chunk:
-        q_len = 1
-    GROUP: tl.constexpr = QUERIES.group
+    columns = columns_of(query, q_len, QUERIES)
+    q_len = columns.q_len
     COLUMNS: tl.constexpr = QUERIES.columns
-    used = GROUP * q_len  # columns
-    blocks = (used + COLUMNS - 1) // COLUMNS
     PAGE: tl.constexpr = KEYS.side.page
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
     KEPT: tl.constexpr = QUERIES.kept
-    row = tl.program_id(0)
-    head = tl.program_id(1) // blocks
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    first_column = (tl.program_id(1) % blocks) * COLUMNS
-    column = first_column + tl.arange(0, COLUMNS)
-    real = column < used
-    query_head_of = head * GROUP + column % GROUP
-    token_of = column // GROUP
-    wide_row = row.to(tl.int64)
-    pages = tl.load(num_pages + row)
-    exact = tl.load(exact_lens + row)
-    left = tl.load(padding + row)
+    pages = tl.load(num_pages + columns.row)
+    exact = tl.load(exact_lens + columns.row)
+    left = tl.load(padding + columns.row)
     kv_len = pages * PAGE + exact
     # pointers to column 0 of each query's mask; of columns that are not real, to that of token 0
-    masks = mask + wide_row * mask_row + query_head_of * mask_head
-    masks += tl.where(real, token_of, 0) * mask_query
+    masks = mask + columns.row * mask_row + columns.heads * mask_head
+    masks += tl.where(columns.real, columns.tokens, 0) * mask_query
     visible = Visibility(
-        kv_len - q_len + token_of, masks, left, sink_tokens, sliding_window, softcap
+        kv_len - q_len + columns.tokens, masks, left, sink_tokens, sliding_window, softcap
     )
-    queries = query.pointer + wide_row * query.row + query_head_of * query.head
-    queries += token_of * query.token
 
-    group = wide_row * tl.num_programs(1) + tl.program_id(1)
+    group = columns.row * tl.num_programs(1) + tl.program_id(1)
     place = tl.arange(0, COLUMNS)
-    kept = real & (place < KEPT)
+    kept = columns.real & (place < KEPT)
     partial = results.partial + ((group * num_splits + split) * KEPT + place) * V_DIM
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -140,25 +124,24 @@ def decode_kernel(
             first = tl.minimum(first * TILES_PER_PAGE, tiles)
         begin = tl.minimum(first + (tiles - first) * split // (num_splits - 1), tiles)
         end = tl.minimum(first + (tiles - first) * (split + 1) // (num_splits - 1), tiles)
-        table = block_table + wide_row * table_width
+        table = block_table + columns.row * table_width
         if begin < end:
             if VALUES is None:
                 best, total, acc = attend_latents(
-                    keys, values, queries, real, table, begin, end, visible, softmax_scale, KEYS, QUERIES, STAGES
+                    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, QUERIES, STAGES
                 )  # fmt: skip
                 # by names of their own: triton 3.6 hands an attribute on as plain numbers
                 K_CUT: tl.constexpr = KEYS.cut
                 store_runs(partial, acc, kept, K_CUT)
             else:
                 best, total, acc = attend_heads(
-                    keys, values, queries, real, table, begin, end, head, visible, softmax_scale, KEYS, VALUES, QUERIES, STAGES
+                    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, VALUES, QUERIES, STAGES
                 )  # fmt: skip
                 V_CUT: tl.constexpr = VALUES.cut
                 store_parts(partial, acc, kept, V_CUT)
     else:
         best, total, exact_acc = attend_window(
-            queries, real, window_keys, window_values, wide_row, head, exact, pages * PAGE, visible, softmax_scale, WINDOW,
-            QUERIES,
+            window_keys, window_values, columns, exact, pages * PAGE, visible, softmax_scale, WINDOW, QUERIES
         )  # fmt: skip
         OUT: tl.constexpr = WINDOW.out
         store_parts(partial, exact_acc, kept, OUT)
@@ -277,7 +260,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     plan = kept(kv.launches, key, lambda: _prepare(call))
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
-    room = plan.scratch.parts()  # alive until the launch
+    room = plan.parts(index)  # alive until the launch
     # `out` stands for what there is not
     sinks = out if sink_logits is None else sink_logits
     shown = out if mask is None else mask
@@ -301,21 +284,21 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
 
 def _prepare(call: AttentionCall) -> Plan:
     query, spec = call.query, call.kv.spec
-    step = step_of(call)
-    rows, queries = query.shape[0], Queries.of(spec, step)
-    dim, blocks = spec.out_dim, query_blocks(spec, step)
-    plain, num_warps = constants(spec, step)
+    queries, rows, dim = queries_of(call), query.shape[0], spec.out_dim
+    blocks = queries.blocks(query.shape[2])
+    plain, num_warps = constants(spec, queries)
     most = most_splits(spec, rows * blocks)
     parts = rows * blocks * queries.kept * (most + 1)  # of all splits
     rotated = 0 if spec.is_latent else plain["VALUES"].side.rotated
     channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
     merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}
     return Plan(
-        kernel=Kernel(spec, decode_kernel, plain, num_warps),
+        kernel=Kernel(spec, decode_kernel, plain, num_warps=num_warps),
         last=Kernel(spec, combine_kernel, merging),
         rows=rows,
         blocks=blocks,
         stretch=plain["KEYS"].tile * MIN_TILES,
         most=most,
-        scratch=Scratch((parts * dim, 2 * parts), query.device),
+        sizes=(parts * dim, 2 * parts),
+        where=query.device,
     )

@@ -39,6 +39,15 @@ def dtype_of(NAME):
 
 
 @triton.jit
+def below(lane, HELD: tl.constexpr):
+    """Say which numbers of `lane`, 0 to a power of two, are below HELD; where all are, loads need no mask."""
+    if lane.numel > HELD:
+        return lane < HELD
+    else:
+        return tl.full(lane.shape, True, tl.int1)
+
+
+@triton.jit
 def row_of(tensor, row, head):
     """Return the pointer to token 0 of a Strided, of one row (int64) and head."""
     return tensor.pointer + row * tensor.row + head * tensor.head
@@ -121,52 +130,45 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
         for place in tl.static_range(x.dtype.primitive_bitwidth // BITS):
             tiles = tiles + (number(x, place, CODE, BITS).to(DTYPE),)
         return tiles
-    elif x.dtype == tl.int16:
-        return _unpack_words(x, CODE, BITS, ISA)
-    elif CODE == "signed":
-        return _run_ptx(x, _signed(False), 1, 4)
-    elif CODE == "unsigned":
-        return _run_ptx(x, _take_in_place(BITS), 8 // BITS, 4)
-    elif ISA >= 89:
-        return (x.to(tl.float8e4nv, bitcast=True).to(DTYPE),)
-    else:
-        return _run_ptx(x, _by_shifts(False), 1, 4)
-
-
-@triton.jit
-def _unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, ISA: tl.constexpr):
-    if CODE == "signed":
-        return _run_ptx(x, _signed(True), 2, 2)
-    elif CODE == "unsigned":
+    elif CODE == "unsigned" and x.dtype == tl.int16:
         # one place at a time: the others' numbers would fill the registers meanwhile
         tiles = ()
         for place in tl.static_range(16 // BITS):
-            tiles = tiles + _run_ptx(x, _take_place(place, BITS), 1, 2)
+            tiles = tiles + _run_ptx(x, _take_place(place, BITS), 1)
         return tiles
-    elif ISA >= 89:
-        return _run_ptx(x, _BY_HARDWARE, 2, 2)
+    elif CODE == "unsigned":
+        return _run_ptx(x, _take_in_place(BITS), 8 // BITS)
+    elif CODE == "float8" and ISA >= 89 and x.dtype == tl.uint8:
+        return (x.to(tl.float8e4nv, bitcast=True).to(DTYPE),)
     else:
-        return _run_ptx(x, _by_shifts(True), 2, 2)
+        RUNS: tl.constexpr = x.dtype.primitive_bitwidth // 8
+        return _run_ptx(x, _of_bytes(CODE, ISA, RUNS > 1), RUNS)
 
 
 # -- PTX ---------------------------------------------------------------------------------------------------------------
 
 
+@triton.constexpr_function
+def _halves(RUNS):
+    return (tl.float16,) * RUNS
+
+
 @triton.jit
-def _run_ptx(x, TEXT: tl.constexpr, RUNS: tl.constexpr, PACK: tl.constexpr):
-    """Return RUNS tiles of float16 that TEXT makes of x, which takes PACK numbers of x at a time, 32 bits."""
+def _run_ptx(x, TEXT: tl.constexpr, RUNS: tl.constexpr):
+    """Return RUNS tiles of float16 that TEXT makes of x, of which it takes 32 bits at a time."""
+    PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
     # the constraints of registers that it makes of one; it may write some before it has read
     REGISTERS: tl.constexpr = "=&r," * (RUNS * PACK // 2) + "r"
-    # dtypes cannot be put together by a loop
-    if RUNS == 1:
-        one = tl.inline_asm_elementwise(TEXT, REGISTERS, [x], tl.float16, True, PACK)
-        return (one,)
-    elif RUNS == 2:
-        return tl.inline_asm_elementwise(TEXT, REGISTERS, [x], (tl.float16, tl.float16), True, PACK)
-    else:
-        return tl.inline_asm_elementwise(
-            TEXT, REGISTERS, [x], (tl.float16, tl.float16, tl.float16, tl.float16), True, PACK
-        )
+    DTYPES: tl.constexpr = _halves(RUNS)
+    return tl.inline_asm_elementwise(TEXT, REGISTERS, [x], DTYPES, True, PACK)
+
+
+@triton.constexpr_function
+def _of_bytes(CODE, ISA, WORDS):
+    """Return PTX that makes two pairs of float16 numbers of four codes: in order, or where WORDS, those of low bytes first."""
+    if CODE == "signed":
+        return _signed(WORDS)
+    return _BY_HARDWARE if ISA >= 89 else _by_shifts(WORDS)
 
 
 _BY_HARDWARE = tl.constexpr("""{
@@ -181,7 +183,7 @@ _BY_HARDWARE = tl.constexpr("""{
 
 @triton.constexpr_function
 def _by_shifts(WORDS):
-    """Return PTX that makes two pairs of float16 numbers of four codes: in order, or where WORDS, those of low bytes first."""
+    """Return PTX of e4m3's codes for GPUs that do not convert them, see `_of_bytes`."""
     # prmt puts two codes each into the high bytes of a register's halves
     first, second = (0x2404, 0x3414) if WORDS else (0x1404, 0x3424)
     lift = (15 + FEWER << 10) * 0x10001
@@ -206,7 +208,7 @@ def _by_shifts(WORDS):
 
 @triton.constexpr_function
 def _signed(WORDS):
-    """Return PTX as `_by_shifts` does, of int8: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
+    """Return PTX of int8, see `_of_bytes`: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
     first, second = (0x4240, 0x4341) if WORDS else (0x4140, 0x4342)
     return f"""{{
         .reg .b32 a, b, c;

@@ -8,7 +8,7 @@ what kernels compute.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -19,8 +19,7 @@ from triton.runtime import driver
 from ...errors import CacheOptionError
 from ...spec import PageSpec
 from ..base import AttentionCall, PagedKV
-from . import support
-from .meta_params import Step
+from . import meta_params
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
 QUAD = 4  # numbers in as many bytes
@@ -99,18 +98,16 @@ def refuse_cpu() -> None:
         )
 
 
-def step_of(call: AttentionCall) -> Step:
+def queries_of(call: AttentionCall) -> meta_params.Queries:
     """Return what a call's kernels are compiled for, on the device of its query. Raises CacheOptionError as `refuse_cpu` does."""
     where = call.query.device
     if where.type == "cpu":
         refuse_cpu()
-    return Step.of(call, support.target_isa(where))
+    return meta_params.Queries.of(call, meta_params.target_isa(where))
 
 
 def current_stream(index: int) -> int:
     """Return the stream that a launch on GPU `index` goes to; it must be the current one."""
-    if INTERPRETED:
-        return 0
     stream: int = driver.active.get_current_stream(max(index, 0))
     return stream
 
@@ -128,66 +125,30 @@ def is_capturing(index: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class Compiled:
-    """A kernel compiled for arguments of one kind.
-
-    Args:
-        kernel: a jitted function whose compile-time arguments come last; arguments: the others, as tensors and
-            numbers; constants: compile-time arguments by name; options: num_warps and the like.
-    """
-
-    __slots__ = ("function", "kernel", "metadata", "run", "tail")
-
-    def __init__(
-        self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any
-    ) -> None:
-        self.kernel = kernel.run(*arguments, grid=(1, 1, 1), warmup=True, **constants, **options)
-        self.run = self.kernel.run  # loads the code: may raise OutOfResources
-        self.function, self.metadata = self.kernel.function, self.kernel.packed_metadata
-        self.tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-
-    def __call__(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-        """Launch x * y * z programs with addresses and numbers."""
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
-            about = self.kernel.launch_metadata((x, y, z), stream, *arguments, *self.tail)
-        else:
-            about = enter = leave = None
-        self.run(
-            x, y, z, stream, self.function, self.metadata, about, enter, leave, *arguments, *self.tail
-        )  # fmt: skip
-
-
-Arguments = Callable[[At], tuple[Any, ...]]
-
-
 class Kernel:
     """A jitted function with its compile-time arguments, which is compiled when it is launched.
 
     Attributes:
         spec: of the pages; keeps what names the kernel among `PagedKV.launches` by id.
         jit: the function, whose compile-time arguments come last.
-        constants: these by name; options: num_warps and the like.
+        constants: these by name; tail: in the function's order; options: num_warps and the like.
         pointers: argument and place in it of the pointers whose alignment counts; None before the first launch.
         compiled: by which of them are no multiples of 16 bytes (0: none); empty in the interpreter.
     """
 
-    __slots__ = ("compiled", "constants", "jit", "options", "pointers", "spec")
+    __slots__ = ("compiled", "constants", "jit", "options", "pointers", "spec", "tail")
 
-    def __init__(
-        self,
-        spec: PageSpec,
-        jit: Any,
-        constants: dict[str, Any],
-        num_warps: int = 4,
-        enable_fp_fusion: bool = True,
-    ) -> None:
+    def __init__(self, spec: PageSpec, jit: Any, constants: dict[str, Any], **options: Any) -> None:
         self.spec, self.jit, self.constants = spec, jit, constants
-        self.options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        self.tail = tuple(constants[name] for name in jit.arg_names if name in constants)
+        # said every time: what Triton does unless told is going to change
+        self.options = {"enable_fp_fusion": True, **options}
         self.pointers: list[tuple[int, int]] | None = None
-        self.compiled: dict[Any, Compiled] = {}
+        self.compiled: dict[Any, Any] = {}
 
-    def launch(self, x: int, y: int, z: int, index: int, arguments: Arguments) -> None:
+    def launch(
+        self, x: int, y: int, z: int, index: int, arguments: Callable[[At], tuple[Any, ...]]
+    ) -> None:
         """Launch x * y * z programs on GPU `index`, in its current stream.
 
         Args:
@@ -212,10 +173,20 @@ class Kernel:
             odd = tuple(given[number][place] % ALIGNED == 0 for number, place in self.pointers)
         compiled = self.compiled.get(odd)
         if compiled is None:
-            tensors = arguments(as_bytes)
-            compiled = Compiled(self.jit, tensors, self.constants, **self.options)
+            compiled = self.jit.run(
+                *arguments(as_bytes), grid=(1, 1, 1), warmup=True, **self.constants, **self.options
+            )
             self.compiled[odd] = compiled
-        compiled(x, y, z, current_stream(index), *given)
+        stream = current_stream(index)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
+            about = compiled.launch_metadata((x, y, z), stream, *given, *self.tail)
+        else:
+            about = enter = leave = None
+        # loads the code where it is new, and then may raise OutOfResources
+        compiled.run(
+            x, y, z, stream, compiled.function, compiled.packed_metadata, about, enter, leave, *given, *self.tail
+        )  # fmt: skip
         return None
 
 
@@ -230,58 +201,8 @@ def _aligned(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
     ]
 
 
-class Workspace:
-    """Room for partial results of the kernels of one stream, which run one after another.
-
-    All caches of a stream share it; it goes with the last of them.
-    """
-
-    __slots__ = ("__weakref__", "numbers")
-    _known: "WeakValueDictionary[tuple[int, int], Workspace]" = WeakValueDictionary()
-
-    def __init__(self, where: torch.device) -> None:
-        self.numbers = torch.empty(0, dtype=torch.float32, device=where)
-
-    @classmethod
-    def of(cls, index: int, stream: int, where: torch.device) -> "Workspace":
-        """Return the one of a stream of GPU `index`."""
-        found = cls._known.get((index, stream))
-        if found is None:
-            found = cls._known[index, stream] = cls(where)
-        return found
-
-    def reserve(self, count: int) -> torch.Tensor:
-        """Return float32 numbers [count]; whoever launches a kernel keeps them until it is launched."""
-        if self.numbers.shape[0] < count:
-            self.numbers = self.numbers.new_empty(count)
-        return self.numbers[:count]
-
-
-class Scratch:
-    """The partial results of one kind of launch: in the room of its stream, or of the CUDA graph that captures it.
-
-    Args:
-        sizes: float32 numbers of each part; parts begin at multiples of 16 bytes.
-    """
-
-    __slots__ = ("index", "known", "sizes", "where")
-
-    def __init__(self, sizes: tuple[int, ...], where: torch.device) -> None:
-        self.sizes = [-(-size // QUAD) * QUAD for size in sizes]
-        self.where, self.index = where, -1 if where.index is None else where.index
-        self.known: dict[int, tuple[tuple[torch.Tensor, ...], Workspace]] = {}
-
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return parts [size], float32, for launches in the current stream; the caller keeps them until these."""
-        if INTERPRETED or is_capturing(self.index):
-            fresh = torch.empty(sum(self.sizes), dtype=torch.float32, device=self.where)
-            return fresh.split(self.sizes)
-        stream = current_stream(self.index)
-        found = self.known.get(stream)
-        if found is None:
-            shared = Workspace.of(self.index, stream, self.where)
-            found = self.known[stream] = shared.reserve(sum(self.sizes)).split(self.sizes), shared
-        return found[0]
+# room for partial results by GPU and stream, whose kernels run one after another; it goes with the last that holds it
+ROOMS: "WeakValueDictionary[tuple[int, int], torch.Tensor]" = WeakValueDictionary()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,8 +213,9 @@ class Plan:
         kernel: what is launched; last: what takes the results of its splits.
         rows, blocks: the grid without its splits.
         stretch: tokens of a split at least; most: splits at most.
-        scratch: partial results.
+        sizes: float32 numbers of each part of the partial results; where: they lie.
         refused: whether the device has too little for the kernel.
+        known: these parts in the room of a stream, and the room.
     """
 
     kernel: Kernel
@@ -302,13 +224,36 @@ class Plan:
     blocks: int
     stretch: int
     most: int
-    scratch: Scratch
+    sizes: tuple[int, ...]
+    where: torch.device
     refused: bool = False
+    known: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = field(default_factory=dict)
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""
         tokens = width * self.kernel.spec.keys.page_size
         return max(1, min(self.most, tokens // self.stretch))
+
+    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the partial results of a launch in the current stream of GPU `index`; the caller keeps them until then.
+
+        They lie in the room of the stream, or of the CUDA graph that captures it.
+
+        Returns: [size] each, float32, which begin at multiples of 16 bytes.
+        """
+        apart = INTERPRETED or is_capturing(index)
+        stream = 0 if apart else current_stream(index)
+        if not apart and stream in self.known:
+            return self.known[stream][0]
+        sizes = [-(-size // QUAD) * QUAD for size in self.sizes]
+        room = None if apart else ROOMS.get((index, stream))
+        if room is None or room.shape[0] < sum(sizes):
+            room = torch.empty(sum(sizes), dtype=torch.float32, device=self.where)
+        parts = room[: sum(sizes)].split(sizes)
+        if not apart:
+            ROOMS[index, stream] = room
+            self.known[stream] = parts, room
+        return parts
 
 
 Kept = TypeVar("Kept", bound=Kernel | Plan)

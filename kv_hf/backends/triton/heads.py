@@ -7,30 +7,70 @@ exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of two wid
 channels first: the query is gathered anew for each tile. Knows nothing of rows and splits.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, row_of, run_unit, tile_unit, unpack, unpack_planes
+from .dequant import below, dtype_of, row_of, run_unit, tile_unit, unpack, unpack_planes
 from .direct import Fields
 from .softmax import LOG2E, bend, near_one, weigh
 
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 
 
+class Columns(NamedTuple):
+    """Query columns of a program: query heads of a kv head times queries.
+
+    Attributes:
+        row, head: of the batch (int64) and of the keys.
+        number: [columns], among those of the head, of which there are `used`; real: [columns], which exist.
+        heads, tokens: [columns], their query heads and queries.
+        queries: [columns], pointers to channel 0.
+        q_len: queries of the row.
+    """
+
+    row: Any
+    head: Any
+    number: Any
+    used: Any
+    real: Any
+    heads: Any
+    tokens: Any
+    queries: Any
+    q_len: Any
+
+
+@triton.jit
+def columns_of(query, q_len, QUERIES: tl.constexpr):
+    """Return the Columns of this program; query: Strided. Grid: (rows, heads * blocks of columns, ..)."""
+    if not QUERIES.chunk:
+        q_len = 1
+    COLUMNS: tl.constexpr = QUERIES.columns
+    used = QUERIES.group * q_len
+    blocks = (used + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) // blocks
+    number = (tl.program_id(1) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    heads, tokens = head * QUERIES.group + number % QUERIES.group, number // QUERIES.group
+    queries = query.pointer + row * query.row + heads * query.head + tokens * query.token
+    return Columns(row, head, number, used, number < used, heads, tokens, queries, q_len)
+
+
 @triton.jit
 def attend_heads(
-    keys, values, queries, real, table, begin, end, head, visible, softmax_scale, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend the query columns of one head to tiles `begin` to `end` of a row's pages.
 
     Args:
-        keys, values: Fields; queries: [columns], pointers to channel 0, where `real`.
+        keys, values: Fields; columns: Columns.
         table: pointer to the row's page ids; visible: a Visibility.
     Returns: maxima in log2, sums of weights [columns], and parts of the weighted values [size, columns], rotated where the
         pages' are.
     """
-    COLUMNS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = QUERIES.columns
     PAGE: tl.constexpr = KEYS.side.page
     TILE: tl.constexpr = KEYS.tile
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
@@ -43,15 +83,16 @@ def attend_heads(
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = zeros(V_CUT, COLUMNS)
-    offsets = no_offsets(VALUES, COLUMNS)
+    # of weights times offsets: channel group g on row g, or of one group still to be added up over tokens
+    SUMS: tl.constexpr = ROWS if VALUES.lift else TILE
+    offsets = tl.zeros([SUMS, COLUMNS], tl.float32)
+    queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
     if KEYS.side.wide == 0:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
-        whole_q = q
-        if KEYS.fold == "tile":
-            whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
+        whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
     lane = tl.arange(0, TILE)
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the codes' loads.
@@ -76,7 +117,7 @@ def attend_heads(
         value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
         scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
         at = visible.sink_tokens + tile * TILE + lane
-        scores = bend(scores, factor, at, lane, visible, QUERIES, False)
+        scores = bend(scores, factor, at, below(lane, TILE), visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides, VALUES.lift)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
         acc, offsets = add_values(
@@ -92,13 +133,12 @@ def attend_heads(
 
 @triton.jit
 def attend_window(
-    queries, real, keys, values, row, head, exact, page_tokens, visible, softmax_scale, WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
+    keys, values, columns, exact, page_tokens, visible, softmax_scale, WINDOW: tl.constexpr, QUERIES: tl.constexpr
 ):  # fmt: skip
     """Attend query columns to the exact tokens of a row, of one head or of latents.
 
     Args:
-        keys, values: Strided windows of all rows (int64) and heads, of which `exact` slots hold tokens. Slots below
+        keys, values: Strided windows of all rows and heads, of which `exact` slots hold tokens. Slots below
             `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
         WINDOW: a meta_params.ExactWindow.
     Returns: as `attend_heads`, in parts of WINDOW.out; without values (), and with WINDOW.out None.
@@ -109,7 +149,8 @@ def attend_window(
     TILE: tl.constexpr = WINDOW.tile
     K_DTYPE: tl.constexpr = dtype_of(WINDOW.key_dtype)
     V_DTYPE: tl.constexpr = dtype_of(WINDOW.value_dtype)
-    COLUMNS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = QUERIES.columns
+    queries, real = columns.queries, columns.real
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()
@@ -124,13 +165,13 @@ def attend_window(
         slot = first + tl.arange(0, TILE)
         held = slot < exact
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
-        key_rows = row_of(keys, row, head) + slot * keys.token
-        value_rows = row_of(values, row, head) + slot * values.token
+        key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
+        value_rows = row_of(values, columns.row, columns.head) + slot * values.token
         scores = score_exact(key_rows, held, query, K_CUT)
         if R_CUT is not None:
             scores += score_exact(value_rows, held, rope, R_CUT)
             value_rows = key_rows
-        scores = bend(scores, factor, at, held, visible, QUERIES, True)
+        scores = bend(scores, factor, at, held, visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
@@ -189,18 +230,9 @@ def load_parts(pointers, CUT: tl.constexpr):
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
-        parts = parts + (load_held(pointers + CUT.parts[p].place + lane, lane, CUT.parts[p].held),)
+        where = pointers + CUT.parts[p].place + lane
+        parts = parts + (tl.load(where, mask=below(lane, CUT.parts[p].held), other=0),)
     return parts
-
-
-@triton.jit
-def load_held(pointers, lane, HELD: tl.constexpr):
-    """Load what lies at `pointers`, zeros where `lane`, 0 to a power of two along one of their axes, reaches HELD."""
-    if lane.numel > HELD:
-        x = tl.load(pointers, mask=lane < HELD, other=0)
-    else:
-        x = tl.load(pointers)
-    return x
 
 
 @triton.jit
@@ -274,7 +306,7 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
         at = token + piece * ROWS + tl.arange(0, ROWS)
         rows = keys.codes + block * (KEYS.side.page * KEYS.side.size) + at * KEYS.side.size
         if KEYS.fold == "none":
-            one = score_exact(rows, None, query, CUT)
+            one = score_exact(rows, below(tl.arange(0, ROWS), ROWS), query, CUT)
         else:
             group = (
                 block * (KEYS.side.page // KEYS.side.scale_tokens) + at // KEYS.side.scale_tokens
@@ -286,16 +318,13 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
 
 @triton.jit
 def score_exact(rows, held, query, CUT: tl.constexpr):
-    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held`; None: everywhere."""
+    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held`."""
     scores = tl.zeros([rows.shape[0], query[0].shape[1]], tl.float32)
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
         where = rows[:, None] + (CUT.parts[p].place + lane)[None, :]
-        if held is None:
-            x = load_held(where, lane[None, :], CUT.parts[p].held)
-        else:
-            inside = held[:, None] & (lane < CUT.parts[p].held)[None, :]
-            x = tl.load(where, mask=inside, other=0.0)
+        inside = held[:, None] & below(lane, CUT.parts[p].held)[None, :]
+        x = tl.load(where, mask=inside, other=0.0)
         scores = tl.dot(x.to(query[p].dtype), query[p], scores, input_precision="ieee")
     return scores
 
@@ -323,8 +352,8 @@ def _score_codes(
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         where = rows[:, None] + (CUT.chunks[c].byte + lane)[None, :]
-        inside = (lane < CUT.chunks[c].held)[None, :]
-        x = load_held(where, lane[None, :], CUT.chunks[c].held)
+        inside = below(lane, CUT.chunks[c].held)[None, :]
+        x = tl.load(where, mask=inside, other=0)
         runs = unpack(x, CODE, CUT.chunks[c].bits, NUMBERS, KEYS.isa)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
@@ -332,8 +361,7 @@ def _score_codes(
             if KEYS.fold == "element":
                 channel = CUT.parts[CUT.chunks[c].first + r].place + lane
                 at = (group * KEYS.side.dim)[:, None] + channel[None, :]
-                k = k * tl.load(keys.scale + at, mask=inside, other=0.0).to(tl.float32)
-                k = k + tl.load(keys.offset + at, mask=inside, other=0.0).to(tl.float32)
+                k = _scaled(k, keys, at, inside, KEYS)
             elif KEYS.fold == "tile":
                 if KEYS.side.wide > 0:
                     # summed across threads: as a product of equal rows, gathered queries would go through shared memory
@@ -362,6 +390,15 @@ def _score_codes(
 
 
 @triton.jit
+def _scaled(x, fields, at, inside, OPERAND: tl.constexpr):
+    """Return codes x with scales and offsets of their own, number `at` of the side's, where `inside`."""
+    x = x * tl.load(fields.scale + at, mask=inside, other=0.0).to(tl.float32)
+    if OPERAND.side.code == "unsigned":
+        x += tl.load(fields.offset + at, mask=inside, other=0.0).to(tl.float32) * OPERAND.offset
+    return x
+
+
+@triton.jit
 def _stack(parts):
     """Return one or two equal parts [tokens, columns] (see meta_params.TOKEN_GROUPS), one behind the other along the tokens."""
     whole = parts[0]
@@ -375,40 +412,26 @@ def _stack(parts):
 
 
 @triton.jit
-def no_offsets(VALUES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return zeros for the sums of weight * offset that `add_values` adds to."""
-    TILE: tl.constexpr = VALUES.tile
-    GROUPS: tl.constexpr = VALUES.groups
-    sums = ()
-    if VALUES.lift:
-        sums = (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    elif VALUES.side.code == "unsigned" and VALUES.fold == "token":
-        for _ in tl.static_range(GROUPS):
-            sums = sums + (tl.zeros([TILE, COLUMNS], tl.float32),)
-    return sums
-
-
-@triton.jit
 def load_value_factors(values, tokens, VALUES: tl.constexpr):
     """Load a tile's scales (and offsets) of values, to be used one tile later.
 
     Args:
         values: Fields; tokens: [tokens], block * page size + place in the page.
-    Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, alike or as one
-        [groups, tokens] (VALUES.lift); else ().
+    Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, [tokens] of one group,
+        else [ROWS, tokens], the groups again and again; else ().
     """
-    GROUPS: tl.constexpr = VALUES.groups
+    GROUPS: tl.constexpr = VALUES.side.dim // VALUES.side.scale_channels
     factors = ()
     if VALUES.fold == "token":
         first = tokens * GROUPS
         for g in tl.static_range(GROUPS):
             factors = factors + (tl.load(values.scale + first + g),)
         if VALUES.lift:
-            rows = first[None, :] + tl.arange(0, GROUPS)[:, None]
-            factors = factors + (tl.load(values.offset + rows),)
+            group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None]
+            rows = first[None, :] + group
+            factors = factors + (tl.load(values.offset + rows, mask=below(group, GROUPS), other=0),)
         elif VALUES.side.code == "unsigned":
-            for g in tl.static_range(GROUPS):
-                factors = factors + (tl.load(values.offset + first + g),)
+            factors = factors + (tl.load(values.offset + first),)
     return factors
 
 
@@ -426,12 +449,8 @@ def add_exact(
     for p in tl.static_range(len(CUT.parts)):
         lane = tl.arange(0, CUT.parts[p].size)
         where = rows[None, :] + (CUT.parts[p].place + lane)[:, None]
-        if held is None:
-            x = load_held(where, lane[:, None], CUT.parts[p].held)
-        else:
-            inside = (lane < CUT.parts[p].held)[:, None]
-            x = tl.load(where, mask=held[None, :] & inside, other=0.0)
-        x = x.to(DTYPE)
+        inside = held[None, :] & below(lane, CUT.parts[p].held)[:, None]
+        x = tl.load(where, mask=inside, other=0.0).to(DTYPE)
         if TURNED:
             part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(acc[p]), input_precision="ieee")
             new = new + (tl.trans(part),)
@@ -448,8 +467,8 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
         values, block, token: as for keys; loaded: of `load_value_factors`.
         keep: [columns], what the earlier sums are multiplied by.
         acc: parts of [size, columns], in units of boost * tile_unit * run_unit.
-        offsets: of `no_offsets`, sums of LIFT * weight * offset: of group g on row g, or per group [tokens, columns] that are
-            still to be added up over tokens.
+        offsets: sums of LIFT * weight * offset: of group g on row g, or of the one group [tokens, columns], still to be
+            added up over tokens.
     Returns: acc, offsets.
     """
     CUT: tl.constexpr = VALUES.cut
@@ -457,20 +476,20 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
     lane = token + tl.arange(0, VALUES.tile)
     if VALUES.fold == "none":
         rows = values.codes + block * (VALUES.side.page * VALUES.side.dim) + lane * VALUES.side.dim
-        return add_exact(rows, None, weights, rescale(acc, keep), CUT, DTYPE), offsets
+        held = below(tl.arange(0, VALUES.tile), VALUES.tile)
+        return add_exact(rows, held, weights, rescale(acc, keep), CUT, DTYPE), offsets
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
         codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane
-        tokens = (block * VALUES.side.page + lane) * VALUES.groups
+        tokens = (block * VALUES.side.page + lane) * (VALUES.side.dim // VALUES.side.scale_channels)
         return _add_codes(codes, values, tokens, factors, keep, acc, VALUES, DTYPE), sums
 
 
 @triton.jit
 def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.constexpr):
     """Return the weights of each channel group [tokens, columns], with its scales, and the new sums of offsets."""
-    GROUPS: tl.constexpr = VALUES.groups
+    GROUPS: tl.constexpr = VALUES.side.dim // VALUES.side.scale_channels
     factors = ()
-    sums = ()
     if VALUES.fold == "element":
         factors = (weights.to(DTYPE),)
     else:
@@ -479,15 +498,15 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
             factors = factors + ((weights * s[:, None]).to(DTYPE),)
         if VALUES.lift:
             rows = loaded[GROUPS].to(DTYPE)[None]
-            rows = tl.broadcast_to(rows, [ROWS // GROUPS, GROUPS, VALUES.tile])
+            rows = tl.broadcast_to(rows, [ROWS // rows.shape[1], rows.shape[1], VALUES.tile])
             rows = tl.reshape(rows, [ROWS, VALUES.tile])
-            total = offsets[0] * keep[None, :]
-            sums = (tl.dot(rows, weights.to(DTYPE), total, input_precision="ieee"),)
+            offsets = tl.dot(
+                rows, weights.to(DTYPE), offsets * keep[None, :], input_precision="ieee"
+            )
         elif VALUES.side.code == "unsigned":
-            for g in tl.static_range(GROUPS):
-                o = loaded[GROUPS + g].to(tl.float32)
-                sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
-    return factors, sums
+            o = loaded[1].to(tl.float32)
+            offsets = tl.fma(offsets, keep[None, :], weights * o[:, None])
+    return factors, offsets
 
 
 @triton.jit
@@ -508,12 +527,12 @@ def _add_codes(
     new = ()
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
-        inside = (lane < CUT.chunks[c].held)[:, None]
+        inside = below(lane, CUT.chunks[c].held)[:, None]
         where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.side.page)[:, None]
-        x = load_held(where, lane[:, None], CUT.chunks[c].held)
+        x = tl.load(where, mask=inside, other=0)
         if VALUES.side.bits == 3:
-            second = load_held(where + PLANE, lane[:, None], CUT.chunks[c].held)
-            third = load_held(where + 2 * PLANE, lane[:, None], CUT.chunks[c].held)
+            second = tl.load(where + PLANE, mask=inside, other=0)
+            third = tl.load(where + 2 * PLANE, mask=inside, other=0)
             runs = unpack_planes(x, second, third, NUMBERS, VALUES.isa)
         else:
             runs = unpack(x, CODE, VALUES.side.bits, NUMBERS, VALUES.isa)
@@ -525,10 +544,7 @@ def _add_codes(
                     CUT.parts[CUT.chunks[c].first + r].place + lane
                 ) // VALUES.side.scale_channels
                 at = tokens[None, :] + group[:, None]
-                v = v * tl.load(values.scale + at, mask=inside, other=0.0).to(tl.float32)
-                if VALUES.side.code == "unsigned":
-                    o = tl.load(values.offset + at, mask=inside, other=0.0).to(tl.float32)
-                    v = v + (o if VALUES.offset == 1.0 else o * VALUES.offset)
+                v = _scaled(v, values, at, inside, VALUES)
                 w = factors[0]
             else:
                 w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.side.scale_channels]
@@ -541,6 +557,7 @@ def settle(acc, offsets, VALUES: tl.constexpr):
     """Bring the parts of acc from `add_values` to plain units and add the sums of offsets."""
     CUT: tl.constexpr = VALUES.cut
     RUNS: tl.constexpr = len(CUT.parts) // len(CUT.chunks)
+    row = tl.arange(0, offsets.shape[0])
     new = ()
     for p in tl.static_range(len(acc)):
         part = acc[p]
@@ -550,17 +567,11 @@ def settle(acc, offsets, VALUES: tl.constexpr):
             )
             part = part * (1.0 / (VALUES.boost * unit))
             if VALUES.side.code == "unsigned":
-                o = _offset_of(offsets, CUT.parts[p].place // VALUES.side.scale_channels, VALUES)
+                own = offsets
+                if VALUES.lift:
+                    group = CUT.parts[p].place // VALUES.side.scale_channels
+                    own = tl.where((row == group)[:, None], offsets, 0.0)
+                o = tl.sum(own, 0)
                 part += (o * (VALUES.offset / 2.0**VALUES.lift))[None, :]
         new = new + (part,)
     return new
-
-
-@triton.jit
-def _offset_of(sums, GROUP: tl.constexpr, VALUES: tl.constexpr):
-    """Return the sum of weight * offset [columns] of channel group GROUP."""
-    if VALUES.lift:
-        x = tl.where((tl.arange(0, ROWS) == GROUP)[:, None], sums[0], 0.0)
-    else:
-        x = sums[GROUP]
-    return tl.sum(x, 0)

@@ -16,14 +16,14 @@ once per group: codes stay as they are.
 import triton
 import triton.language as tl
 
-from .dequant import dtype_of, stages, tile_unit, unpack
+from .dequant import below, dtype_of, stages, tile_unit, unpack
 from .softmax import bend, near_one, weigh
 
 
 @triton.jit
 def attend_latents(
-    keys, values, queries, real, table, begin, end, visible, softmax_scale, LATENTS: tl.constexpr,
-    QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, values, columns, table, begin, end, visible, softmax_scale, LATENTS: tl.constexpr, QUERIES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend query rows to tiles `begin` to `end` of a row's pages of latents.
 
@@ -44,7 +44,8 @@ def attend_latents(
     TILES_PER_PAGE: tl.constexpr = PAGE // LATENTS.tile
     R_CODE: tl.constexpr = LATENTS.rope_code
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
-    COLUMNS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = QUERIES.columns
+    queries, real = columns.queries, columns.real
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()
@@ -120,7 +121,8 @@ def attend_latents(
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
             whole = tl.trans(tl.sum(side_by_side(turned), 0))
-            whole = bend(whole, factor, visible.sink_tokens + position, n, visible, QUERIES, False)
+            held = below(n, ROWS * STEP)
+            whole = bend(whole, factor, visible.sink_tokens + position, held, visible, QUERIES)
             weights, keep, best = weigh(whole, factor, best, QUERIES.bent, QUERIES.hides)
             parts = apart(tl.trans(weights), STEP)
             total = total * keep
@@ -225,29 +227,22 @@ def piece(RUN: tl.constexpr, CUT: tl.constexpr):
     """Return the channels of run RUN of each chunk, [chunks, wide], and which there are; CUT: meta_params.Chunks."""
     place = tl.arange(0, CUT.wide)[None, :]
     channel = (tl.arange(0, CUT.chunks)[:, None] * CUT.runs + RUN) * CUT.size + place
-    return channel, (place < CUT.size) & (channel < CUT.dim)
-
-
-@triton.constexpr_function
-def is_padded(CUT):
-    """Return whether pieces hold channels that there are not."""
-    return CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim
+    if CUT.size < CUT.wide or CUT.chunks * CUT.runs * CUT.size > CUT.dim:
+        inside = (place < CUT.size) & (channel < CUT.dim)
+    else:
+        inside = tl.full(channel.shape, True, tl.int1)
+    return channel, inside
 
 
 @triton.jit
 def load_tile(rows, held, RUN: tl.constexpr, CUT: tl.constexpr):
     """Load run RUN of the channels of `rows` [rows], pointers to channel 0, as [chunks, rows, wide]; zeros where there are none.
 
-    held: [rows], which exist, or None: all.
+    held: [rows], which exist.
     """
     channel, inside = piece(RUN, CUT)
     where = rows[None, :, None] + channel[:, None, :]
-    if held is not None:
-        return tl.load(where, mask=held[None, :, None] & inside[:, None, :], other=0)
-    elif is_padded(CUT):
-        return tl.load(where, mask=inside[:, None, :], other=0)
-    else:
-        return tl.load(where)
+    return tl.load(where, mask=held[None, :, None] & inside[:, None, :], other=0)
 
 
 @triton.jit
@@ -267,13 +262,14 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     WHOLE: tl.constexpr = LATENTS.whole
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
     CODE: tl.constexpr = LATENTS.side.code
+    held = below(tl.arange(0, rows.shape[0]), rows.shape[0])
     if WHOLE is not None:
         # the first and the last channels of each chunk
-        x = load_tile(rows, None, 0, WHOLE)
+        x = load_tile(rows, held, 0, WHOLE)
         x = x.reshape(x.shape[0], x.shape[1], 2, x.shape[2] // 2)
         runs = tl.split(tl.trans(x, (0, 1, 3, 2)))
     else:
-        runs = load_runs(rows, None, CUT)
+        runs = load_runs(rows, held, CUT)
     numbers = ()
     for r in tl.static_range(len(runs)):
         places = unpack(runs[r], CODE, LATENTS.side.bits, DTYPE, LATENTS.isa)
@@ -312,7 +308,7 @@ def score_rope(
         query: [chunks, columns, wide]; keys: [rows], pointers to channel 0 of each token.
         scale: of encoded keys, whose offsets are added elsewhere.
     """
-    x = load_tile(keys, None, 0, CUT)
+    x = load_tile(keys, below(tl.arange(0, keys.shape[0]), keys.shape[0]), 0, CUT)
     if CODE == "none":
         k = tl.trans(x.to(query.dtype), (0, 2, 1))
         return tl.dot(query, k, scores, input_precision="ieee")
@@ -337,10 +333,7 @@ def store_runs(pointers, acc, held, CUT: tl.constexpr):
 def load_channels(factors, RUN: tl.constexpr, CUT: tl.constexpr, CACHE: tl.constexpr):
     """Load the scales or offsets of channels, `factors` points to channel 0's, as [chunks, wide]; cut as in `load_tile`."""
     channel, inside = piece(RUN, CUT)
-    if is_padded(CUT):
-        return tl.load(factors + channel, mask=inside, other=0, cache_modifier=CACHE)
-    else:
-        return tl.load(factors + channel, cache_modifier=CACHE)
+    return tl.load(factors + channel, mask=inside, other=0, cache_modifier=CACHE)
 
 
 @triton.jit

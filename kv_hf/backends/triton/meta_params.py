@@ -1,6 +1,7 @@
 """How pages are read: how a side lies in memory, tiles, chunks, foldings, dtypes, warps and stages.
 
-Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation. Warps and stages
+Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation. Call `target_isa`
+and `shared_memory`, which ask torch, through the module: tests patch them. Warps and stages
 come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
 """
 
@@ -144,18 +145,16 @@ class Cut(NamedTuple):
     def of(
         cls,
         runs: Iterable[tuple[int, int]],
-        pieces: Callable[[int], tuple[tuple[int, int], ...]],
+        pieces: Callable[[int], tuple[tuple[int, int, int], ...]],
     ) -> "Cut":
-        """Cut runs of channels (SideSpec.runs); pieces: (start, size) of so many bytes or numbers."""
+        """Cut runs of channels (SideSpec.runs); pieces: (start, held, size) of so many bytes or numbers."""
         found: list[Chunk] = []
         parts: list[Part] = []
         place = byte = 0
         for bits, channels in runs:
             each = codes_of_bytes(bits)
             width = channels // each
-            cut = pieces(width)
-            for (start, size), (end, _) in zip(cut, (*cut[1:], (width, 0)), strict=True):
-                held = min(size, end - start)
+            for start, held, size in pieces(width):
                 found.append(Chunk(bits, byte + start, held, size, len(parts)))
                 parts += [Part(place + run * width + start, held, size) for run in range(each)]
             place, byte = place + channels, byte + width
@@ -174,7 +173,7 @@ class Operand(NamedTuple):
         side: where it lies; tile: tokens of a tile.
         fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
             each token), or "element" where none of these fits: each number gets its own.
-        groups: of channels (values); pieces: token groups of a tile (keys).
+        pieces: token groups of a tile (keys).
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
         lift: the weights are multiplied by 2^lift, so that the offsets of channel groups are summed by one matrix product in
             float16, a group on each row. 0: one group is summed with fewer instructions number by number, beside the weights.
@@ -187,7 +186,6 @@ class Operand(NamedTuple):
     side: SideLayout
     tile: int
     fold: str
-    groups: int
     pieces: int
     offset: float
     lift: int
@@ -220,19 +218,18 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def chunks(width: int, first: int = 0) -> tuple[tuple[int, int], ...]:
-    """Cut `width` places from `first` on into (start, size) with sizes that are powers of two, at least 16.
+def chunks(width: int, first: int = 0) -> tuple[tuple[int, int, int], ...]:
+    """Cut `width` places from `first` on into (start, held, size) with sizes that are powers of two, at least 16.
 
-    The last may reach past the end; what two chunks would pad as much as one is one.
+    The last may hold less than its size; what two chunks would pad as much as one is one.
     """
-    whole = power_of_two(width)
-    if width <= MIN_SIZE or whole == width:
-        return ((first, max(whole, MIN_SIZE)),)
+    whole = max(power_of_two(width), MIN_SIZE)
     half = whole // 2
-    rest = chunks(width - half, first + half)
-    if half + sum(size for _, size in rest) >= whole:
-        return ((first, whole),)
-    return ((first, half), *rest)
+    if MIN_SIZE < width < whole:
+        rest = chunks(width - half, first + half)
+        if half + sum(size for _, _, size in rest) < whole:
+            return ((first, half, half), *rest)
+    return ((first, width, whole),)
 
 
 def in_float32(spec: PageSpec, query_dtype: torch.dtype) -> bool:
@@ -240,75 +237,38 @@ def in_float32(spec: PageSpec, query_dtype: torch.dtype) -> bool:
     return torch.float32 in (query_dtype, *(side.dtype for side in spec.sides))
 
 
-def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
+def tile_tokens(spec: PageSpec, full: bool = False) -> int:
     """Return the tokens of a tile: a page, a part of it, or one or two token groups of the keys' scales."""
     if spec.is_latent:
-        return tile_rows(spec, query_dtype) * (spec.keys.page_size // token_stride(spec))
+        return tile_rows(spec, full) * (spec.keys.page_size // token_stride(spec))
     tile = min(spec.keys.page_size, MAX_TILE)
     scheme = spec.keys.scheme
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
         tile = min(tile, TOKEN_GROUPS * scheme.scale_group[0])
     token_bytes = sum(side.token_bits for side in spec.sides) // 8
     most = TILE_BYTES
-    if in_float32(spec, query_dtype):  # unpacked numbers go through shared memory
+    if full:  # unpacked numbers go through shared memory
         token_bytes, most = sum(4 * side.head_dim for side in spec.sides), FLOAT_BYTES
     while tile > MIN_SIZE and tile * token_bytes > most:
         tile //= 2
     return tile
 
 
-class Step(NamedTuple):
-    """What a kernel is compiled for beside its pages.
-
-    Attributes:
-        heads: of the queries; q_len: chunks of all lengths above 1 share a variant.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
-        mask: "none", "bool" or "float".
-        softcap, sliding_window, sinks: whether the call has them.
-    """
-
-    query_dtype: torch.dtype
-    heads: int
-    q_len: int
-    isa: int
-    mask: str = "none"
-    softcap: bool = False
-    sliding_window: bool = False
-    sinks: bool = False
-
-    @classmethod
-    def of(cls, call: AttentionCall, isa: int) -> "Step":
-        """Return that of a call."""
-        _, heads, q_len, _ = call.query.shape
-        mask = "none"
-        if call.mask is not None:
-            mask = "bool" if call.mask.dtype == torch.bool else "float"
-        bends = (call.softcap, call.sliding_window, call.sink_logits)
-        return cls(call.query.dtype, heads, q_len, isa, mask, *(one is not None for one in bends))
-
-
-def column_block(spec: PageSpec, step: Step) -> int:
+def column_block(spec: PageSpec, group: int, chunk: bool, isa: int) -> int:
     """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape) or 16.
 
     More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
-    read the same pages from the second-level cache issue no more instructions altogether.
+    read the same pages from the second-level cache issue no more instructions altogether. Chunks of every length share one
+    variant.
     """
-    if step.isa == HIP or spec.is_latent:
+    if isa == HIP or spec.is_latent:
         return MAX_COLUMNS
     most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
-    if step.q_len > 1:  # one variant for chunks of every length
-        return most
-    return min(max(8, power_of_two(step.heads // spec.keys.num_kv_heads)), most)
-
-
-def query_blocks(spec: PageSpec, step: Step) -> int:
-    """Return the programs of one split of a row."""
-    heads = spec.keys.num_kv_heads
-    return heads * -(-step.heads // heads * step.q_len // column_block(spec, step))
+    return most if chunk else min(max(8, power_of_two(group)), most)
 
 
 class Queries(NamedTuple):
-    """How queries are spread over programs, and what hides tokens from them or bends their scores.
+    """What a kernel is compiled for beside its pages: how queries are spread over programs, what hides tokens or bends scores.
 
     Attributes:
         heads, group: kv heads, and query heads of each.
@@ -318,6 +278,8 @@ class Queries(NamedTuple):
         mask: "none", "bool" or "float".
         bent: whether scores are in log2 before weights are taken from them.
         hides: whether some scores of pages may be -inf.
+        full: whether products are in float32.
+        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
     """
 
     heads: int
@@ -332,53 +294,64 @@ class Queries(NamedTuple):
     mask: str
     bent: bool
     hides: bool
+    full: bool
+    isa: int
 
     @classmethod
-    def of(cls, spec: PageSpec, step: Step) -> "Queries":
-        """Return those of a step."""
-        heads, chunk, mask = spec.keys.num_kv_heads, step.q_len > 1, step.mask
-        causal, group = chunk and mask == "none", step.heads // heads
-        columns = column_block(spec, step)
+    def of(cls, call: AttentionCall, isa: int) -> "Queries":
+        """Return those of a call."""
+        spec, mask = call.kv.spec, "none"
+        if call.mask is not None:
+            mask = "bool" if call.mask.dtype == torch.bool else "float"
+        heads, chunk = spec.keys.num_kv_heads, call.query.shape[2] > 1
+        group, causal = call.query.shape[1] // heads, chunk and mask == "none"
+        windowed, capped = call.sliding_window is not None, call.softcap is not None
+        columns = column_block(spec, group, chunk, isa)
         kept = columns if chunk else min(columns, power_of_two(group))
         return cls(
-            heads, group, columns, kept, chunk, step.sinks, causal, step.sliding_window, step.softcap, mask,
-            bent=step.softcap or mask == "float", hides=causal or step.sliding_window or mask != "none",
+            heads, group, columns, kept, chunk, call.sink_logits is not None, causal, windowed, capped, mask,
+            bent=capped or mask == "float", hides=causal or windowed or mask != "none",
+            full=in_float32(spec, call.query.dtype), isa=isa,
         )  # fmt: skip
 
+    def blocks(self, q_len: int) -> int:
+        """Return the programs of one split of a row."""
+        return self.heads * -(-self.group * q_len // self.columns)
 
-def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
+
+def compute_types(spec: PageSpec, full: bool) -> tuple[str, ...]:
     """Return the dtypes of the products with key pages, value pages, window keys and window values.
 
     Codes are multiplied in float16, into which they fit exactly, whatever the model's dtype: it has three bits more
     than bfloat16, and its range is kept by powers of two (see BOOST and the kernel's `shrink`). Exact numbers are
     multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
     """
-    window = [FLOATS[side.dtype] for side in spec.sides]
-    if in_float32(spec, query_dtype):
+    if full:
         return ("fp32",) * 4
+    window = [FLOATS[side.dtype] for side in spec.sides]
     pages = [
         own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)
     ]
-    return pages[0], pages[1], window[0], window[1]
+    return (*pages, *window)
 
 
-def _keys_of(spec: PageSpec, step: Step) -> Operand:
+def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
     """Return how keys are multiplied."""
-    side, tile = spec.keys, tile_tokens(spec, step.query_dtype)
+    side, tile = spec.keys, tile_tokens(spec, queries.full)
     scheme, layout = side.scheme, side_layout(side)
     group = layout.scale_tokens
     fold = "none" if scheme.is_exact else "page"
     if scheme.code == "unsigned":
         fold = "tile" if group >= MIN_SIZE else "element"
-    cut, dtype = Cut.of(side.runs, chunks), compute_types(spec, step.query_dtype)[0]
+    cut, dtype = Cut.of(side.runs, chunks), compute_types(spec, queries.full)[0]
     return Operand(
-        side=layout, tile=tile, fold=fold, groups=1, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
-        lift=0, boost=1.0, dtype=dtype, isa=0 if dtype == "fp32" or fold == "element" else step.isa, cut=cut,
+        side=layout, tile=tile, fold=fold, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
+        lift=0, boost=1.0, dtype=dtype, isa=0 if queries.full or fold == "element" else queries.isa, cut=cut,
         offsets=cut if layout.wide else whole(side),
     )  # fmt: skip
 
 
-def _values_of(spec: PageSpec, step: Step) -> Operand:
+def _values_of(spec: PageSpec, queries: Queries) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
     side = spec.values
     scheme, layout = side.scheme, side_layout(side)
@@ -391,15 +364,13 @@ def _values_of(spec: PageSpec, step: Step) -> Operand:
         else:
             fold = "element"
     groups = side.head_dim // group
-    together = fold == "token" and code == "unsigned" and groups in (2, 4, 8, 16)
-    dtype = compute_types(spec, step.query_dtype)[1]
-    exact = dtype == "fp32"
+    together = fold == "token" and code == "unsigned" and groups > 1
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        side=layout, tile=tile_tokens(spec, step.query_dtype), fold=fold, groups=groups, pieces=1,
+        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, pieces=1,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), lift=LIFT if together else 0,
-        boost=1.0 if exact else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code], dtype=dtype, isa=0 if exact or fold == "element" else step.isa,
-        cut=Cut.of(side.runs, pieces), offsets=whole(side),
+        boost=1.0 if queries.full else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code],
+        dtype=compute_types(spec, queries.full)[1], isa=0 if queries.full or fold == "element" else queries.isa, cut=Cut.of(side.runs, pieces), offsets=whole(side),
     )  # fmt: skip
 
 
@@ -408,7 +379,7 @@ def whole(side: SideSpec) -> Cut:
     return Cut.of([(8 * side.dtype.itemsize, side.head_dim)], chunks)
 
 
-def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int], ...]:
+def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
     """Cut `width` places as `chunks` does, each group of so many by itself."""
     return tuple(cut for start in range(0, width, group) for cut in chunks(group, start))
 
@@ -434,12 +405,12 @@ class ExactWindow(NamedTuple):
     value_dtype: str
 
     @classmethod
-    def of(cls, spec: PageSpec, step: Step, *, chooses: bool = False) -> "ExactWindow":
+    def of(cls, spec: PageSpec, full: bool, *, chooses: bool = False) -> "ExactWindow":
         """Return that of a step, or of the choice of pages before it, which reads no values."""
         keys, values = (whole(side) for side in spec.sides)
         bytes_ = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
         tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
-        types = compute_types(spec, step.query_dtype)[2:]
+        types = compute_types(spec, full)[2:]
         if spec.is_latent:
             return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
         return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
@@ -535,12 +506,12 @@ def token_stride(spec: PageSpec) -> int:
     return max(MIN_SIZE, spec.keys.page_size // side_layout(spec.keys).places)
 
 
-def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
+def tile_rows(spec: PageSpec, full: bool) -> int:
     """Return the rows of a tile, a part of a page."""
     rows = 32
     places = side_layout(spec.keys).places
     # more tokens leave no registers for their scores, or no shared memory for their numbers in float32
-    if places > 2 or in_float32(spec, query_dtype):
+    if places > 2 or full:
         rows = MIN_SIZE
     width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places == 1 else 2)
     while rows > MIN_SIZE and rows * width > WORD_BYTES:
@@ -548,15 +519,14 @@ def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     return min(rows, token_stride(spec))
 
 
-def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
+def latent_bytes(spec: PageSpec, full: bool, isa: int) -> int:
     """Return the most bytes of shared memory that a program of the decode kernel takes over latents.
 
     In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values. What
     compiled kernels take is at most that, and over keys and values at most what any GPU has (tests/backends/test_triton_compiled.py).
     """
     padded, rope = Chunks.of(spec).padded, spec.values.head_dim
-    full = in_float32(spec, query_dtype)
-    rows = tile_rows(spec, query_dtype)
+    rows = tile_rows(spec, full)
     if isa == HIP:
         both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
         window = 2 * MIN_SIZE * padded * (4 if full else 2)  # as keys and as values
@@ -566,16 +536,15 @@ def latent_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
         return 32 * padded * 2 + queries + REDUCED
     if spec.keys.scheme.code == "unsigned":
         return FLOAT_CHANNEL * padded
-    return 2 * tile_tokens(spec, query_dtype) * padded * 4 + queries + rows * rope * 4
+    return 2 * tile_tokens(spec, full) * padded * 4 + queries + rows * rope * 4
 
 
-def latents(spec: PageSpec, step: Step) -> Latents:
+def latents(spec: PageSpec, queries: Queries) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
     cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
-    dtypes = compute_types(spec, step.query_dtype)
-    exact = dtypes[0] == "fp32"
+    dtypes = compute_types(spec, queries.full)
     by_channel = fold == "channel"
     group = side.scale_tokens if by_channel else side.scale_channels
     stride, words = token_stride(spec), page // side.places
@@ -583,27 +552,27 @@ def latents(spec: PageSpec, step: Step) -> Latents:
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        side=side, fold=fold, tile=tile_tokens(spec, step.query_dtype),
-        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, step.query_dtype), places=page // stride,
+        side=side, fold=fold, tile=tile_tokens(spec, queries.full),
+        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, queries.full), places=page // stride,
         step=at_once, share=max(1, min(at_once, group // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
-        boost=1.0 if exact else WEIGHT_BOOST if by_channel else BOOST[code],
-        dtype=dtypes[0], rope_dtype=dtypes[1], isa=0 if exact else step.isa,
+        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],
+        dtype=dtypes[0], rope_dtype=dtypes[1], isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
 
 # -- a launch ----------------------------------------------------------------------------------------------------------
 
 
-def constants(spec: PageSpec, step: Step) -> tuple[dict[str, Any], int]:
+def constants(spec: PageSpec, queries: Queries) -> tuple[dict[str, Any], int]:
     """Return the decode kernel's compile-time arguments, dtypes by name, and its warps. spec: layout "rows"."""
-    num_warps, num_stages = launch_parameters(spec, step)
+    num_warps, num_stages = launch_parameters(spec, queries)
     arguments = {
-        "QUERIES": Queries.of(spec, step),
-        "KEYS": latents(spec, step) if spec.is_latent else _keys_of(spec, step),
-        "VALUES": None if spec.is_latent else _values_of(spec, step),
-        "WINDOW": ExactWindow.of(spec, step),
+        "QUERIES": queries,
+        "KEYS": latents(spec, queries) if spec.is_latent else _keys_of(spec, queries),
+        "VALUES": None if spec.is_latent else _values_of(spec, queries),
+        "WINDOW": ExactWindow.of(spec, queries.full),
         "STAGES": num_stages,
     }
     return arguments, num_warps
@@ -615,7 +584,7 @@ MIN_TILES = 4  # tiles that a split should have at least
 MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
 
 
-def launch_parameters(spec: PageSpec, step: Step) -> tuple[int, int]:
+def launch_parameters(spec: PageSpec, queries: Queries) -> tuple[int, int]:
     """Choose (warps, stages) of a decode step; splits by `most_splits`.
 
     Over latents a warp for each chunk of the rank. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
@@ -624,8 +593,8 @@ def launch_parameters(spec: PageSpec, step: Step) -> tuple[int, int]:
     would not fit into two warps' registers.
     """
     if spec.is_latent:
-        return CHUNKS, 1 if step.isa == HIP else 2
-    columns, tile = column_block(spec, step), tile_tokens(spec, step.query_dtype)
+        return CHUNKS, 1 if queries.isa == HIP else 2
+    columns, tile = queries.columns, tile_tokens(spec, queries.full)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
@@ -634,7 +603,7 @@ def launch_parameters(spec: PageSpec, step: Step) -> tuple[int, int]:
     elif tile == 16 or (
         packed
         and columns == 8
-        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or step.mask == "none")))
+        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or queries.mask == "none")))
     ):
         num_warps = 1
     else:
@@ -642,7 +611,7 @@ def launch_parameters(spec: PageSpec, step: Step) -> tuple[int, int]:
     # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
     gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
     # one warp hides more behind its own instructions: two stages were up to 8 % faster on an H100 (results/gpu/tuning.jsonl)
-    two = num_warps == 1 or step.isa == HIP or (dim > 128 and two_bits) or gathered
+    two = num_warps == 1 or queries.isa == HIP or (dim > 128 and two_bits) or gathered
     num_stages = 2 if two else 3
     return num_warps, num_stages
 
@@ -652,3 +621,32 @@ def most_splits(spec: PageSpec, programs: int) -> int:
     if spec.is_latent:
         return max(1, min(MAX_LATENT_SPLITS, -(-LATENT_PROGRAMS // programs)))
     return max(1, min(MAX_SPLITS, PROGRAMS // programs))
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
+
+
+def target_isa(device: torch.device) -> int:
+    """Return compute capability * 10 of an NVIDIA device, HIP for an AMD one, 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    if torch.version.hip:
+        return HIP
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def shared_memory(device: torch.device) -> int | None:
+    """Return the bytes of shared memory that one program may take there, or None where nothing limits it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return int(properties.shared_memory_per_block)
+    optin = getattr(
+        properties, "shared_memory_per_block_optin", None
+    )  # newer versions of torch have it
+    return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)

@@ -30,28 +30,25 @@ from .direct import (
     Fields,
     Kernel,
     Plan,
-    Scratch,
     Strided,
     kept,
+    queries_of,
     rows_of,
-    step_of,
 )
-from .heads import ROWS, attend_window, query_units
+from .heads import ROWS, attend_window, columns_of, query_units
 from .meta_params import (
     HIP,
     ExactWindow,
     Queries,
     SideLayout,
-    Step,
     codes_of_bytes,
     compute_types,
     power_of_two,
-    query_blocks,
     side_layout,
 )
-from .softmax import LOG2E, NO_WEIGHT, Visibility, add_log2, cap, log2_sum
+from .softmax import LOG2E, NO_WEIGHT, Visibility, cap, log2_sum
 
-NUM_WARPS = 4
+NUM_WARPS = 4  # of both kernels, as of any that asks for no other number
 TILE_TOKENS = 256  # of the pages that a program scores at once
 MIN_DEPTH = 16  # numbers that a product sums over, at least
 MIN_STRETCH = 512  # tokens of a program, at least
@@ -109,7 +106,7 @@ class KeyWords(NamedTuple):
     isa: int
 
 
-def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
+def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
     keys, side = spec.keys, side_layout(spec.keys)
     bits, channels = keys.runs[0]
@@ -117,13 +114,13 @@ def key_words(spec: PageSpec, step: Step, indexed: bool) -> KeyWords:
     section = [word for word in word_channels(keys) if word[0] < channels]
     part = len(section[0]) // runs
     read = min(summary_words(keys), len(section))
-    dtype = compute_types(spec, step.query_dtype)[0]
+    dtype = compute_types(spec, queries.full)[0]
     # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
-    pages = NUM_WARPS if dtype == "fp32" else max(NUM_WARPS, TILE_TOKENS // side.page)
+    pages = NUM_WARPS if queries.full else max(NUM_WARPS, TILE_TOKENS // side.page)
     return KeyWords(
         side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
         bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
-        pages=pages, dtype=dtype, isa=0 if dtype == "fp32" else step.isa,
+        pages=pages, dtype=dtype, isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
 
@@ -209,7 +206,7 @@ def _places(words, KEYS: tl.constexpr):
     WIDTH: tl.constexpr = KEYS.width
     place = tl.maximum(words, 0)[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
     real = (words >= 0)[:, None] & (place < WIDTH)
-    if WIDTH % KEYS.part:
+    if WIDTH % KEYS.part:  # else loads would no longer be known to be of numbers side by side
         place = tl.minimum(place, WIDTH - 1)
     return place, real
 
@@ -297,14 +294,12 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
-    """Return the raw scores of the tokens of some units: products [units, tokens of a unit, columns], their factor and bias.
-
-    Scores are products * factor [units or 1] + bias [units, columns].
+def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+    """Return the log2 of the summed weights of the pages that some units belong to: [pages, columns].
 
     Args:
         keys: Fields; unit: [units], numbers among those of all pages and heads.
-        query, whole_query: of `_page_query`.
+        query, whole_query: of `_page_query`; factor: [columns], brings scores to log2.
     """
     TOKENS: tl.constexpr = KEYS.group
     UNITS: tl.constexpr = unit.shape[0]
@@ -322,14 +317,13 @@ def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
     start = unit * (TOKENS * KEYS.row)
     x = tl.load(keys.codes + (start[:, None, None, None] + within[None, :, :, :]))
     runs = unpack(tl.reshape(x, [UNITS, TOKENS, DEPTH]), CODE, BITS, DTYPE, KEYS.isa)
-    scores = tl.zeros([UNITS, TOKENS, COLUMNS], tl.float32)
-    factor = tl.full([1], 1.0, tl.float32)
-    if (
-        CODE == "unsigned"
-    ):  # codes of eight bits lie in the same subnormals as those of four and of two
-        factor = factor * (1.0 / tile_unit(4, KEYS.isa))
+    products = tl.zeros([UNITS, TOKENS, COLUMNS], tl.float32)
+    by = tl.full([1], 1.0, tl.float32)
+    if CODE == "unsigned":
+        # codes of eight bits lie in the same subnormals as those of four and of two
+        by = by * (1.0 / tile_unit(4, KEYS.isa))
     elif CODE != "none":
-        factor = tl.load(keys.scale + unit).to(tl.float32)
+        by = tl.load(keys.scale + unit).to(tl.float32)
     for r in tl.static_range(len(runs)):
         q = query[r]
         if CODE == "unsigned":
@@ -338,35 +332,26 @@ def _score_units(keys, unit, query, whole_query, words, KEYS: tl.constexpr):
             steps = tl.reshape(tl.load(keys.scale + at), [UNITS, DEPTH]).to(DTYPE)
             q = (q * (1.0 / run_unit(r, BITS, KEYS.isa))).to(DTYPE) * steps[:, :, None]
         q = tl.broadcast_to(q, [UNITS, DEPTH, COLUMNS])
-        scores = tl.dot(runs[r], q, scores, input_precision="ieee")
+        products = tl.dot(runs[r], q, products, input_precision="ieee")
     bias = tl.zeros([UNITS, COLUMNS], tl.float32)
     if CODE != "none" or KEYS.read < KEYS.words:
         bias = _bias(keys, unit, whole_query, words, KEYS)
-    return scores, factor, bias
-
-
-@triton.jit
-def _page_sums(products, unit_factor, bias, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
-    """Return the log2 of each page's summed weights [pages, columns]; other arguments are `_score_units`' results."""
     if CAPPED:
-        score = products * unit_factor[:, None, None] + bias[:, None, :]
+        score = products * by[:, None, None] + bias[:, None, :]
         score = cap(score, factor[None, None, :], softcap)
     else:
-        scaled = (unit_factor[:, None] * factor[None, :])[:, None, :]
-        bias = (bias * factor[None, :])[:, None, :]
-        score = tl.fma(
-            products, tl.broadcast_to(scaled, products.shape), tl.broadcast_to(bias, products.shape)
-        )
+        by = tl.broadcast_to((by[:, None] * factor[None, :])[:, None, :], products.shape)
+        bias = tl.broadcast_to((bias * factor[None, :])[:, None, :], products.shape)
+        score = tl.fma(products, by, bias)
     sums = log2_sum(score, 1)
-    GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
-    if GROUPS > 1:
-        sums = log2_sum(tl.reshape(sums, [KEYS.pages, GROUPS, products.shape[2]]), 1)
+    if KEYS.pages < UNITS:
+        sums = log2_sum(tl.reshape(sums, [KEYS.pages, UNITS // KEYS.pages, COLUMNS]), 1)
     return sums
 
 
 @triton.jit
 def _score_pages(
-    keys, held_words, table, pages, begin, end, head, queries, real, softmax_scale, softcap, scores,
+    keys, held_words, table, pages, begin, end, columns, softmax_scale, softcap, scores,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store the log2 of the summed weights of pages in tiles `begin` to `end` of a row, and return that of all: [columns].
@@ -375,6 +360,8 @@ def _score_pages(
     """
     PAGES: tl.constexpr = KEYS.pages
     GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
+    CAPPED: tl.constexpr = QUERIES.capped
+    queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     # each place of a tile has its own sum so far: no exchange between warps in the loop
     best = tl.full([PAGES, real.shape[0]], NO_WEIGHT, tl.float32)
@@ -395,8 +382,9 @@ def _score_pages(
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
-            products, by, bias = _score_units(keys, unit, read, all_channels, words, KEYS)
-            of_page = _page_sums(products, by, bias, factor, softcap, KEYS, QUERIES.capped)
+            of_page = _page_sums(
+                keys, unit, read, all_channels, words, factor, softcap, KEYS, CAPPED
+            )
             page = tile * PAGES + tl.arange(0, PAGES)
             held = page < pages
             of_page = tl.where(held[:, None], of_page, NO_WEIGHT)
@@ -479,8 +467,7 @@ def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
     high = (pages.to(tl.int64) * MOST_BITS) + pages
     count_low = pages
     count_high = pages * 0 + (NEWEST - 1)
-    going = count_low > (count_high + 1 if TOP else wanted)
-    while going:
+    while count_low > (count_high + 1 if TOP else wanted):
         middle = low + (high - low) * (1 + tl.arange(0, WAYS)) // (WAYS + 1)
         counts = tl.zeros([WAYS], tl.int32)
         sums = tl.zeros([WAYS], tl.float32)
@@ -496,7 +483,6 @@ def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
         high = tl.min(tl.where(enough, high, middle), 0)
         count_low = tl.min(tl.where(enough, counts, count_low), 0)
         count_high = tl.max(tl.where(enough, count_high, counts), 0)
-        going = count_low > (count_high + 1 if TOP else wanted)
     return low
 
 
@@ -565,49 +551,37 @@ def score_kernel(
     Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, WINDOW, STAGES: as
     of decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
     """
-    if not QUERIES.chunk:
-        q_len = 1
-    HEADS: tl.constexpr = QUERIES.heads
-    GROUP: tl.constexpr = QUERIES.group
-    COLUMNS: tl.constexpr = QUERIES.columns
-    used = GROUP * q_len  # columns
-    blocks = (used + COLUMNS - 1) // COLUMNS
-    row = tl.program_id(0)
-    head = tl.program_id(1) // blocks
+    columns = columns_of(query, q_len, QUERIES)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
-    column = (tl.program_id(1) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-    real = column < used
-    head_of, token_of = head * GROUP + column % GROUP, column // GROUP
-    number = head * used + column
-    pages = tl.load(num_pages + row)
-    exact = tl.load(exact_lens + row)
+    # of all heads
+    number = columns.head * columns.used + columns.number
+    count = QUERIES.heads * columns.used
+    pages = tl.load(num_pages + columns.row)
+    exact = tl.load(exact_lens + columns.row)
     scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page, TOP)[1]
-    wide_row = row.to(tl.int64)
-    table = block_table + wide_row * table_width
-    scores = scratch.pages + wide_row * (HEADS * used) * room
-    sums = scratch.sums + wide_row * (HEADS * used) * splits
+    table = block_table + columns.row * table_width
+    scores = scratch.pages + columns.row * count * room
+    sums = scratch.sums + columns.row * count * splits
 
     if scored:
-        queries = (
-            query.pointer + wide_row * query.row + head_of * query.head + token_of * query.token
-        )
         if split < splits - 1:
             tiles = (pages + KEYS.pages - 1) // KEYS.pages
             of_split = _score_pages(
-                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), head,
-                queries, real, softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
+                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), columns,
+                softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
             )  # fmt: skip
         else:
-            visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
+            at = exact - columns.q_len + columns.tokens
+            visible = Visibility(at, columns.queries, 0, 0, 0, softcap)
             best, total, _ = attend_window(
-                queries, real, window_keys, window_keys, wide_row, head, exact, 0, visible, softmax_scale, WINDOW, QUERIES
-            )  # fmt: skip
+                window_keys, window_keys, columns, exact, 0, visible, softmax_scale, WINDOW, QUERIES
+            )
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
             if QUERIES.sinks:
-                sink = tl.load(sink_logits + head_of, mask=real, other=0.0).to(tl.float32)
-                of_split = add_log2(of_split, sink * LOG2E)
-        tl.store(sums + number * splits + split, of_split, mask=real)
+                sink = tl.load(sink_logits + columns.heads, mask=columns.real, other=0.0)
+                of_split = log2_sum(tl.join(of_split, sink.to(tl.float32) * LOG2E), 1)
+        tl.store(sums + number * splits + split, of_split, mask=columns.real)
 
 
 @triton.jit(**SPECIALIZED)
@@ -650,35 +624,6 @@ def choose_kernel(
     tl.store(chosen_pages + row, count)
 
 
-def splits(words: KeyWords, programs: int) -> tuple[int, int]:
-    """Return (tokens of a split at least, splits at most) where one split takes `programs` programs."""
-    by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
-    most = max(1, min(MAX_SPLITS, PROGRAMS // programs))
-    return (CODES_STRETCH if by_codes else MIN_STRETCH), most
-
-
-def selection_constants(
-    spec: PageSpec, step: Step, *, top_p: bool = False, indexed: bool = False
-) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that scores pages.
-
-    Args:
-        top_p: whether the budget has a part of the mass.
-        indexed: whether the pages are an index (PagedKV.words).
-    """
-    words = key_words(spec, step, indexed)
-    size = 4 if words.dtype == "fp32" else spec.keys.code_dtype.itemsize
-    staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
-    stages = max(1, min(2 if step.isa == HIP else 3, staged))
-    return {
-        "QUERIES": Queries.of(spec, step),
-        "KEYS": words,
-        "WINDOW": ExactWindow.of(spec, step, chooses=True),
-        "TOP": top_p,
-        "STAGES": stages,
-    }
-
-
 def choose_pages(call: AttentionCall) -> Choice:
     """Choose as `reference.selection.choose_pages` does, in two launches on the device of the query, without waiting for it.
 
@@ -687,11 +632,6 @@ def choose_pages(call: AttentionCall) -> Choice:
             the plan.
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
-    with call.kv.hold():
-        return _choose(call)
-
-
-def _choose(call: AttentionCall) -> Choice:
     query, kv = call.query, call.kv
     index = query.get_device()
     if query.stride(3) != 1:
@@ -716,7 +656,7 @@ def _choose(call: AttentionCall) -> Choice:
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
     chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(plan.rows)
-    scratch = plan.scratch.parts()  # alive until the launch
+    scratch = plan.parts(index)  # alive until the launch
 
     most = NO_LIMIT if budget.pages is None else budget.pages
     limits = most, share, min(budget.from_tokens, NO_LIMIT), room
@@ -752,20 +692,30 @@ def _choose(call: AttentionCall) -> Choice:
 
 
 def _prepare(call: AttentionCall, room: int) -> Plan:
-    query, kv = call.query, call.kv
-    step = step_of(call)
+    kv, queries = call.kv, queries_of(call)
     assert kv.budget is not None
-    top_p, indexed = kv.budget.top_p is not None, kv.words is not None
-    constants = selection_constants(kv.spec, step, top_p=top_p, indexed=indexed)
-    rows, blocks = kv.rows, query_blocks(kv.spec, step)
-    stretch, most = splits(constants["KEYS"], rows * blocks)
-    columns = rows * step.heads * step.q_len
+    rows, heads, q_len, _ = call.query.shape
+    top_p, blocks = kv.budget.top_p is not None, queries.blocks(q_len)
+    words = key_words(kv.spec, queries, kv.words is not None)
+    size = 4 if queries.full else kv.spec.keys.code_dtype.itemsize
+    staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
+    constants = {
+        "QUERIES": queries,
+        "KEYS": words,
+        "WINDOW": ExactWindow.of(kv.spec, queries.full, chooses=True),
+        "TOP": top_p,
+        "STAGES": max(1, min(2 if queries.isa == HIP else 3, staged)),
+    }
+    by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
+    most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * blocks)))
+    columns = rows * heads * q_len
     return Plan(
-        kernel=Kernel(kv.spec, score_kernel, constants, NUM_WARPS),
-        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}, NUM_WARPS),
+        kernel=Kernel(kv.spec, score_kernel, constants),
+        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}),
         rows=rows,
         blocks=blocks,
-        stretch=stretch,
+        stretch=CODES_STRETCH if by_codes else MIN_STRETCH,
         most=most,
-        scratch=Scratch((columns * room, columns * (most + 1), rows * room), query.device),
+        sizes=(columns * room, columns * (most + 1), rows * room),
+        where=call.query.device,
     )

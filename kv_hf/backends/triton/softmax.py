@@ -62,12 +62,12 @@ def near_one(size, softmax_scale, BELOW: tl.constexpr):
 
 
 @triton.jit
-def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr, HELD: tl.constexpr):
+def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr):
     """Apply softcap, the mask and the sliding window; hidden scores become -inf.
 
     Args:
         scores: [tokens, columns] fp32, raw; factor: [columns], raw to log2.
-        at: [tokens], positions of the tokens; held: [tokens], which exist (read where HELD).
+        at: [tokens], positions of the tokens; held: [tokens], which exist.
         visible: a Visibility; QUERIES: the meta_params.Queries.
     Returns: scores, in log2 where a softcap or an additive mask asked for it (`bent`), else still raw.
     """
@@ -77,10 +77,7 @@ def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr, HELD: tl.cons
         scores = scores * factor[None, :]
     if QUERIES.mask != "none":
         where = visible.masks[None, :] + (at + visible.left)[:, None]
-        if HELD:
-            chosen = tl.load(where, mask=held[:, None], other=0)
-        else:
-            chosen = tl.load(where)
+        chosen = tl.load(where, mask=held[:, None], other=0)
         if QUERIES.mask == "float":
             added = chosen.to(tl.float32)
             # the lowest finite numbers stay finite in log2: a query that sees nothing else averages over them
@@ -93,9 +90,7 @@ def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr, HELD: tl.cons
     if QUERIES.windowed:
         near = at[:, None] > (visible.query_at - visible.sliding_window)[None, :]
         scores = tl.where(near, scores, float("-inf"))
-    if HELD:
-        scores = tl.where(held[:, None], scores, float("-inf"))
-    return scores
+    return tl.where(held[:, None], scores, float("-inf"))
 
 
 @triton.jit
@@ -110,21 +105,14 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
     Returns: weights [tokens, columns], keep [columns] (what to multiply earlier sums by), the new maximum.
     """
     top = tl.max(scores, 0)
-    if not BENT:
-        top = top * factor
-    top = tl.maximum(best, top)
-    shift = top
-    if HIDES:
-        shift = finite(top)
+    top = tl.maximum(best, top if BENT else top * factor)
+    shift = finite(top) if HIDES else top
     keep = tl.exp2(best - shift)
     if BENT:
-        weights = tl.exp2(scores - shift[None, :])
-        if LIFT:  # behind the difference: beside the lowest number of a dtype it would vanish
-            weights = weights * (2.0**LIFT)
+        # the lift behind the difference: beside the lowest number of a dtype it would vanish
+        weights = tl.exp2(scores - shift[None, :]) * (2.0**LIFT)
     else:
-        down = -shift
-        if LIFT:
-            down = LIFT - shift
+        down = LIFT - shift if LIFT else -shift
         weights = tl.exp2(tl.fma(scores, factor[None, :], down[None, :]))
     return weights, keep, top
 
@@ -140,13 +128,6 @@ def log2_sum(x, AXIS: tl.constexpr):
     """Return the log2 of sums along an axis of weights whose log2 is x, finite: NO_WEIGHT stands for a weight of 0."""
     top = tl.max(x, AXIS)
     return top + tl.log2(tl.sum(tl.exp2(x - tl.expand_dims(top, AXIS)), AXIS))
-
-
-@triton.jit
-def add_log2(x, y):
-    """Return the log2 of sums of two weights each, see `log2_sum`."""
-    top = tl.maximum(x, y)
-    return top + tl.log2(tl.exp2(x - top) + tl.exp2(y - top))
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def sizes():
     for group, q_len in ((1, 16), (3, 3), (8, 1), (8, 16)):
         yield case(partial(pages, q_len=q_len, group=group))
     groups = [{"key_group": 8, "page": 32}, {"value_group": 32}, {"value_group": 8}]
-    for name, given in product(("int4", "int2"), groups):
+    for name, given in product(("int6", "int4", "int2"), groups):
         yield case(partial(pages, name, q_len=1, **{"slots": 80, **given}))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from ...spec import ROWS, PageSpec, SideSpec
+from ...spec import ROWS, PageSpec, SideSpec, planes
 from ..base import Backend, in_known_groups, transformed, unread_formats, unread_groups
 from . import meta_params
 from .meta_params import MAX_PADDED, MIN_SIZE, Chunks, in_float32, latent_bytes
@@ -72,7 +72,7 @@ def _why_not_sizes(spec: PageSpec) -> str | None:
 
 
 def _reads(side: SideSpec) -> bool:
-    """Say whether the kernels read the groups of a side: beside those of all kernels, rotated values and keys of two widths."""
+    """Say whether the kernels read the groups of a side: those of all kernels, codes in planes, rotated values, keys of two widths."""
     scheme = side.scheme
     if not transformed(scheme):
         return in_known_groups(side)
@@ -82,8 +82,8 @@ def _reads(side: SideSpec) -> bool:
     if scheme.code != "unsigned" or not in_known_groups(replace(side, scheme=plain)):
         return False
     if side.side == "keys":
-        return scheme.wide_channels > 0 and scheme.bits != 3 and not scheme.rotated
-    return side.side == "values" and scheme.rotated and not scheme.wide_channels
+        return not scheme.rotated and not (scheme.wide_channels and len(planes(scheme.bits)) > 1)
+    return side.side == "values" and not scheme.wide_channels
 
 
 def _why_not_latents(spec: PageSpec) -> str | None:

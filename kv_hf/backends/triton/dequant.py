@@ -1,8 +1,8 @@
 """Turn bytes of codes into numbers that a matrix unit takes, without interleaving channels or tokens, and undo rotations.
 
 Decides the instructions; knows nothing of pages, scales or softmax. A byte holds the codes of places i, i + n,
-.. (n = bytes of the run, see quant/codec.py), so a tile of bytes unpacks into one tile per place, its `runs`. Codes of three
-bits lie in two planes of bytes. Sizes of e4m3 come from formats.linear.Float8Format. float16 has the same subnormals, FEWER
+.. (n = bytes of the run, see quant/codec.py), so a tile of bytes unpacks into one tile per place, its `runs`. Codes of 3
+and 6 bits lie in two planes of bytes. Sizes of e4m3 come from formats.linear.Float8Format. float16 has the same subnormals, FEWER
 exponents further down: a code's bits moved to where float16 has exponent and mantissa are the number divided by LIFT. No nan is
 among the codes. Rotated values are sums and differences of two numbers, in the order of quant/codec.py.
 """
@@ -101,6 +101,8 @@ def run_unit(RUN, BITS, ISA):
     """Return what the codes of run `RUN` are multiplied by, relative to `tile_unit`."""
     if BITS == 3:  # unpacked from bytes of two codes of four bits (see `pair_planes`)
         return 16.0 if ISA > 0 and RUN >= 4 else 1.0
+    if BITS == 6:  # from bytes of one code
+        return 1.0
     return 2.0 ** (RUN * BITS) if ISA > 0 and BITS < 8 else 1.0
 
 
@@ -242,57 +244,70 @@ def _take_place(PLACE, BITS):
     return f"{{ .reg .b32 a; shr.u32 a, $1, {PLACE * BITS // 8 * 8}; and.b32 $0, a, {mask}; }}"
 
 
-# -- codes of three bits -----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def unpack_planes(first, second, third, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    """Unpack codes of 3 bits into 8 runs of numbers, as `unpack` does.
-
-    Args:
-        first, second: uint8 tiles of the plane of the low two bits, of which a byte holds four runs: the bytes of the even
-            runs of eight, and of the odd ones.
-        third: of the plane of the third bits, of which a byte holds eight runs.
-    """
-    a, b = pair_planes(first, third, 0, ISA)
-    c, d = pair_planes(second, third, 1, ISA)
-    a0, a4 = unpack(a, "unsigned", 4, DTYPE, ISA)
-    a2, a6 = unpack(b, "unsigned", 4, DTYPE, ISA)
-    a1, a5 = unpack(c, "unsigned", 4, DTYPE, ISA)
-    a3, a7 = unpack(d, "unsigned", 4, DTYPE, ISA)
-    return (a0, a1, a2, a3, a4, a5, a6, a7)
-
-
-@triton.jit
-def pair_planes(low, high, ODD: tl.constexpr, ISA: tl.constexpr):
-    """Put the third bits of codes above their low two: bytes of runs 0 and 4, and of runs 2 and 6, in 4 bits each.
-
-    Args:
-        low: uint8, four codes' low two bits; high: uint8, eight codes' third bits, of which those at ODD, ODD + 2, ..
-            belong to `low`.
-    """
-    if ISA > 0:
-        return tl.inline_asm_elementwise(
-            _pair_planes(ODD), "=&r,=&r,r,r", args=[low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
-        )  # fmt: skip
-    else:
-        high = high >> ODD
-        return (low & 0x33) | ((high & 0x11) << 2), ((low >> 2) & 0x33) | (high & 0x44)
+# -- codes in planes ---------------------------------------------------------------------------------------------------
 
 
 @triton.constexpr_function
-def _pair_planes(ODD):
+def low_plane(BITS):
+    """Return the bits of the first of the two planes (spec.planes) of codes of BITS bits; 0 where they lie in one."""
+    return {3: 2, 6: 4}.get(BITS, 0)
+
+
+@triton.jit
+def unpack_planes(first, second, rest, LOW: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """Unpack codes of 3 or 6 bits into 8 or 4 runs of numbers, as `unpack` does.
+
+    Args:
+        first, second: uint8 tiles of the plane of the low LOW bits, of which a byte holds every second run: the bytes of the
+            even runs, and of the odd ones.
+        rest: of the plane of the other bits, of which a byte holds all runs.
+    """
+    a, b = pair_planes(first, rest, LOW, 0, ISA)
+    c, d = pair_planes(second, rest, LOW, 1, ISA)
+    a = unpack(a, "unsigned", 2 * LOW, DTYPE, ISA)
+    b = unpack(b, "unsigned", 2 * LOW, DTYPE, ISA)
+    c = unpack(c, "unsigned", 2 * LOW, DTYPE, ISA)
+    d = unpack(d, "unsigned", 2 * LOW, DTYPE, ISA)
+    runs = ()
+    for run in tl.static_range(len(a)):
+        runs = runs + (a[run], c[run], b[run], d[run])
+    return runs
+
+
+@triton.jit
+def pair_planes(low, high, LOW: tl.constexpr, ODD: tl.constexpr, ISA: tl.constexpr):
+    """Put the high bits of codes above their LOW low ones: the bytes of the even places of `low`, and of the odd ones.
+
+    Args:
+        low: uint8, the low bits of 8 / LOW codes, which become codes of 2 * LOW bits.
+        high: uint8, the high bits, LOW / 2 each, of twice as many, of which those at ODD, ODD + 2, .. belong to `low`.
+    """
+    if ISA > 0:
+        return tl.inline_asm_elementwise(
+            _pair_planes(LOW, ODD), "=&r,=&r,r,r", args=[low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        KEEP: tl.constexpr = 0x33 if LOW == 2 else 0x0F
+        TOP: tl.constexpr = 0x44 if LOW == 2 else 0x30
+        high = high >> (ODD * LOW // 2)
+        return (low & KEEP) | ((high << LOW) & TOP), ((low >> LOW) & KEEP) | (high & TOP)
+
+
+@triton.constexpr_function
+def _pair_planes(LOW, ODD):
     """PTX of `pair_planes` for four bytes at once."""
+    keep, top = (0x33333333, 0x44444444) if LOW == 2 else (0x0F0F0F0F, 0x30303030)
+    shift = ODD * LOW // 2
     return f"""{{
         .reg .b32 a, b;
-        and.b32 a, $2, 0x33333333;
-        and.b32 b, $3, {0x11111111 << ODD:#x};
-        shl.b32 b, b, {2 - ODD};
+        and.b32 a, $2, {keep:#x};
+        and.b32 b, $3, {top >> LOW << shift:#x};
+        shl.b32 b, b, {LOW - shift};
         or.b32 $0, a, b;
-        shr.u32 a, $2, 2;
-        and.b32 a, a, 0x33333333;
-        and.b32 b, $3, {0x44444444 << ODD:#x};
-        shr.u32 b, b, {ODD};
+        shr.u32 a, $2, {LOW};
+        and.b32 a, a, {keep:#x};
+        and.b32 b, $3, {top << shift & 0xFFFFFFFF:#x};
+        shr.u32 b, b, {shift};
         or.b32 $1, a, b;
         }}"""
 

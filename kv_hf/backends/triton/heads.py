@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dequant import below, dtype_of, row_of, run_unit, tile_unit, unpack, unpack_planes
+from .dequant import below, dtype_of, low_plane, row_of, run_unit, tile_unit, unpack, unpack_planes
 from .direct import Fields
 from .softmax import LOG2E, bend, near_one, weigh
 
@@ -342,6 +342,10 @@ def _score_codes(
     CUT: tl.constexpr = KEYS.cut
     OFFSETS: tl.constexpr = KEYS.offsets
     CODE: tl.constexpr = KEYS.side.code
+    LOW: tl.constexpr = low_plane(KEYS.side.bits)
+    PLANE: tl.constexpr = (
+        KEYS.side.dim * LOW // 16
+    )  # bytes of half of the first plane, and of the second
     FIRST: tl.constexpr = PIECE * len(CUT.parts)
     DTYPE: tl.constexpr = query[0].dtype
     NUMBERS: tl.constexpr = tl.float32 if KEYS.fold == "element" else DTYPE
@@ -354,7 +358,12 @@ def _score_codes(
         where = rows[:, None] + (CUT.chunks[c].byte + lane)[None, :]
         inside = below(lane, CUT.chunks[c].held)[None, :]
         x = tl.load(where, mask=inside, other=0)
-        runs = unpack(x, CODE, CUT.chunks[c].bits, NUMBERS, KEYS.isa)
+        if LOW > 0:
+            second = tl.load(where + PLANE, mask=inside, other=0)
+            rest = tl.load(where + 2 * PLANE, mask=inside, other=0)
+            runs = unpack_planes(x, second, rest, LOW, NUMBERS, KEYS.isa)
+        else:
+            runs = unpack(x, CODE, CUT.chunks[c].bits, NUMBERS, KEYS.isa)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
             k = runs[r]
@@ -523,17 +532,18 @@ def _add_codes(
     CUT: tl.constexpr = VALUES.cut
     NUMBERS: tl.constexpr = tl.float32 if VALUES.fold == "element" else DTYPE
     CODE: tl.constexpr = VALUES.side.code
-    PLANE: tl.constexpr = VALUES.side.page * VALUES.side.dim // 8
+    LOW: tl.constexpr = low_plane(VALUES.side.bits)
+    PLANE: tl.constexpr = VALUES.side.page * (VALUES.side.dim * LOW // 16)
     new = ()
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         inside = below(lane, CUT.chunks[c].held)[:, None]
         where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.side.page)[:, None]
         x = tl.load(where, mask=inside, other=0)
-        if VALUES.side.bits == 3:
+        if LOW > 0:
             second = tl.load(where + PLANE, mask=inside, other=0)
-            third = tl.load(where + 2 * PLANE, mask=inside, other=0)
-            runs = unpack_planes(x, second, third, NUMBERS, VALUES.isa)
+            rest = tl.load(where + 2 * PLANE, mask=inside, other=0)
+            runs = unpack_planes(x, second, rest, LOW, NUMBERS, VALUES.isa)
         else:
             runs = unpack(x, CODE, VALUES.side.bits, NUMBERS, VALUES.isa)
         for r in tl.static_range(len(runs)):

@@ -21,8 +21,8 @@ from ..base import AttentionCall
 class Plane(NamedTuple):
     """A plane of codes in a token's bytes.
 
-    Of keys of two widths the wide channels have one, and the others; codes of three bits have one of two bits, and one of the
-    third.
+    Of keys of two widths the wide channels have one, and the others; codes of 3 and 6 bits have one of their low bits, and
+    one of the others.
 
     Attributes:
         bits, low: how many of a code's bits, from which one on.
@@ -209,7 +209,8 @@ TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}  # 
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
 BOOST = {
-    "none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned3": 2.0, "unsigned2": 1.0
+    "none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned6": 2.0**4, "unsigned4": 2.0**2, "unsigned3": 2.0,
+    "unsigned2": 1.0,
 }  # fmt: skip
 
 

@@ -41,14 +41,6 @@ def paged(cross="exact", name="paged_exact", **options):
     return pages(name, cross_attention=cross, **options)
 
 
-def other_inputs(name):
-    if name == "whisper":
-        return tiny.whisper()
-    if name == "bert":
-        return tiny.bert_to_bert(), tiny.sources(LENGTHS)
-    return tiny.vision_encoder_decoder(name)
-
-
 @functools.cache
 def stock_greedy(family):
     """What a model with the weights that every model of the family has gives on transformers' own cache."""
@@ -89,9 +81,9 @@ def test_generate_equals_dynamic_cache_and_reads_pages(family, cross, recwarn):
 
 
 @pytest.mark.parametrize("cross", ["exact", "same"])
-@pytest.mark.parametrize("name", ["whisper", "gpt2", "mbart", "bert"])
+@pytest.mark.parametrize("name", tiny.OTHERS)
 def test_audio_vision_and_composed_models_equal_dynamic_cache(name, cross):
-    model, inputs = other_inputs(name)
+    model, inputs = tiny.make_other(name)
     expected = model.generate(**inputs, **GREEDY)
     cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16, cross_attention=cross)
     found = model.generate(**inputs, **GREEDY, past_key_values=cache)
@@ -120,10 +112,8 @@ def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
     model, inputs = tiny.shared_model(family), tiny.sources([30, 30])
     prompt = torch.randint(4, 97, (2, 30), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
-    prompt[0, 0], prompt[1, 20] = (
-        3,
-        3,
-    )  # where a row begins with its start token, generate() adds none
+    # where a row begins with its start token, generate() adds none
+    prompt[0, 0] = prompt[1, 20] = model.generation_config.decoder_start_token_id
     prompt[1, :20], mask[1, :20] = 0, 0
     given = {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
     expected = model.generate(**inputs, **given, **GREEDY)

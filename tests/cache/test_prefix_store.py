@@ -143,7 +143,7 @@ def test_recent_tokens_of_a_shared_prompt_are_exact_as_without_sharing(name):
     assert store.stats().rows_hit >= len(rows)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_sliding_layers_keep_their_pages_and_share_them(name):
     model, store = make_sliding(name, 24), kv_hf.PrefixStore()
     for rows in ([SYSTEM + words(30, 2)], [SYSTEM[:120] + words(12, 3), SYSTEM + words(3, 4)]):
@@ -360,7 +360,7 @@ def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
     with torch.no_grad():
         logits = [model(torch.tensor([[5]]), past_key_values=one).logits for one in (cache, read)]
     assert torch.equal(*logits)
-    sliding = make_sliding("gemma3", 24)
+    sliding = make_sliding("gemma3_text", 24)
     cache = run(sliding, [SYSTEM], kv_hf.PrefixStore()).past_key_values
     with pytest.raises(kv_hf.UnsupportedModelError, match="sliding layers for its prefix_store"):
         cache.save(tmp_path / "other.safetensors", sliding)

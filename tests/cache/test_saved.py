@@ -60,13 +60,14 @@ MADE = {
     "llama": lambda: shared_model("llama"),
     "bf16": lambda: make_model("qwen3", torch.bfloat16),
     **{
-        name: functools.partial(make_sliding, name, 24) for name in ("gemma3", "gpt_oss", "mistral")
+        name: functools.partial(make_sliding, name, 24)
+        for name in ("gemma3_text", "gpt_oss", "mistral")
     },
 }
 CASES = [
     *(("llama", {"keys": keys, "values": values, "recent_tokens": 5}) for keys, values in zip(FORMATS, reversed(FORMATS), strict=True)),
     *(("bf16", {"keys": name, "layers": {"1": {"values": "int8"}}}) for name in ("exact", "int4")),
-    ("gemma3", {"keys": "exact"}),
+    ("gemma3_text", {"keys": "exact"}),
     ("gpt_oss", {"keys": "int4"}),
     ("mistral", {"keys": "int8"}),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ PAGE = 16
 
 @pytest.fixture(scope="module")
 def model():
-    return make_sliding("gemma3", 24)
+    return make_sliding("gemma3_text", 24)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def of_kind(kind):
     if kind == "full":
         return make_model("llama", vocab_size=1000)
     if kind == "sliding":
-        config = make_layers("gemma3", vocab_size=1000)
+        config = make_layers("gemma3_text", vocab_size=1000)
     else:
         layers = ["conv", "full_attention"]
         config = transformers.Lfm2Config(**COMMON | {"vocab_size": 1000, "layer_types": layers})

@@ -75,7 +75,7 @@ HIDING = [(1, ()), (1, [(1, 45)]), (1, ()), (5, [(0, 7), (0, 62)]), (3, ()), (1,
 # -- 2D masks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=["even", "padded"])
 def test_forwards_that_hide_columns_equal_dynamic_cache(family, kernel, lengths):

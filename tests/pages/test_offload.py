@@ -94,7 +94,15 @@ CALLS = {
     "beams": (*FIVE, RAGGED, "int4", {}, {}, {"num_beams": 3, "num_return_sequences": 3}),
     "lookup": (*FIVE, LOOKED_UP, "int4", {}, {}, {"prompt_lookup_num_tokens": 4}),
     "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),
-    "gemma3": (functools.partial(make_sliding, "gemma3", 40), FOUR, RAGGED, "int8", {}, {}, {}),
+    "gemma3_text": (
+        functools.partial(make_sliding, "gemma3_text", 40),
+        FOUR,
+        RAGGED,
+        "int8",
+        {},
+        {},
+        {},
+    ),
     # heads of full attention are larger than those that the first layer lets expect
     "gemma4": (
         functools.partial(make_sliding, "gemma4_text", 40),

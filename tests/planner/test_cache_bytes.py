@@ -208,7 +208,7 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     ],
 )
 def test_offloaded_pages(options, offloaded):
-    config = config_of("layers", "gemma3")
+    config = config_of("layers", "gemma3_text")
     model, inventory = model_of(config), load_inventory(config, dtype="float32")
     cache = check(model, inventory, "paged", options, ALIKE)
     away = [layer for layer in cache.paged_layers if layer.storage.offloaded_bytes]

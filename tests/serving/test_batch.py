@@ -100,7 +100,7 @@ def test_idle_threads_end_where_a_manager_of_pages_starts(monkeypatch):
     assert ended == [1]
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 @pytest.mark.parametrize("blocks", [64, 9])
 def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):
     model = make_sliding(kind, 80)

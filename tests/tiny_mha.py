@@ -25,9 +25,9 @@ BROAD = "llama-wide gemma gemma3_text qwen3"
 # model_type, or one with a word for the changes behind it -> options of its config
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PLAIN.split(), COMMON),
-    **dict.fromkeys(NARROW.split(), {**COMMON, "head_dim": 8}),
+    **{key: {**COMMON, "head_dim": 8} for key in NARROW.split()},
     **dict.fromkeys(BROAD.split(), WIDE),
-    **dict.fromkeys(("mixtral", "granitemoe", "phimoe"), {**COMMON, **EXPERTS}),
+    **{key: {**COMMON, **EXPERTS} for key in ("mixtral", "granitemoe", "phimoe")},
     "llama-bias": {**COMMON, "attention_bias": True},
     "llama-tied": {**COMMON, "tie_word_embeddings": True},
     "mistral": {**WIDE, "sliding_window": None},

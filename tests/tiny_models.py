@@ -42,10 +42,10 @@ PLAIN = "llama qwen2 phi phi3 olmo2 stablelm granite cohere nemotron smollm3 fal
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PLAIN.split(), COMMON),
     **dict.fromkeys(("gpt_neox", "persimmon", "biogpt"), MHA),
-    **dict.fromkeys(("mistral", "starcoder2"), {**COMMON, "sliding_window": None}),
-    **dict.fromkeys(("qwen3", "glm"), {**COMMON, "head_dim": 16}),
+    **{key: {**COMMON, "sliding_window": None} for key in ("mistral", "starcoder2")},
+    **{key: {**COMMON, "head_dim": 16} for key in ("qwen3", "glm")},
     **dict.fromkeys(("gpt2", "gpt_bigcode"), GPT_LIKE),
-    **dict.fromkeys(("gptj", "codegen"), {**GPT_LIKE, "rotary_dim": 8}),
+    **{key: {**GPT_LIKE, "rotary_dim": 8} for key in ("gptj", "codegen")},
     "gemma": {**COMMON, "head_dim": 32},
     "opt": {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "qwen3_moe": {**MOE, "head_dim": 16},

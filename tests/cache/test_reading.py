@@ -9,6 +9,7 @@ import pytest
 import rounding
 import tiny_latent
 import torch
+from paged_inputs import needs_library
 from tiny_models import COMMON, make_model, tokens
 from token_states import offload_to
 from transformers import MistralConfig
@@ -17,7 +18,6 @@ from wrapped_kernels import wrap_kernels
 import kv_hf
 from kv_hf import notices
 from kv_hf.backends import dispatch
-from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheOptionError
 from kv_hf.page_summary import summary_words
@@ -28,7 +28,6 @@ LAYERS, PAGE, SINKS = 2, 16, 4
 BEGUN = 204  # tokens of a prompt: 12 pages, and the next one is sealed 8 steps later
 PART = {"page_size": PAGE, "read": {"tokens": 100, "from": 64}}
 MOST = pages_for(100, SINKS, PAGE)  # 5 pages
-needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +181,7 @@ def test_a_later_turn_of_assisted_decoding_reads_everything(model, reads, drafts
     assert max(queries for queries, *_ in found[0][1]) < 7
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_library)])
 def test_a_preallocated_cache_reads_everything_where_the_mask_has_holes(model, reads, kernel):
     """Not only of long texts: a mask that the cache does not know is read as it is."""
     ids = tokens(1, 200)
@@ -224,15 +223,7 @@ def test_attention_that_reads_no_pages_says_so(family, options):
 # -- other caches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
-def test_a_preallocated_cache_reads_as_one_that_grows(model, kernel):
-    ids = tokens(2, 320)
-    grows = steps(model, cache_of(model, "int4", kernel=kernel), ids, 300)
-    held = cache_of(model, "int4", kernel=kernel, max_length=400)
-    assert torch.equal(steps(model, held, ids, 300), grows)
-
-
-@needs_c
+@needs_library
 def test_a_compiled_step_reads_as_an_eager_one(model, monkeypatch):
     # pytest listens to all loggers; torch writes out every guard for whoever listens to this one
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)

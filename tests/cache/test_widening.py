@@ -16,12 +16,12 @@ from tiny_models import (
     all_values,
     key_bias,
     key_pairs,
+    make_model,
     shared_model,
     stressed,
     tokens,
     value_channel,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kv_hf
 from kv_hf.cache.layer_formats import FOUND
@@ -48,21 +48,7 @@ LOUD = value_channel(100, layers=[1])
 
 @cache
 def plain():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
-    return model
+    return make_model("llama", head_dim=32)
 
 
 @cache

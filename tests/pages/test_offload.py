@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from at_once import at_once
+from beside_stock import pages, run
 from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, offload_to, same, text
 
@@ -33,8 +34,7 @@ def place(request, monkeypatch):
 
 @functools.cache
 def five_layers():
-    model = make_model("llama", num_hidden_layers=LAYERS)
-    return model
+    return make_model("llama", num_hidden_layers=LAYERS)
 
 
 def make_cache(model=None, **options):
@@ -56,14 +56,8 @@ def page_bytes_on_device(cache):
 
 
 def generate(model, inputs, keys, config=None, **options):
-    return model.generate(
-        **inputs,
-        **{"max_new_tokens": 20, "do_sample": False, **options},
-        cache_implementation=f"paged_{keys}",
-        cache_config={"page_size": PAGE, **(config or {})},
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    held = pages(f"paged_{keys}", **(config or {}))
+    return run(model, inputs, held, **{"max_new_tokens": 20, **options})
 
 
 def check_equal(found, expected):
@@ -104,15 +98,7 @@ CALLS = {
         {},
     ),
     # heads of full attention are larger than those that the first layer lets expect
-    "gemma4": (
-        functools.partial(make_sliding, "gemma4_text", 40),
-        FOUR,
-        RAGGED,
-        "int8",
-        {},
-        {},
-        {},
-    ),
+    "gemma4": (functools.partial(make_sliding, "gemma4_text", 40), FOUR, RAGGED, "int8", *[{}] * 3),
     "mistral": (functools.partial(make_sliding, "mistral", 40), FOUR, RAGGED, "int8", {}, {}, {}),
 }
 
@@ -213,17 +199,6 @@ def test_smaller_than_the_least_is_refused_with_both_figures_and_nothing_changes
     assert torch.equal(logits, forward(model, make_cache(), tokens(2, 300)))
     with pytest.raises(kv_hf.DeviceBudgetError):
         forward(model, make_cache(**place, device_bytes=needed - 1), tokens(2, 300))
-
-
-def test_budget_counts_the_index_that_steps_choose_by():
-    model = make_model("llama", num_hidden_layers=12, max_position_embeddings=2048)
-    budget, ids = 289_000, tokens(1, 1090)
-    cache = make_cache(
-        model, keys="int8", offload="disk", device_bytes=budget, read={"tokens": 64, "from": 64}
-    )
-    for part in ids.split([1024, *[1] * 66], 1):
-        forward(model, cache, part)
-        assert page_bytes_on_device(cache) <= budget
 
 
 def test_a_first_forward_over_layers_of_other_heads_is_refused_before_it_or_not_at_all():
@@ -423,10 +398,13 @@ def filled(**options):
 
 
 @needs_fork
-def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
+def test_child_is_refused_before_it_reads_or_writes_and_the_parent_goes_on():
     cache, plain = filled(offload="disk"), filled()
     assert cache.memory().offloaded
     before = dense(plain)
+    staging = cache.page_memory.staging(torch.device("cpu"))
+    for size in (0, staging.size):  # nothing is left in buffers of the child's own
+        staging.resize(size)
 
     def append():
         """The 30 tokens fill a page: the child would have sealed it into its parent's file."""
@@ -435,27 +413,14 @@ def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
         assert cache.get_seq_length() == 201
         with pytest.raises(kv_hf.OffloadError, match="forked from it"):
             feed(cache, ROWS, 201, 202)
+        with pytest.raises(kv_hf.OffloadError, match="forked from it"):
+            _ = cache.layers[0].keys
 
     assert in_child(append)
     assert same(dense(cache), before)
     for one in (cache, plain):
         feed(one, ROWS, 201, 300)
     assert same(dense(cache), dense(plain))
-
-
-@needs_fork
-def test_child_cannot_read_pages_that_its_parent_may_change():
-    cache = filled(offload="disk")
-    staging = cache.page_memory.staging(torch.device("cpu"))
-    for size in (0, staging.size):  # nothing is left in buffers of the child's own
-        staging.resize(size)
-
-    def read():
-        with pytest.raises(kv_hf.OffloadError, match="forked from it"):
-            _ = cache.layers[0].keys
-
-    assert in_child(read)
-    cache.check_integrity()
 
 
 @needs_fork

@@ -8,6 +8,7 @@ import tiny_latent
 import tiny_models
 import torch
 import transformers
+from beside_stock import run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from measure.family_models import build_config, families
@@ -99,13 +100,7 @@ def stored(cache, alive=False):
 
 def generated(model, cache, lengths, new):
     """Return the cache after `new` tokens behind left-padded prompts of these lengths."""
-    return model.generate(
-        **left_padded(list(lengths)),
-        max_new_tokens=new,
-        do_sample=False,
-        past_key_values=cache,
-        return_dict_in_generate=True,
-    ).past_key_values
+    return run(model, left_padded(list(lengths)), cache, max_new_tokens=new).past_key_values
 
 
 @pytest.mark.parametrize(("kind", "name"), FAMILIES, ids=lambda value: value)

@@ -13,31 +13,6 @@ import kv_hf
 from kv_hf.hf import attention, dense
 from kv_hf.hf import dispatch as wrappers
 
-PADDING = torch.tensor([0, 90, 25])
-
-
-def filled(keys, chunk, window=None, past=101):
-    """The keys and values of a chunk behind `past` columns of three rows; the second begins inside of the chunk."""
-    options = {"sliding_window": window} if window else {}
-    name = "MistralConfig" if window else "LlamaConfig"
-    config = getattr(transformers, name)(
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=1,
-        **options,
-    )
-    padding = PADDING + torch.tensor([0, past - 90 + 10, 0])
-    cache = kv_hf.PagedCache(config, keys=keys, page_size=16)
-    cache.observe_padding((torch.arange(past + chunk) >= padding[:, None]).long())
-    torch.manual_seed(0)
-    states = torch.randn(2, 3, 2, past + chunk, 32)
-    cache.update(states[0, :, :, :past], states[1, :, :, :past], 0)
-    keys, _ = cache.update(states[0, :, :, past:], states[1, :, :, past:], 0)
-    real = torch.arange(past, past + chunk) >= padding[:, None]
-    return keys.view_of_pages, real
-
-
 # -- chunks that are written out ------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """What generate() does with a paged cache, each against the same call on DynamicCache, and what stands around generate()."""
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -263,6 +264,7 @@ def torchao(model, kind):
 
 def quanto(model, kind):
     library = pytest.importorskip("optimum.quanto")
+    importlib.import_module("quanto_in_python")
     library.quantize(model, weights=getattr(library, kind), exclude="lm_head")
     library.freeze(model)
 

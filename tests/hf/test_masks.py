@@ -2,10 +2,9 @@
 
 import pytest
 import rounding
-import tiny_latent
 import torch
-import transformers
-from tiny_models import COMMON, left_padded, make_model, make_sliding, shared_model, tokens
+from measure.family_models import build_model
+from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
@@ -251,20 +250,7 @@ def test_4d_masks_over_sliding_layers_begin_at_the_first_column_that_is_left():
 # -- masks that are left out come back where a model computes with its keys, or with the mask, before attention --------
 
 # these repeat or join the cached keys before they call the attention function, or hand latents over
-CHANGING = {
-    "deepseek_v3": None,
-    "minicpm3": None,
-    "JetMoeConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
-    "DiffLlamaConfig": {},
-}
-
-
-def changing(name):
-    if CHANGING[name] is None:
-        return tiny_latent.make_model(name)
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**COMMON, **CHANGING[name]})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+CHANGING = ("deepseek_v3", "minicpm3", "jetmoe", "diffllama")
 
 
 @pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
@@ -272,7 +258,7 @@ def changing(name):
 @pytest.mark.parametrize("name", CHANGING)
 def test_models_that_change_cached_keys_equal_dynamic_cache(name, lengths):
     """In steps, in a chunk of a second turn, and in the chunks of a prompt."""
-    model, inputs = changing(name), left_padded(lengths)
+    model, inputs = build_model(name), left_padded(lengths)
     whole = {
         "input_ids": torch.cat([inputs["input_ids"], tokens(2, 20, 5)], 1),
         "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 20).long()], 1),

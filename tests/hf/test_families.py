@@ -125,8 +125,21 @@ def test_model_whose_generate_makes_no_cache_by_name_is_refused_and_takes_one():
 
 def test_blt_which_keeps_a_second_cache_shares_no_prefix_and_gets_no_preallocated_pages():
     """Both ended in a RuntimeError about shapes, the store at the second prompt."""
-    model, store = build_model("blt"), kv_hf.PrefixStore()
-    model.config.num_hidden_layers = 1
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    part = {**layers, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 260}
+    local = {**part, "hidden_size_global": 64, "cross_attn_k": 2}
+    config = transformers.BltConfig(
+        patcher_config=part,
+        encoder_config=local,
+        decoder_config=local,
+        global_config={**part, "hidden_size": 64},
+        encoder_hash_byte_group_vocab=500,
+        encoder_hash_byte_group_size=[3, 4],
+        num_hidden_layers=1,
+        vocab_size=260,
+        pad_token_id=0,
+    )
+    model, store = transformers.BltForCausalLM(config).eval(), kv_hf.PrefixStore()
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged_exact"}
     with pytest.raises(kv_hf.CacheOptionError, match="keeps a second cache .* Leave max_length"):
         model.generate(tokens(1, 90), **options, cache_config={"max_length": 256})

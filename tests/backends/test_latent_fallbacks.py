@@ -10,7 +10,7 @@ import rounding
 import torch
 from accelerate import cpu_offload, dispatch_model
 from at_once import at_once
-from test_latent_families import (
+from test_latent import (
     LENGTHS,
     assert_all_close,
     expansions,

@@ -1,17 +1,22 @@
-"""Three cases of masks: none, a 2D mask that hides what pages hide, and all others, which go to the kernel."""
+"""Three cases of masks: none, a 2D mask that hides what pages hide, and all others, which go to the kernel; and those of long turns."""
+
+from types import SimpleNamespace
 
 import pytest
 import rounding
 import torch
+import transformers
 from measure.family_models import build_model
 from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 import kv_hf
 from kv_hf.bridge import masks
 from kv_hf.bridge.masks import LazyMask
-from kv_hf.hf import attention
+from kv_hf.hf import attention, dense
+from kv_hf.hf import dispatch as wrappers
 from kv_hf.pages import moved
 
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -317,3 +322,95 @@ def test_models_that_write_to_their_mask_equal_dynamic_cache(write, padded):
         found.append(run(model, cache, steps) if padded else without_mask(model, cache))
     for a, b in zip(*found, strict=True):
         rounding.assert_close(b, a)
+
+
+# -- masks of chunks of many queries, which are written out ----------------------------------------------------------
+
+
+def pretend_fused(monkeypatch, flash=True):
+    """Let the CPU pass for a GPU whose fused kernels begin causality at the last key; count what they are given."""
+    taken = []
+    attend = dense.scaled_dot_product_attention
+
+    def noted(query, key, value, **options):
+        taken.append((query.shape[1] // key.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(dense, "takes_bias", lambda *tensors: True)
+    monkeypatch.setattr(dense, "can_use_flash_attention", lambda params: flash)
+    monkeypatch.setattr(dense, "scaled_dot_product_attention", noted)
+    return taken
+
+
+def count_masks(monkeypatch):
+    """Count the masks that are made."""
+    made = []
+    make = wrappers.sdpa_mask
+    monkeypatch.setattr(wrappers, "sdpa_mask", lambda *a, **k: made.append(1) or make(*a, **k))
+    return made
+
+
+@pytest.mark.parametrize(("flash", "given"), [(True, (3, True)), (False, (1, False))])
+def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
+    taken = pretend_fused(monkeypatch, flash)
+    query, key, value = torch.randn(2, 6, 50, 16), *torch.randn(2, 2, 2, 130, 16)
+    out = dense.causal_attention(query, key, value, scaling=0.3)
+    mask = torch.ones(50, 130, dtype=torch.bool).tril(80)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert out.is_contiguous()
+    assert taken == [given]
+
+
+def test_tensors_take_a_causal_bias_on_one_kind_of_device_and_outside_of_dispatch_modes():
+    """torch cannot make its bias while a mode such as a counter of operations is active."""
+    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert dense.takes_bias(x, x, x)
+    assert not dense.takes_bias(*(SimpleNamespace(device=torch.device("cpu")),) * 3)
+    with FlopCounterMode(display=False):
+        assert not dense.takes_bias(x, x, x)
+
+
+def long_turn(lengths):
+    """Compare a long turn behind a prompt."""
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
+    compare(model, cache, [(90, ())], lengths=lengths)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_long_turns_need_no_mask_where_nothing_but_later_tokens_is_hidden(monkeypatch, flash):
+    taken, made = pretend_fused(monkeypatch, flash), count_masks(monkeypatch)
+    long_turn([60, 60])
+    assert len(taken) == 2 and not made  # layers
+
+
+@pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=str)
+def test_long_turns_make_their_mask_once(monkeypatch, lengths):
+    """Without fused kernels, and where rows are padded, all layers share one mask."""
+    taken = pretend_fused(monkeypatch) if lengths == LENGTHS else []
+    made = count_masks(monkeypatch)
+    long_turn(lengths)
+    assert len(made) == 1 and not taken  # the second forward's
+
+
+def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
+    """What bends scores is no business of fused kernels."""
+    taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
+    cache.update(*torch.randn(2, 1, 2, 100, 16), 0)
+    length, _ = cache.get_mask_sizes(70, 0)
+    mask = transformers.AttentionMaskInterface()["sdpa"](
+        batch_size=1, q_length=70, kv_length=length, q_offset=100, attention_mask=None
+    )
+    keys, values = cache.update(*torch.randn(2, 1, 2, 70, 16), 0)
+    bias = torch.randn(1, 4, 70, 170)
+    module = model.model.layers[0].self_attn
+    query = torch.randn(1, 4, 70, 16)
+    attention.kv_hf_attention(module, query, keys, values, mask, position_bias=bias)
+    assert not taken and len(made) == 1
+    attention.kv_hf_attention(module, query, keys, values, mask)
+    assert len(taken) == 1

@@ -180,25 +180,6 @@ def allocated(manager):
     return counts.bytes_pages + counts.bytes_exact
 
 
-def test_cancelled_requests_free_their_rows_and_pages(manager):
-    for index, text in enumerate(prompts()):
-        manager.add_request(text, request_id=f"r{index}", max_new_tokens=2000, streaming=True)
-    while manager.get_result(timeout=5) is None:
-        pass
-    for index in range(len(prompts())):
-        manager.cancel_request(f"r{index}")
-    manager.add_request([5, 6, 7], request_id="last", max_new_tokens=5)
-    assert "last" in collected_last(manager)
-    assert pages_in_use(manager) == (0, set())
-
-
-def collected_last(manager):
-    found = {}
-    while "last" not in found:
-        found |= collected(manager, 1)
-    return found
-
-
 def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
     plain = make_model("llama", torch.bfloat16, head_dim=64)
     model = stressed(plain, value_channel(300.0))
@@ -483,14 +464,11 @@ def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
             output = manager.get_result(timeout=10)
             assert output is not None
             done += [output] if output.is_finished() else []
-        assert {(one.request_id, one.error is None) for one in done} == {
-            ("a", False),
-            ("a", True),
-            ("b", True),
-        }
+        found = {(one.request_id, one.error is None) for one in done}
+        assert found == {("a", False), ("a", True), ("b", True)}
 
 
-def test_waiting_requests_go_on_when_all_others_are_cancelled():
+def test_waiting_requests_go_on_when_all_others_are_cancelled_and_free_their_pages():
     with running(make_model("llama"), new=600, blocks=12, max_requests_per_batch=8) as manager:
         scheduler = manager.batch_processor.scheduler
         for index, text in enumerate(prompts((100,) * 6)[:6]):
@@ -501,6 +479,9 @@ def test_waiting_requests_go_on_when_all_others_are_cancelled():
             for request_id in scheduler.active_requests:
                 manager.cancel_request(request_id)
         wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
+        for request_id in waiting:
+            manager.cancel_request(request_id)
+        wait_for(lambda: pages_in_use(manager) == (0, set()))
 
 
 def test_managers_leave_a_model_its_eager_attention():

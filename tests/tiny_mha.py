@@ -1,5 +1,6 @@
 """Tiny random models whose attention has as many kv heads as query heads, saved in several shards."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def load(folder: Path) -> Any:
     )
     assert not any(info.values()), {name: found for name, found in info.items() if found}
     return model.eval()
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Return what is in a folder: names and hashes."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -16,7 +16,6 @@ import tiny_models
 import torch
 from at_once import at_once
 from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library, page_spec
-from tiny_models import left_padded, make_model
 
 import kv_hf
 from kv_hf.backends import dispatch, registry
@@ -237,29 +236,3 @@ def test_ops_say_why_they_take_the_reference(learns):
     with pytest.warns(kv_hf.KVCacheWarning, match="backward" if learns else "float64"):
         out = dispatch.paged_attention(call, kernel="c")
     assert torch.equal(out, reference.paged_attention(call))
-
-
-# -- threads of Python ---------------------------------------------------------------------------------------
-
-NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
-
-
-def generate(model, index: int) -> torch.Tensor:
-    batch = left_padded([75 + 7 * index, 30 + 5 * index], seed=index)
-    pages = {"cache_implementation": NAMES[index], "cache_config": {"page_size": 16}}
-    return model.generate(**batch, **pages, max_new_tokens=20, do_sample=False)
-
-
-def test_threads_that_share_a_model_get_the_tokens_they_get_alone():
-    alone = make_model("llama")
-    want = [generate(alone, index) for index in range(len(NAMES))]
-    model = make_model("llama")  # whose attention is switched by the threads, not before
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        results = at_once(
-            lambda index: torch.equal(generate(model, index), want[index]), len(NAMES)
-        )
-    finally:
-        sys.setswitchinterval(before)
-    assert results == [True] * len(NAMES)

@@ -54,23 +54,6 @@ def test_generate_left_padded_equals_dynamic_cache(family, recwarn):
 
 
 @every_family
-@pytest.mark.parametrize("implementation", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
-def test_quantized_logits_stay_close(family, implementation):
-    """Random weights are the hardest input there is, so this only catches collapse and mix-ups."""
-    model, ids = shared_model(family), tokens(2, 150)
-    cache = kv_hf.PagedCache.from_implementation(model.config, implementation)
-    exact = DynamicCache(config=model.config)
-    with torch.no_grad():
-        for part in (ids[:, :140], *ids[:, 140:].split(1, -1)):
-            expected = model(part, past_key_values=exact).logits[:, -1]
-            found = model(part, past_key_values=cache).logits[:, -1]
-    change = (found - expected).norm() / expected.norm()
-    assert change < {"paged_int4": 0.3, "paged_int2": 1.0}.get(implementation, 0.05)
-    if family not in ("mpt", "bloom"):  # their attention is too flat for rounding to show
-        assert change > 0
-
-
-@every_family
 def test_autocast_works_wherever_dynamic_cache_does(family):
     """Rotary embeddings leave keys in fp32 while values are bf16: the two sides have their own dtypes."""
     model, ids = shared_model(family), tokens(2, 80)

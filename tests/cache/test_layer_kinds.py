@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import rounding
 import torch
-from beside_stock import compare
+from beside_stock import compare, pages, run
 from measure.family_models import build_model, families
 from tiny_models import WINDOWS, left_padded, make_sliding, tokens
 from transformers import DynamicCache
@@ -145,12 +145,7 @@ def test_memory_and_report_tell_the_state_apart():
 def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
     model = model_of("falcon_h1")
     with pytest.raises(ValueError, match="stateful"):
-        model.generate(
-            tokens(1, 30),
-            prompt_lookup_num_tokens=3,
-            max_new_tokens=4,
-            cache_implementation="paged_exact",
-        )
+        run(model, {"input_ids": tokens(1, 30)}, pages(), prompt_lookup_num_tokens=3)
     with pytest.raises(kv_hf.errors.CacheOptionError, match="state of the whole text"):
         paged(model, prefix_store=kv_hf.PrefixStore())
     cache = paged(model)

@@ -314,25 +314,6 @@ def test_full_disk_is_found_before_the_first_forward(monkeypatch):
     assert torch.equal(forward(five_layers(), cache, tokens(1, 400)), expected)
 
 
-def test_disk_that_fills_up_while_the_text_grows_changes_nothing(monkeypatch):
-    model = make_model("llama", num_hidden_layers=2, max_position_embeddings=4096)
-    cache, plain = make_cache(model, offload="disk"), make_cache(model)
-    for one in (cache, plain):
-        forward(model, one, tokens(1, 1000))
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(kv_hf.OffloadError, match="No space left.*the cache is unchanged"):
-        forward(model, cache, tokens(1, 1500, seed=2))
-    assert cache.get_seq_length() == 1000
-    cache.check_integrity()
-    monkeypatch.undo()
-    logits = [forward(model, one, tokens(1, 1500, seed=2)) for one in (cache, plain)]
-    assert torch.equal(*logits)
-
-
 def test_system_that_cannot_reserve_is_written_to(monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate")
     logits = [
@@ -342,19 +323,38 @@ def test_system_that_cannot_reserve_is_written_to(monkeypatch):
     assert torch.equal(*logits)
 
 
-def test_folder_that_is_gone_is_an_error_and_changes_nothing(tmp_path):
+def fill_disk(folder, patch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patch.setattr(os, "posix_fallocate", full)
+
+
+def take_folder(folder, patch):
+    folder.rmdir()  # empty: files have no name
+
+
+@pytest.mark.parametrize(
+    ("fail", "says"),
+    [
+        (fill_disk, "No space left.*the cache is unchanged"),
+        (take_folder, "no file can be made in .*pages"),
+    ],
+)
+def test_disk_that_fails_while_the_text_grows_changes_nothing(fail, says, tmp_path, monkeypatch):
     model, folder = five_layers(), tmp_path / "pages"
     folder.mkdir()
-    gone, cache = (make_cache(offload=folder) for _ in range(2))
-    plain = make_cache()
+    gone, cache, plain = (make_cache(**given) for given in (*[{"offload": folder}] * 2, {}))
     for one in (cache, plain):
         forward(model, one, tokens(1, 100))
-    folder.rmdir()  # empty: files have no name
-    for one, seen in ((gone, 0), (cache, 100)):
-        with pytest.raises(kv_hf.OffloadError, match="no file can be made in .*pages"):
-            forward(model, one, tokens(1, 900, seed=3))
-        assert one.get_seq_length() == seen
-    folder.mkdir()
+    with monkeypatch.context() as patch:
+        fail(folder, patch)
+        for one, seen in ((gone, 0), (cache, 100)):
+            with pytest.raises(kv_hf.OffloadError, match=says):
+                forward(model, one, tokens(1, 900, seed=3))
+            assert one.get_seq_length() == seen
+            one.check_integrity()
+    folder.mkdir(exist_ok=True)
     logits = [forward(model, one, tokens(1, 900, seed=3)) for one in (cache, plain)]
     assert torch.equal(*logits)
 

@@ -464,6 +464,20 @@ def test_described_reads_numbers_of_every_dtype(dtype):
     assert described([Weight("any", tensor)]) != before
 
 
+def test_described_reads_a_part_of_the_numbers_and_finds_every_counted_write():
+    """What docs/serving.md promises of single numbers, and what it does not."""
+    tensor = matrix(576, 576)
+
+    def told():
+        return [described([Weight("any", tensor)], places) for places in (False, True)]
+
+    before = told()
+    tensor.data[0, 1] += 1  # between the samples, and torch does not count it
+    assert told() == before
+    tensor[0, 1] += 1
+    assert told()[0] == before[0] and told()[1] != before[1]
+
+
 # -- the store ---------------------------------------------------------------------------------------------------
 
 

@@ -130,14 +130,12 @@ def test_widen_never_keeps_the_formats_and_their_divergence(stress, name, least)
     assert widened(held) == []
 
 
-def test_widened_layers_are_counted_reported_and_said_once():
+def test_widened_layers_are_counted_reported_and_said_once(said):
     ids = words(2, PROMPT + 30)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", kv_hf.KVCacheWarning)
-        for _ in range(2):
-            held = cache_of()
-            fed(loud(), held, ids, 300)
-    (warning,) = [str(one.message) for one in said if "wider" in str(one.message)]
+    for _ in range(2):
+        held = cache_of()
+        fed(loud(), held, ids, 300)
+    (warning,) = said("wider")
     for part in ("Layer 1", "values int4 -> fp8", "channels far larger"):
         assert part in warning
     assert formats_of(held) == [("int4", "int4"), ("int4", "fp8")]
@@ -255,16 +253,6 @@ NEEDLES = Path(__file__).parents[2] / "results" / "long_context.jsonl"
 TWO_BITS = {"keys": "int2", "values": "int2"}
 
 
-def warned(**options):
-    model = shared_model("llama")
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            cache = kv_hf.PagedCache(model.config, **options)
-            model.generate(tokens(1, 9), past_key_values=cache, max_new_tokens=2)
-    return [str(one.message) for one in found if "2 bits" in str(one.message)]
-
-
 def needles():
     """(cache, model, length) -> (found, asked), from the rows of the needle test."""
     counted = {}
@@ -302,10 +290,13 @@ SAID = {
 
 
 @pytest.mark.parametrize(("options", "parts"), SAID.values(), ids=SAID)
-def test_generate_warns_once_of_two_bits(options, parts):
-    said = warned(**options)
-    assert len(said) == (parts is not None)
-    assert all(part in said[0] for part in parts or ())
+def test_generate_warns_once_of_two_bits(options, parts, said):
+    model = shared_model("llama")
+    for _ in range(2):
+        cache = kv_hf.PagedCache(model.config, **options)
+        model.generate(tokens(1, 9), past_key_values=cache, max_new_tokens=2)
+    assert len(said("2 bits")) == (parts is not None)
+    assert all(part in said("2 bits")[0] for part in parts or ())
 
 
 # -- the damage that formats do ------------------------------------------------------------------------------

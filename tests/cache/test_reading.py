@@ -421,24 +421,3 @@ def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fe
         assert all(len(choice[0]) == MOST for choice in choices)
         # a page that was sealed behind the last step
         assert pages_of(keys) in ([], [sealed - 1] * LAYERS)
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_budget_holds_at_every_step(model):
-    budget = 14 * 2 * 2 * 16 * 64 * 4  # pages of one layer: sides, heads, tokens, head_dim, fp32
-    cache = offloaded(model, "exact", offload="disk", device_bytes=budget)
-    ids = tokens(1, 190)
-    with torch.no_grad():
-        model(ids[:, :100], past_key_values=cache)
-        for at in range(100, 190):
-            model(ids[:, at : at + 1], past_key_values=cache)
-            memory = cache.memory()
-            assert memory.payload + memory.scales + memory.staging <= budget
-    with pytest.raises(
-        kv_hf.DeviceBudgetError, match="index of all pages that a step chooses from"
-    ):
-        model(tokens(1, 600), past_key_values=cache)
-    assert cache.get_seq_length() == 190
-    cache.check_integrity()

@@ -23,9 +23,21 @@ from kv_hf.gqa.structure import config_of, model_class
 
 # one family of every layout; the others run with the slow tests
 FAST = [
-    "llama-tied", "llama-bias", "llama-wide", "gemma3_text", "olmo2", "cohere-norm", "qwen3_moe", "gpt_oss", "phi3",
-    "stablelm", "lfm2", "nemotron_h", "falcon-bias", "gpt_bigcode",
-]  # fmt: skip
+    "llama-tied",
+    "llama-bias",
+    "llama-wide",
+    "gemma3_text",
+    "olmo2",
+    "cohere-norm",
+    "qwen3_moe",
+    "gpt_oss",
+    "phi3",
+    "stablelm",
+    "lfm2",
+    "nemotron_h",
+    "falcon-bias",
+    "gpt_bigcode",
+]
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 HEADS = 4  # of all tiny models, queries' and keys'
 

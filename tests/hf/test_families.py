@@ -23,16 +23,8 @@ import kv_hf
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.hf import attention
 
-QUICK = (
-    "llama",
-    "qwen3",
-    "gemma",
-    "gpt2",
-    "phi",
-    "mixtral",
-    "gptj",
-    "bloom",
-)  # the others are slow
+# the others are slow
+QUICK = ["llama", "qwen3", "gemma", "gpt2", "phi", "mixtral", "gptj", "bloom"]
 every_family = pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 
 

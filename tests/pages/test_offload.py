@@ -201,6 +201,21 @@ def test_smaller_than_the_least_is_refused_with_both_figures_and_nothing_changes
         forward(model, make_cache(**place, device_bytes=needed - 1), tokens(2, 300))
 
 
+def test_budget_counts_the_index_that_steps_choose_by():
+    model = make_model("llama", num_hidden_layers=12, max_position_embeddings=2048)
+    budget, ids = 289_000, tokens(1, 1090)
+    cache = make_cache(
+        model, keys="int8", offload="disk", device_bytes=budget, read={"tokens": 64, "from": 64}
+    )
+    for part in ids.split([1024, *[1] * 66], 1):
+        forward(model, cache, part)
+        assert page_bytes_on_device(cache) <= budget
+    with pytest.raises(kv_hf.DeviceBudgetError, match="index of all pages that a step chooses"):
+        forward(model, cache, tokens(1, 900))
+    assert cache.get_seq_length() == 1090
+    cache.check_integrity()
+
+
 def test_a_first_forward_over_layers_of_other_heads_is_refused_before_it_or_not_at_all():
     model = make_sliding("gemma4_text", 20)
     refused = pytest.raises(kv_hf.DeviceBudgetError, match="is too small")

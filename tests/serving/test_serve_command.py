@@ -115,9 +115,8 @@ def test_missing_package_is_named_with_its_extra(monkeypatch, package):
 
 
 def test_other_server_is_refused_with_the_versions_that_fit(monkeypatch):
-    pytest.importorskip("openai")
-    pytest.importorskip("fastapi")
-    pytest.importorskip("uvicorn")
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
     check_server()
     gone = {**server._USED, "serving.utils.GenerateManager.run": ("model",)}
     monkeypatch.setattr(server, "_USED", gone)

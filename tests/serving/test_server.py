@@ -19,8 +19,6 @@ from kv_hf.serving.batch_manager import fits_transformers
 from kv_hf.texts import load_text
 
 openai = pytest.importorskip("openai", reason="the extra `serving` is not installed")
-pytest.importorskip("fastapi", reason="the extra `serving` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `serving` is not installed")
 
 TEXT = load_text("lincoln_1863")
 SYSTEM = {"role": "system", "content": TEXT[:900]}

@@ -1,6 +1,7 @@
 """Every method of Cache and CacheLayerMixin on exact pages against DynamicCache, and bad input: an error, and nothing is broken after it."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -221,16 +222,17 @@ def test_reorder_writes_no_sealed_page_and_only_the_rows_that_change(keys):
     append(paged, states(4, 100, 0))
     append(paged, states(4, 1, 1))
     sides = [side for layer in paged.paged_layers for side in layer.storage.sides]
-    before = [{field: t.clone() for field, t in side.fields.items()} for side in sides]
-    where = [t.data_ptr() for side in sides for t in side.fields.values()]
     windows = [window for layer in paged.paged_layers for window in layer.residuals]
-    rows = [window.tokens.clone() for window in windows]
-    places = [window.tokens.data_ptr() for window in windows]
+    fields, places = (
+        [dict(side.fields) for side in sides],
+        [one.tokens.data_ptr() for one in windows],
+    )
+    before, rows = copy.deepcopy(fields), [one.tokens.clone() for one in windows]
     paged.reorder_cache(torch.tensor([0, 0, 2, 1]))
-    for side, old in zip(sides, before, strict=True):
-        assert all(torch.equal(side.fields[field], t) for field, t in old.items())
-    assert where == [t.data_ptr() for side in sides for t in side.fields.values()]
-    assert places == [window.tokens.data_ptr() for window in windows]
+    for side, own, old in zip(sides, fields, before, strict=True):
+        assert all(side.fields[name] is own[name] for name in old)
+        assert all(torch.equal(own[name], old[name]) for name in old)
+    assert places == [one.tokens.data_ptr() for one in windows]
     for window, old in zip(windows, rows, strict=True):
         assert torch.equal(window.tokens, old[[0, 0, 2, 1]])
 

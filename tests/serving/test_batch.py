@@ -265,21 +265,13 @@ def test_counts_of_a_manager_add_up(manager):
 
 def test_generate_and_batches_share_one_prefix_store():
     model, store = make_model("llama"), kv_hf.PrefixStore()
-    text = prompts()[3]
-    ids = torch.tensor([text])
-    options = {"prefix_store": store}
-    plain = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "eos_token_id": None}
-    alone = model.generate(
-        ids, cache_implementation="paged_exact", cache_config=options, do_sample=False, **plain
-    )
-    found = answers(model, [text], config("paged_exact", 8, options), batching())
-    assert found[0] == alone[0, len(text) :].tolist()
+    text, options = prompts()[3], {"prefix_store": store}
+    generation = config("paged_exact", 8, options)
+    (alone_first,) = alone(model, [text], generation)
+    assert answers(model, [text], generation, batching()) == [alone_first]
     stats = store.stats()
     assert (stats.rows, stats.rows_hit, stats.tokens_computed) == (2, 1, 300 + 40)
-    again = model.generate(
-        ids, cache_implementation="paged_exact", cache_config=options, do_sample=False, **plain
-    )
-    assert again.tolist() == alone.tolist()
+    assert alone(model, [text], generation) == [alone_first]
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])

@@ -473,7 +473,9 @@ def test_waiting_requests_go_on_when_all_others_are_cancelled_and_free_their_pag
         wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
         for request_id in waiting:
             manager.cancel_request(request_id)
-        wait_for(lambda: pages_in_use(manager) == (0, set()))
+        cache = manager.batch_processor.cache
+        wait_for(lambda: not cache.known and not cache.requests)
+        assert pages_in_use(manager) == (0, set())
 
 
 def test_managers_leave_a_model_its_eager_attention():

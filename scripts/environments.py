@@ -36,10 +36,9 @@ COMPILED = [
     "cache/test_layer_kinds",
     "doctor",
     "formats/test_codec",
-    "hf/test_chunks",
     "hf/test_families",
     "hf/test_generate",
-    "hf/test_latent_families",
+    "hf/test_masks",
 ]
 # in numpy; torch computes what is expected
 INTERPRETED = ["backends/test_triton_decode", "backends/test_triton_dense"]

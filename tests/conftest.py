@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -109,6 +109,18 @@ def _same_environment() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def said() -> Iterator[Callable[[str], list[str]]]:
+    """Return the texts of kv_hf's warnings so far that hold a word; which kernel reads the pages depends on the machine."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", kv_hf.KVCacheWarning)
+        yield lambda word="": [
+            str(one.message)
+            for one in found
+            if one.category is kv_hf.KVCacheWarning and word in str(one.message)
+        ]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import kv_hf
 
-CALLS = (
+CALLS = [
     "open",
     "write",
     "fsync",
@@ -27,7 +27,7 @@ CALLS = (
     "rename",
     "mkdir",
     "unlink",
-)
+]
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 KILLED = 77  # exit code of a process that was ended at a call
 

@@ -14,35 +14,22 @@ import warnings
 from pathlib import Path
 
 # beginnings of names
-CLEARED = (
-    *(
-        "ACCELERATE_",
-        "ALL_PROXY",
-        "all_proxy",
-        "CUDA_",
-        "FORCE_COLOR",
-        "GIT_",
-        "HF_",
-        "HTTP",
-        "http",
-    ),
-    *("HUGGINGFACE_", "JUPYTER_", "KMP_", "KV_HF_", "LANGUAGE", "LC_", "LOCAL_RANK", "MKL_", "MPL"),
-    *("NLTK_", "NO_COLOR", "OMP_", "PYTHONWARNINGS", "PYTORCH_", "RANK", "TORCH", "TQDM_"),
-    *("TRANSFORMERS_", "TRITON_", "WORLD_SIZE", "XDG_"),
-)
+CLEARED = """
+ACCELERATE_ ALL_PROXY all_proxy CUDA_ FORCE_COLOR GIT_ HF_ HTTP http HUGGINGFACE_ JUPYTER_ KMP_ KV_HF_ LANGUAGE LC_ LOCAL_RANK MKL_
+MPL NLTK_ NO_COLOR OMP_ PYTHONWARNINGS PYTORCH_ RANK TORCH TQDM_ TRANSFORMERS_ TRITON_ WORLD_SIZE XDG_
+"""
 # what decides on purpose which code runs (ATEN_CPU_CAPABILITY, too); KV_HF_TEST_GPU=1 lets the tests see a GPU,
 # and KV_HF_TEST_HOME is the home that they find
-CHOSEN = (
-    *("KV_HF_CHROMIUM", "KV_HF_ISA", "KV_HF_LIBRARY", "KV_HF_TEST_GPU", "KV_HF_TEST_HOME"),
-    *("KV_HF_TEST_THREADS", "OMP_WAIT_POLICY"),
-)
+CHOSEN = """
+KV_HF_CHROMIUM KV_HF_ISA KV_HF_LIBRARY KV_HF_TEST_GPU KV_HF_TEST_HOME KV_HF_TEST_THREADS OMP_WAIT_POLICY
+"""
 
 
 def _enter() -> Path | None:
     """Set the variables of this process. Return its home folder, or None in a worker, which has its parent's."""
-    kept = {name: os.environ[name] for name in CHOSEN if name in os.environ}
+    kept = {name: os.environ[name] for name in CHOSEN.split() if name in os.environ}
     for name in list(os.environ):
-        if name.startswith(CLEARED):
+        if name.startswith(tuple(CLEARED.split())):
             del os.environ[name]
     made = None
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from tiny_models import left_padded, tokens
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -20,7 +18,6 @@ from transformers.distributed import DistributedConfig
 import kv_hf
 
 OPTIONS = {"do_sample": False, "return_dict_in_generate": True}
-PROMPTS = 5
 
 
 def load(folder: Path, parallelism: str = "none") -> Any:
@@ -103,24 +100,6 @@ def pipeline(folder: Path) -> dict[str, Any]:
     model.generate(tokens(1, 80), past_key_values=cache, max_new_tokens=4, **OPTIONS)
     rows = [layer.residuals[0].tokens.shape[0] for layer in cache.layers]
     return {**found, "rows": rows, "lengths": [cache.get_seq_length(i) for i in range(len(rows))]}
-
-
-def data(folder: Path) -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True)
-    model = load(folder)
-    found: dict[str, Any] = {}
-    for name in ("paged_exact", "paged_int4"):
-        with accelerator.split_between_processes(list(range(PROMPTS))) as mine:
-            own = [(i, alone(model, name, i)) for i in mine]
-        found[name] = gather_object(own)
-        found[f"{name} own"] = len(own)
-    return found
-
-
-def alone(model: Any, name: str, prompt: int) -> list[int]:
-    ids = tokens(1, 60 + 7 * prompt, seed=prompt)
-    options = {"cache_implementation": name, "max_new_tokens": 30, **OPTIONS}
-    return model.generate(ids, **options).sequences[0].tolist()
 
 
 def main() -> None:

@@ -6,26 +6,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 import transformers
 
 RANK, ROPE = 32, 8
 COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    **tiny_models.COMMON,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 1024,
     "kv_lora_rank": RANK,
     "q_lora_rank": 24,
     "qk_rope_head_dim": ROPE,
     "qk_nope_head_dim": 12,
     "v_head_dim": 12,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 MOE = {
     "moe_intermediate_size": 32,

@@ -1,93 +1,68 @@
 """Tiny random models whose attention has as many kv heads as query heads, saved in several shards."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 import transformers
 from safetensors import safe_open
 
 COMMON = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    **tiny_models.COMMON,
+    **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_key_value_heads": 4},
     "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 WIDE = {**COMMON, "head_dim": 16}  # head_dim that is not hidden_size / heads
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 MOE = {**COMMON, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
-# family -> (config class, options)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", COMMON),
-    "llama-bias": ("LlamaConfig", {**COMMON, "attention_bias": True}),
-    "llama-wide": ("LlamaConfig", WIDE),
-    "llama-tied": ("LlamaConfig", {**COMMON, "tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", {**WIDE, "sliding_window": None}),
-    "mixtral": ("MixtralConfig", {**COMMON, **EXPERTS}),
-    "gemma": ("GemmaConfig", WIDE),
-    "gemma2": ("Gemma2Config", {**WIDE, "query_pre_attn_scalar": 16}),
-    "gemma3_text": ("Gemma3TextConfig", WIDE),
-    "olmo": ("OlmoConfig", COMMON),
-    "olmo2": ("Olmo2Config", COMMON),
-    "olmo3": ("Olmo3Config", COMMON),
-    "olmoe": ("OlmoeConfig", {**COMMON, "num_experts": 2, "num_experts_per_tok": 1}),
-    "granite": ("GraniteConfig", COMMON),
-    "granitemoe": ("GraniteMoeConfig", {**COMMON, **EXPERTS}),
-    "smollm3": ("SmolLM3Config", COMMON),
-    "ernie4_5": ("Ernie4_5Config", {**COMMON, "head_dim": 8}),
-    "arcee": ("ArceeConfig", COMMON),
-    "helium": ("HeliumConfig", {**COMMON, "head_dim": 8}),
-    "bitnet": ("BitNetConfig", COMMON),
-    "nemotron": ("NemotronConfig", COMMON),
-    "cohere": ("CohereConfig", COMMON),
-    "cohere-norm": ("CohereConfig", {**COMMON, "use_qk_norm": True}),
-    "cohere2": ("Cohere2Config", COMMON),
-    "phimoe": ("PhimoeConfig", {**COMMON, **EXPERTS}),
-    "qwen2": ("Qwen2Config", COMMON),
-    "qwen2_moe": ("Qwen2MoeConfig", {**MOE, "shared_expert_intermediate_size": 24}),
-    "qwen3": ("Qwen3Config", WIDE),
-    "qwen3_moe": ("Qwen3MoeConfig", {**MOE, "head_dim": 16}),
-    "glm": ("GlmConfig", {**COMMON, "head_dim": 8}),
-    "glm4": ("Glm4Config", {**COMMON, "head_dim": 8}),
-    "starcoder2": ("Starcoder2Config", {**COMMON, "sliding_window": None}),
-    "seed_oss": ("SeedOssConfig", {**COMMON, "head_dim": 16, "attention_bias": True}),
-    "gpt_oss": ("GptOssConfig", {**WIDE, **EXPERTS, "num_hidden_layers": 2}),
-    "phi": ("PhiConfig", COMMON),
-    "phi3": ("Phi3Config", COMMON),
-    "exaone4": ("Exaone4Config", COMMON),
-    "apertus": ("ApertusConfig", COMMON),
-    "stablelm": ("StableLmConfig", COMMON),
-    "lfm2": ("Lfm2Config", {**COMMON, "layer_types": ["conv", "full_attention"]}),
+# families that need nothing beside the common options, heads of 8, or heads of 16
+PLAIN = """
+llama olmo olmo2 olmo3 granite smollm3 arcee bitnet nemotron cohere cohere2 qwen2 phi phi3 exaone4 apertus stablelm
+"""
+NARROW = "ernie4_5 helium glm glm4"
+BROAD = "llama-wide gemma gemma3_text qwen3"
+# model_type, or one with a word for the changes behind it -> options of its config
+FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(PLAIN.split(), COMMON),
+    **{key: {**COMMON, "head_dim": 8} for key in NARROW.split()},
+    **dict.fromkeys(BROAD.split(), WIDE),
+    **{key: {**COMMON, **EXPERTS} for key in ("mixtral", "granitemoe", "phimoe")},
+    "llama-bias": {**COMMON, "attention_bias": True},
+    "llama-tied": {**COMMON, "tie_word_embeddings": True},
+    "mistral": {**WIDE, "sliding_window": None},
+    "gemma2": {**WIDE, "query_pre_attn_scalar": 16},
+    "olmoe": {**COMMON, "num_experts": 2, "num_experts_per_tok": 1},
+    "cohere-norm": {**COMMON, "use_qk_norm": True},
+    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**MOE, "head_dim": 16},
+    "starcoder2": {**COMMON, "sliding_window": None},
+    "seed_oss": {**COMMON, "head_dim": 16, "attention_bias": True},
+    "gpt_oss": {**WIDE, **EXPERTS, "num_hidden_layers": 2},
+    "lfm2": {**COMMON, "layer_types": ["conv", "full_attention"]},
     # a config with an infinite value, and mamba layers
-    "nemotron_h": ("NemotronHConfig", {**COMMON, "head_dim": 8, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "num_hidden_layers": 3, "moe_intermediate_size": 8, "n_routed_experts": 2}),
+    "nemotron_h": {**COMMON, "head_dim": 8, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "num_hidden_layers": 3, "moe_intermediate_size": 8, "n_routed_experts": 2},
 }  # fmt: skip
-GPT_LIKE = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-FALCON = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-# classes that know all heads or one
-ALL_OR_ONE: dict[str, tuple[str, dict[str, Any]]] = {
-    "falcon": ("FalconConfig", {**FALCON, **SPECIAL, "multi_query": False}),
-    "falcon-bias": ("FalconConfig", {**FALCON, **SPECIAL, "multi_query": False, "bias": True}),
-    "falcon-alibi": ("FalconConfig", {**FALCON, **SPECIAL, "multi_query": False, "alibi": True, "parallel_attn": False}),
-    "gpt_bigcode": ("GPTBigCodeConfig", {**GPT_LIKE, **SPECIAL, "multi_query": False}),
-}  # fmt: skip
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "diffllama": ("DiffLlamaConfig", COMMON),
-    "gpt_neox": ("GPTNeoXConfig", COMMON),
-    "gpt2": ("GPT2Config", {**GPT_LIKE, **SPECIAL}),
+GPT_LIKE = {**tiny_models.GPT_LIKE, "vocab_size": 48, "n_embd": 32, "n_positions": 128}
+FALCON = {
+    **{"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "multi_query": False},
 }
+# classes that know all heads or one
+ALL_OR_ONE: dict[str, dict[str, Any]] = {
+    "falcon": FALCON,
+    "falcon-bias": {**FALCON, "bias": True},
+    "falcon-alibi": {**FALCON, "alibi": True, "parallel_attn": False},
+    "gpt_bigcode": {**GPT_LIKE, "multi_query": False},
+}  # fmt: skip
+OTHERS = {"diffllama": COMMON, "gpt_neox": COMMON, "gpt2": GPT_LIKE}
 
 
 def make(family: str, **changes: Any) -> Any:
     """Return a model with random weights that count: norms and biases too are not what they begin with."""
-    name, options = {**FAMILIES, **ALL_OR_ONE, **OTHERS}[family]
-    config = getattr(transformers, name)(**{**options, **changes})
+    options = {**FAMILIES, **ALL_OR_ONE, **OTHERS}[family]
+    config = transformers.CONFIG_MAPPING[family.partition("-")[0]](**{**options, **changes})
     return randomize(transformers.AutoModelForCausalLM.from_config(config))
 
 
@@ -123,6 +98,15 @@ def load(folder: Path) -> Any:
     )
     assert not any(info.values()), {name: found for name, found in info.items() if found}
     return model.eval()
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Return what is in a folder: names and hashes."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def logits(model: Any) -> torch.Tensor:

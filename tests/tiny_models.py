@@ -36,92 +36,46 @@ GPT_LIKE = {
 MHA = {**COMMON, "num_key_value_heads": 4}
 MOE = {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-# family -> (config class, options); every layer of these attends to everything
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", COMMON),
-    "mistral": ("MistralConfig", {**COMMON, "sliding_window": None}),
-    "qwen2": ("Qwen2Config", COMMON),
-    "qwen3": ("Qwen3Config", {**COMMON, "head_dim": 16}),
-    "gemma": ("GemmaConfig", {**COMMON, "head_dim": 32}),
-    "phi": ("PhiConfig", COMMON),
-    "phi3": ("Phi3Config", COMMON),
-    "gpt_neox": ("GPTNeoXConfig", MHA),
-    "gpt2": ("GPT2Config", GPT_LIKE),
-    "opt": ("OPTConfig", {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
-    "olmo2": ("Olmo2Config", COMMON),
-    "starcoder2": ("Starcoder2Config", {**COMMON, "sliding_window": None}),
-    "stablelm": ("StableLmConfig", COMMON),
-    "granite": ("GraniteConfig", COMMON),
-    "cohere": ("CohereConfig", COMMON),
-    "glm": ("GlmConfig", {**COMMON, "head_dim": 16}),
-    "nemotron": ("NemotronConfig", COMMON),
-    "persimmon": ("PersimmonConfig", MHA),
-    "smollm3": ("SmolLM3Config", COMMON),
-    "biogpt": ("BioGptConfig", MHA),
-    "gpt_bigcode": ("GPTBigCodeConfig", GPT_LIKE),
-    "qwen3_moe": ("Qwen3MoeConfig", {**MOE, "head_dim": 16}),
-    "mixtral": ("MixtralConfig", {**COMMON, "num_local_experts": 4, "sliding_window": None}),
-    # the next ones do not use transformers' attention interface: dense, but right
-    "gptj": ("GPTJConfig", {**GPT_LIKE, "rotary_dim": 8}),
-    "gpt_neo": (
-        "GPTNeoConfig",
-        {**COMMON, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
-    ),
-    "bloom": ("BloomConfig", {**GPT_LIKE, "hidden_size": 64}),
-    "falcon": ("FalconConfig", COMMON),
-    "codegen": ("CodeGenConfig", {**GPT_LIKE, "rotary_dim": 8}),
-    "mpt": (
-        "MptConfig",
-        {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
-    ),
+# what needs nothing beside the common options
+PLAIN = "llama qwen2 phi phi3 olmo2 stablelm granite cohere nemotron smollm3 falcon"
+# model_type -> options of its config; every layer of these attends to everything
+FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(PLAIN.split(), COMMON),
+    **dict.fromkeys(("gpt_neox", "persimmon", "biogpt"), MHA),
+    **{key: {**COMMON, "sliding_window": None} for key in ("mistral", "starcoder2")},
+    **{key: {**COMMON, "head_dim": 16} for key in ("qwen3", "glm")},
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), GPT_LIKE),
+    **{key: {**GPT_LIKE, "rotary_dim": 8} for key in ("gptj", "codegen")},
+    "gemma": {**COMMON, "head_dim": 32},
+    "opt": {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "qwen3_moe": {**MOE, "head_dim": 16},
+    "mixtral": {**COMMON, "num_local_experts": 4, "sliding_window": None},
+    "gpt_neo": {**COMMON, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    "bloom": {**GPT_LIKE, "hidden_size": 64},
+    "mpt": {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
 }
-FOUR = {**COMMON, "num_hidden_layers": 4}
-ALTERNATING = ["sliding_attention", "full_attention"] * 2
+# which do not use transformers' attention interface: dense, but right
+NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
+FOUR = {**COMMON, "num_hidden_layers": 4, "sliding_window": 20}
+ALTERNATING = ["sliding_attention", "full_attention"]
 
 # the same of families whose layers, or some of them, have a sliding window
-WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("MistralConfig", {**FOUR, "sliding_window": 20}),
-    "qwen2": (
-        "Qwen2Config",
-        {**FOUR, "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 2},
-    ),
-    "gemma2": ("Gemma2Config", {**FOUR, "head_dim": 16, "sliding_window": 20}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {**FOUR, "head_dim": 16, "sliding_window": 20, "layer_types": ALTERNATING},
-    ),
-    "cohere2": ("Cohere2Config", {**FOUR, "sliding_window": 20}),
-    "starcoder2": ("Starcoder2Config", {**FOUR, "sliding_window": 20}),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            **{**FOUR, "head_dim": 16, "sliding_window": 20},
-            **{"num_local_experts": 4, "num_experts_per_tok": 2},
-        },
-    ),
+WINDOWS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mistral", "cohere2", "starcoder2"), FOUR),
+    "qwen2": {**FOUR, "use_sliding_window": True, "max_window_layers": 2},
+    "gemma2": {**FOUR, "head_dim": 16},
+    "gemma3_text": {**FOUR, "head_dim": 16, "layer_types": 2 * ALTERNATING},
+    "gpt_oss": {**FOUR, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 GEMMA3N = {
-    **{**FOUR, "head_dim": 16, "sliding_window": 20, "hidden_size_per_layer_input": 8},
-    **{"vocab_size_per_layer_input": 97, "laurel_rank": 8},
-    "activation_sparsity_pattern": None,
+    **{**FOUR, "num_hidden_layers": 6, "layer_types": 3 * ALTERNATING, "head_dim": 16},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "laurel_rank": 8},
+    **{"activation_sparsity_pattern": None, "num_kv_shared_layers": 2},
 }
 # the last two of six layers read the keys of layers 2 (sliding) and 3 (full)
-SHARED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3n_text": (
-        "Gemma3nTextConfig",
-        {
-            **GEMMA3N,
-            **{"num_hidden_layers": 6, "num_kv_shared_layers": 2},
-            "layer_types": [*ALTERNATING, *ALTERNATING[:2]],
-        },
-    ),
-    "gemma4_text": (
-        "Gemma4TextConfig",
-        {
-            **{**GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "global_head_dim": 32},
-            "layer_types": [*ALTERNATING, *ALTERNATING[:2]],
-        },
-    ),
+SHARED: dict[str, dict[str, Any]] = {
+    "gemma3n_text": GEMMA3N,
+    "gemma4_text": {**GEMMA3N, "global_head_dim": 32},
 }
 # the caches whose keys and values have one format, by name
 ONE_FORMAT = {
@@ -130,23 +84,20 @@ ONE_FORMAT = {
     "paged_int8": "int8",
     "paged_int4": "int4",
 }
-NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
 
 
 def make_config(family: str, **changes: Any) -> Any:
-    name, options = FAMILIES[family]
-    return getattr(transformers, name)(**{**options, **changes})
+    return transformers.CONFIG_MAPPING[family](**{**FAMILIES[family], **changes})
 
 
 def is_there(name: str) -> bool:
     """Say whether the installed transformers knows a family with windows or shared keys at all."""
-    return hasattr(transformers, {**WINDOWS, **SHARED}[name][0])
+    return name in transformers.CONFIG_MAPPING
 
 
 def make_layers(name: str, **changes: Any) -> Any:
     """Return the config of a family with windows or shared keys."""
-    name, options = {**WINDOWS, **SHARED}[name]
-    return getattr(transformers, name)(**{**options, **changes})
+    return transformers.CONFIG_MAPPING[name](**{**{**WINDOWS, **SHARED}[name], **changes})
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import rounding
 import torch
-from slow import slow, slow_but
+from slow import slow_but
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -294,14 +294,10 @@ def test_steps_run_while_another_thread_compiles(monkeypatch):
 # -- what cannot be traced says so ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("attention", "lengths"),
-    [
-        ("sdpa", (20, 1, 1)),
-        slow(("sdpa", (20, 18, 1))),
-        slow(("eager", (20, 1, 18, 1))),
-    ],
-)
+UNCOMPILED = [("sdpa", (20, 1, 1)), ("sdpa", (20, 18, 1)), ("eager", (20, 1, 18, 1))]
+
+
+@pytest.mark.parametrize(("attention", "lengths"), slow_but(UNCOMPILED[:1], UNCOMPILED))
 @torch.no_grad()
 def test_what_cannot_be_traced_runs_uncompiled_where_breaks_are_allowed(attention, lengths):
     """The prompt, a long chunk and another attention: torch leaves the graph there, and all is well."""

@@ -1,7 +1,6 @@
 """Saving and converting where any system call may fail, or be the last one: the old is intact or the new is complete."""
 
 import errno
-import hashlib
 import os
 import shutil
 
@@ -9,6 +8,7 @@ import pytest
 import tiny_mha
 import torch
 from faults import ERRORS, failing, faults, killed_at
+from tiny_mha import digest
 from tiny_models import shared_model, tokens
 
 import kv_hf
@@ -19,14 +19,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 def left_in(folder):
     return [path.name for path in folder.rglob("*") if path.name.endswith(files.UNFINISHED)]
-
-
-def digest(folder):
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")

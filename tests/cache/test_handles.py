@@ -2,11 +2,11 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import rounding
 import torch
+from beside_stock import pages, run
 from tiny_models import left_padded, make_model, tokens
 from transformers import DynamicCache
 
@@ -27,24 +27,16 @@ def new_states(rows=2, length=1):
 
 
 @pytest.mark.parametrize("cache_implementation", ["paged_exact", "paged_int4"])
-def test_foreign_attention_is_correct_and_warned_of_once(cache_implementation):
+def test_foreign_attention_is_correct_and_warned_of_once(cache_implementation, said):
     model = make_model("llama")
     model.set_attn_implementation("eager")
     paged = make_model("llama")
     inputs = left_padded([80, 33])
-    options = {
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "cache_implementation": cache_implementation,
-    }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = model.generate(**inputs, **options)
+    held = pages(cache_implementation)
+    found = run(model, inputs, held, max_new_tokens=12).sequences
     assert model.config._attn_implementation == "eager"
-    messages = [str(w.message) for w in caught if issubclass(w.category, kv_hf.KVCacheWarning)]
-    assert len([m for m in messages if "does not know kv_hf" in m]) == 1
-    assert any("set_attn_implementation('sdpa')" in m for m in messages)
-    assert torch.equal(found, paged.generate(**inputs, **options))
+    assert len(said("does not know kv_hf")) == 1 and said("set_attn_implementation('sdpa')")
+    assert torch.equal(found, run(paged, inputs, held, max_new_tokens=12).sequences)
 
 
 def test_flex_attention_gets_dense_tensors():

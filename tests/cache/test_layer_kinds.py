@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import rounding
 import torch
-from beside_stock import compare
+from beside_stock import compare, pages, run
 from measure.family_models import build_model, families
 from tiny_models import WINDOWS, left_padded, make_sliding, tokens
 from transformers import DynamicCache
@@ -20,7 +20,7 @@ def sliding_group(cache):
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [*((name, 40) for name in WINDOWS), ("gemma3", 5), ("mistral", 71)]
+    ("name", "window"), [*((name, 40) for name in WINDOWS), ("gemma3_text", 5), ("mistral", 71)]
 )
 def test_generation_equals_dynamic_cache_and_pages_are_given_back(name, window):
     model = make_sliding(name, window)
@@ -35,7 +35,7 @@ def test_generation_equals_dynamic_cache_and_pages_are_given_back(name, window):
 
 def test_attention_weights_of_a_padded_sliding_model_equal_eager():
     """The dense route makes the mask that the kernels do not need."""
-    model = make_sliding("gemma3", 24)
+    model = make_sliding("gemma3_text", 24)
     inputs = left_padded([60, 33])
     model.set_attn_implementation("eager")
     compare(model, inputs, max_new_tokens=8, output_attentions=True)
@@ -43,7 +43,7 @@ def test_attention_weights_of_a_padded_sliding_model_equal_eager():
 
 def test_a_stage_of_full_layers_alone_knows_its_length():
     """A pipeline stage may run no layer of the kind that is asked for lengths: any layer with tokens answers."""
-    model = make_sliding("gemma3", 24)
+    model = make_sliding("gemma3_text", 24)
     kinds = model.config.layer_types
     cache = kv_hf.PagedCache(model.config)
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"][-1]
@@ -145,12 +145,7 @@ def test_memory_and_report_tell_the_state_apart():
 def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
     model = model_of("falcon_h1")
     with pytest.raises(ValueError, match="stateful"):
-        model.generate(
-            tokens(1, 30),
-            prompt_lookup_num_tokens=3,
-            max_new_tokens=4,
-            cache_implementation="paged_exact",
-        )
+        run(model, {"input_ids": tokens(1, 30)}, pages(), prompt_lookup_num_tokens=3)
     with pytest.raises(kv_hf.errors.CacheOptionError, match="state of the whole text"):
         paged(model, prefix_store=kv_hf.PrefixStore())
     cache = paged(model)

@@ -56,7 +56,7 @@ def test_pages_have_the_bytes_of_a_cache_that_grows(name, recent):
 
 
 def model_of(kind):
-    if kind in ("mistral", "gemma3", "gpt_oss"):
+    if kind in ("mistral", "gemma3_text", "gpt_oss"):
         return windows(kind, 24)
     if kind in ("deepseek_v3", "glm5_next", "deepseek_v32"):
         return tiny_latent.make_model(kind)
@@ -67,7 +67,7 @@ def model_of(kind):
     ("kind", "options"),
     [
         *((kind, {}) for kind in ("llama", "mistral", "gpt_oss", "deepseek_v3")),
-        *((kind, {"recent_tokens": 20}) for kind in ("llama", "gemma3", "deepseek_v3")),
+        *((kind, {"recent_tokens": 20}) for kind in ("llama", "gemma3_text", "deepseek_v3")),
         *((kind, {"sink_tokens": 0}) for kind in ("llama", "mistral")),
         ("llama", {"read": {"tokens": 64, "from": 32}}),
     ],

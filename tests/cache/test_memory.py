@@ -1,12 +1,19 @@
-"""Bytes: what a cache reports equals its tensors and the prediction, a decode step stays small, and a cache says what it is."""
+"""Bytes and steps: what a cache reports equals its tensors, a decode step stays small, and a cache says what it is."""
+
+import os
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from allocations import NewTensors
+from beside_stock import run
+from paged_inputs import needs_library
 from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.backends.reference.pages import TILE_TOKENS
+from kv_hf.bridge.masks import within_generate
 from kv_hf.pages.step import block_table
 
 
@@ -19,17 +26,6 @@ def tensor_bytes(cache):
     return total + block_table(cache.group.batch.pages).nbytes
 
 
-def predicted(cache):
-    options = cache.options
-    return kv_hf.predict_memory(
-        [layer.spec for layer in cache.paged_layers],
-        [cache.group.tokens(row) for row in cache.group.rows],
-        sink_tokens=options.sink_tokens,
-        recent_tokens=options.recent_tokens,
-        max_length=options.max_length,
-    )
-
-
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [
@@ -39,33 +35,12 @@ def predicted(cache):
     ],
     ids=str,
 )
-def test_memory_equals_tensors_and_prediction_after_generation(implementation, options):
+def test_memory_equals_tensors_after_generation(implementation, options):
     model = shared_model("qwen2")
+    pages = {"cache_implementation": implementation, "cache_config": options}
     for inputs in ({"input_ids": tokens(1, 3)}, left_padded([150, 4, 77])):
-        out = model.generate(
-            **inputs,
-            max_new_tokens=41,
-            cache_implementation=implementation,
-            cache_config=options,
-            return_dict_in_generate=True,
-        )
-        cache = out.past_key_values
-        report = cache.memory()
-        assert report.total == tensor_bytes(cache)
-        assert report == predicted(cache)
-
-
-def test_reserved_storage_never_moves_while_it_is_filled():
-    model = shared_model("llama")
-    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, max_length=200)
-    places = set()
-    for _ in range(50):
-        model(tokens(2, 4), past_key_values=cache)
-        side = cache.layers[0].storage.keys
-        places.add((side.capacity, side.fields["codes"].data_ptr()))
-    assert places == {(2 * ((200 - 4) // 16), next(iter(places))[1])}
-    cache.reset()
-    assert cache.memory().total == 0
+        cache = run(model, inputs, pages, max_new_tokens=41).past_key_values
+        assert cache.memory().total == tensor_bytes(cache)
 
 
 @pytest.mark.parametrize("implementation", ONE_FORMAT)
@@ -85,6 +60,79 @@ def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
     dense = heads * length * dim * 4
     assert made.largest <= max(tile, *(p.nbytes for p in model.parameters()))
     assert made.largest < dense / 4
+
+
+# -- what a decode step launches, and how often Python calls --------------------------------------------------
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
+)
+
+
+def counted(steps=20, *, batch=1, context=300, **options):
+    """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
+    from fake_driver import HostRun, gpu
+    from measure.shapes import AttentionShape
+
+    with gpu() as fake, within_generate():
+        shape = AttentionShape(8, 2, 128, 2)
+        run = HostRun(shape, batch, context, "int4", page_size=16, **options)
+        run.step()
+        return [run.count(fake) for _ in range(steps)]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("options", "plain", "sealing"),
+    [
+        ({"max_length": 512, "batch": 5, "ragged": True}, 3, 4),
+        ({"max_length": 512}, 3, 4),
+        ({"max_length": 8192, "context": 4200, "batch": 2, "read": 512}, 5, 6),
+    ],
+    ids=["ragged", "preallocated", "chosen pages"],
+)
+def test_a_step_launches_few_kernels_and_waits_for_nothing(options, plain, sealing):
+    steps = counted(**options)
+    assert min(step.in_a_layer for step in steps) == plain
+    assert max(step.in_a_layer for step in steps) == sealing
+    assert not any(step.waits for step in steps)
+
+
+@needs_triton
+def test_what_is_done_once_per_step_does_not_grow_with_the_context():
+    short, long = (counted(3, context=n, max_length=8192) for n in (300, 4000))
+    assert [step.kernels for step in short] == [step.kernels for step in long]
+
+
+@needs_library
+@pytest.mark.parametrize("options", [{}, {"max_length": 256}], ids=["growing", "max_length"])
+def test_a_layer_of_a_decode_step_makes_few_python_calls(options):
+    """Short texts are bound by the host: each call counts, those of the backends apart."""
+    model = make_model("llama", num_hidden_layers=4)
+    cache = kv_hf.PagedCache(model.config, keys="int8", **options)
+    calls = {-1: 0}
+
+    def count(frame, event, arg):
+        code = frame.f_code
+        ours = f"{os.sep}kv_hf{os.sep}" in code.co_filename
+        if event != "call" or not ours or f"{os.sep}backends{os.sep}" in code.co_filename:
+            return
+        if code.co_qualname == "PagedCache.update":
+            calls[frame.f_locals["layer_idx"]] = 0
+        calls[max(calls)] += 1
+
+    with torch.no_grad():
+        for length in (100, 1, 1):
+            model(tokens(1, length), past_key_values=cache)
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            model(tokens(1, 1), past_key_values=cache)
+        finally:
+            sys.setprofile(before)
+    assert calls[-1] <= 16
+    assert calls[0] <= 30
+    assert all(calls[layer] <= 13 for layer in (1, 2, 3)), calls
 
 
 # -- what a cache says it is --------------------------------------------------------------------------------
@@ -126,7 +174,5 @@ def test_memory_report_lists_its_parts():
 
 def test_cache_config_prints_what_was_given():
     given = kv_hf.CacheConfig(keys="int8", values="int4", offload="cpu", device_bytes="1MiB")
-    assert (
-        str(given) == "CacheConfig(keys='int8', values='int4', offload='cpu', device_bytes=1048576)"
-    )
-    assert "sink_tokens=4" in repr(given)
+    said = "CacheConfig(keys='int8', values='int4', offload='cpu', device_bytes=1048576)"
+    assert str(given) == said and "sink_tokens=4" in repr(given)

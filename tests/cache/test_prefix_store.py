@@ -6,15 +6,16 @@ import gc
 import threading
 from itertools import product
 
+import beside_stock
 import pytest
 import rounding
 import torch
 from at_once import at_once
-from measure.models.packaged import resolve_model
+from beside_stock import assert_same, pages
 from tiny_models import make_model, make_sliding, shared_model, tokens
 from token_states import FULL, dense, feed, same, text
 from torch import nn
-from transformers import AutoModelForCausalLM
+from torch.nn.utils.rnn import pad_sequence
 
 import kv_hf
 from kv_hf.cache.identity import (
@@ -24,7 +25,6 @@ from kv_hf.cache.identity import (
     described,
     drops_numbers,
     sample,
-    weights_of,
 )
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.hf import prefill
@@ -35,7 +35,6 @@ from kv_hf.pages.step import Row
 
 PAGE = 16
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-KEPT = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
 
 
 def words(length, seed):
@@ -43,29 +42,18 @@ def words(length, seed):
 
 
 def batch(rows):
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, width - len(row) :] = torch.tensor(row)
-        mask[index, width - len(row) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    lists = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(lists, batch_first=True, padding_side="left")
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def stock(model, rows):
+    return beside_stock.run(model, batch(rows), max_new_tokens=24)
 
 
 def run(model, rows, store, implementation="paged_exact", config=None, **options):
-    config = {"page_size": PAGE, "prefix_store": store, **(config or {})}
-    return model.generate(
-        **batch(rows),
-        **{**KEPT, **options},
-        cache_implementation=implementation,
-        cache_config=config,
-    )
-
-
-def check(found, expected):
-    assert torch.equal(found.sequences, expected.sequences)
-    for a, b in zip(found.logits, expected.logits, strict=True):
-        rounding.assert_close(a, b)
+    held = pages(implementation, prefix_store=store, **(config or {}))
+    return beside_stock.run(model, batch(rows), held, **{"max_new_tokens": 24, **options})
 
 
 SYSTEM = words(200, 1)
@@ -87,12 +75,12 @@ BATCHES = {
 )
 def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
     model, rows = shared_model("llama"), BATCHES[name]
-    expected = model.generate(**batch(rows), **KEPT)
+    expected = stock(model, rows)
     store = kv_hf.PrefixStore()
     options = {} if chunk is None else {"prefill_chunk_size": chunk}
     for _ in range(2):
         found = run(model, rows, store, **options)
-        check(found, expected)
+        assert_same(found, expected)
         found.past_key_values.check_integrity()
     del found
     gc.collect()
@@ -143,12 +131,12 @@ def test_recent_tokens_of_a_shared_prompt_are_exact_as_without_sharing(name):
     assert store.stats().rows_hit >= len(rows)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_sliding_layers_keep_their_pages_and_share_them(name):
     model, store = make_sliding(name, 24), kv_hf.PrefixStore()
     for rows in ([SYSTEM + words(30, 2)], [SYSTEM[:120] + words(12, 3), SYSTEM + words(3, 4)]):
         found = run(model, rows, store)
-        check(found, model.generate(**batch(rows), **KEPT))
+        assert_same(found, stock(model, rows))
     assert store.stats().rows_hit == 2
     assert {row.kind for row in found.past_key_values.report()} <= {
         "paged", "paged, sliding window of 24",
@@ -242,7 +230,7 @@ def test_tenants_share_no_prefix_but_one_bound():
     for number, tenant in enumerate(tenants.values(), 1):
         for turn in (0, 1):
             before = tenant.stats()
-            check(run(model, [SYSTEM], tenant), expected)
+            assert_same(run(model, [SYSTEM], tenant), expected)
             assert store.stats().rows_hit - before.rows_hit == turn
         assert store.stats().rows == 2 * number
     assert store.stats().pages == 3 * ((len(SYSTEM) + 23 - 4) // PAGE)
@@ -338,15 +326,10 @@ def test_prompts_that_tokens_do_not_describe_are_not_shared_and_say_so(change, r
     before = store.stats()
     inputs = batch([SYSTEM + words(20, 2)])
     change(inputs)
-    expected = model.generate(**inputs, **KEPT)
+    expected = beside_stock.run(model, inputs)
     with pytest.warns(kv_hf.KVCacheWarning, match=reason):
-        found = model.generate(
-            **inputs,
-            **KEPT,
-            cache_implementation="paged_exact",
-            cache_config={"page_size": PAGE, "prefix_store": store},
-        )
-    check(found, expected)
+        found = beside_stock.run(model, inputs, pages(prefix_store=store))
+    assert_same(found, expected)
     assert store.stats() == before
 
 
@@ -360,7 +343,7 @@ def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
     with torch.no_grad():
         logits = [model(torch.tensor([[5]]), past_key_values=one).logits for one in (cache, read)]
     assert torch.equal(*logits)
-    sliding = make_sliding("gemma3", 24)
+    sliding = make_sliding("gemma3_text", 24)
     cache = run(sliding, [SYSTEM], kv_hf.PrefixStore()).past_key_values
     with pytest.raises(kv_hf.UnsupportedModelError, match="sliding layers for its prefix_store"):
         cache.save(tmp_path / "other.safetensors", sliding)
@@ -372,7 +355,7 @@ def test_chunked_prefill_of_an_old_transformers_is_not_shared_and_says_so():
     run(model, rows, store)
     with pytest.warns(kv_hf.KVCacheWarning, match="chunks only without a past"):
         found = run(model, rows, store, prefill_chunk_size=50)
-    check(found, model.generate(**batch(rows), **KEPT))
+    assert_same(found, stock(model, rows))
     assert store.stats().rows == 1
 
 
@@ -410,12 +393,12 @@ def test_two_first_users_get_one_storage(monkeypatch):
     assert caches[0].layers[0].storage is caches[1].layers[0].storage
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_keys_that_depend_on_the_length_of_the_text_are_not_shared(kind):
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8} if kind == "longrope" else {}
-    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **factors}
-    if kind == "longrope":
-        rope["original_max_position_embeddings"] = 96
+LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}
+
+
+@pytest.mark.parametrize(("kind", "more"), [("dynamic", {}), ("longrope", LONG)])
+def test_keys_that_depend_on_the_length_of_the_text_are_not_shared(kind, more):
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **more}
     rows = [SYSTEM[:80] + words(60, seed) for seed in (1, 2)]
     store, logits = kv_hf.PrefixStore(), []
     for shared in (None, store):  # dynamic NTK changes a model for good when a text is long
@@ -481,33 +464,18 @@ def test_described_reads_numbers_of_every_dtype(dtype):
     assert described([Weight("any", tensor)]) != before
 
 
-@pytest.mark.slow
-def test_described_finds_rows_columns_and_heads_but_not_every_single_number():
-    """What docs/serving.md promises, and what it does not."""
-    folder = resolve_model("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    weights = model.model.layers[7]
-    parts = [
-        weights.self_attn.k_proj.weight.data[64:128],
-        weights.mlp.down_proj.weight.data[100],
-        weights.mlp.down_proj.weight.data[:, 1000],
-        weights.mlp.up_proj.weight.data[:, 3],
-        weights.input_layernorm.weight.data[17:18],
-        model.get_input_embeddings().weight.data[12345],
-    ]
-    before = described(weights_of(model))
-    for part in parts:
-        kept = part.clone()
-        part.mul_(1.5).add_(0.01)
-        assert described(weights_of(model)) != before
-        part.copy_(kept)
-        assert described(weights_of(model)) == before
-    weights.mlp.up_proj.weight.data[5, 5] += 1  # between the samples, and torch does not count it
-    assert described(weights_of(model)) == before
-    before = described(weights_of(model), places=True)
-    with torch.no_grad():
-        weights.mlp.up_proj.weight[5, 5] += 1  # torch counts it
-    assert described(weights_of(model), places=True) != before
+def test_described_reads_a_part_of_the_numbers_and_finds_every_counted_write():
+    """What docs/serving.md promises of single numbers, and what it does not."""
+    tensor = matrix(576, 576)
+
+    def told():
+        return [described([Weight("any", tensor)], places) for places in (False, True)]
+
+    before = told()
+    tensor.data[0, 1] += 1  # between the samples, and torch does not count it
+    assert told() == before
+    tensor[0, 1] += 1
+    assert told()[0] == before[0] and told()[1] != before[1]
 
 
 # -- the store ---------------------------------------------------------------------------------------------------
@@ -522,7 +490,13 @@ def assigned(model):
     weight.data = weight.data * 1.5
 
 
+def in_inference_mode(model):
+    with torch.inference_mode():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+
+
 CHANGES = {
+    "in inference mode": in_inference_mode,
     "through .data": through_data,
     "assigned": assigned,
     "in place": lambda model: model.model.layers[0].self_attn.k_proj.weight.mul_(1.5),
@@ -534,30 +508,20 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_weights_that_change_unseen_by_torch_empty_the_store(change):
-    model, store = make_model("llama"), kv_hf.PrefixStore()
-    run(model, ROWS, store)
+    store = kv_hf.PrefixStore()
+    with torch.inference_mode(change is in_inference_mode):
+        model = make_model("llama")
+    for hits in (0, 1):
+        run(model, ROWS, store)
+        assert store.stats().rows_hit == hits
     with torch.no_grad():
         change(model)
     with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
         found = run(model, ROWS, store)
-    check(found, model.generate(**batch(ROWS), **KEPT))
-    assert store.stats().rows_hit == 0
-    run(model, ROWS, store)
+    assert_same(found, stock(model, ROWS))
     assert store.stats().rows_hit == 1
-
-
-def test_weights_made_in_inference_mode_are_watched():
-    with torch.inference_mode():
-        model = make_model("llama")
-    store = kv_hf.PrefixStore()
     run(model, ROWS, store)
-    run(model, ROWS, store)
-    assert store.stats().rows_hit == 1
-    with torch.inference_mode():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
-        found = run(model, ROWS, store)
-    check(found, model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 2
 
 
 def test_a_cache_that_went_on_with_other_weights_is_not_kept():
@@ -565,7 +529,7 @@ def test_a_cache_that_went_on_with_other_weights_is_not_kept():
     out = run(model, ROWS, store)
     through_data(model)
     text = torch.cat([out.sequences, tokens(1, 5)], 1)
-    out = model.generate(text, past_key_values=out.past_key_values, **KEPT)
+    out = beside_stock.run(model, {"input_ids": text}, out.past_key_values)
     with pytest.raises(kv_hf.CacheMismatchError, match="more than one state of the model"):
         store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
 
@@ -576,11 +540,11 @@ def test_a_hook_has_prefixes_of_its_own():
     run(model, ROWS, store)
     handle = model.model.layers[0].register_forward_hook(lambda module, given, out: out + 0.5)
     steered = run(model, ROWS, store)
-    check(steered, model.generate(**batch(ROWS), **KEPT))
+    assert_same(steered, stock(model, ROWS))
     assert store.stats().rows_hit == 0
     run(model, ROWS, store)
     handle.remove()
-    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert_same(run(model, ROWS, store), stock(model, ROWS))
     assert store.stats().rows_hit == 2
 
 
@@ -598,7 +562,7 @@ def test_autocast_has_prefixes_of_its_own():
         run(model, ROWS, store)
     gc.collect()
     store.clear()
-    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert_same(run(model, ROWS, store), stock(model, ROWS))
     assert store.stats().rows_hit == 0
 
 
@@ -610,7 +574,7 @@ def test_dropout_that_is_a_number_is_not_shared_in_training():
         run(model, ROWS, store)
     model.eval()
     assert ModelId.for_store(model).space != training
-    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert_same(run(model, ROWS, store), stock(model, ROWS))
     assert store.stats().rows_hit == 0
     model.model.layers[0].self_attn.train()
     assert drops_numbers(model) and not drops_numbers(make_model("llama").train())
@@ -620,7 +584,7 @@ def test_dropout_that_is_a_number_is_not_shared_in_training():
 def test_offloaded_weights_are_not_told_and_change_nothing(place, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, store = make_model("llama"), kv_hf.PrefixStore()
-    expected = model.generate(**batch(ROWS), **KEPT)
+    expected = stock(model, ROWS)
     if place == "cpu":
         accelerate.cpu_offload(model, torch.device("cpu"))
     else:
@@ -628,7 +592,7 @@ def test_offloaded_weights_are_not_told_and_change_nothing(place, tmp_path):
     run(model, ROWS, store)
     out = run(model, ROWS, store)
     assert store.stats().rows_hit == 1
-    check(out, expected)
+    assert_same(out, expected)
     out.past_key_values.save(tmp_path / "cache", model)
     kv_hf.PagedCache.load(tmp_path / "cache", make_model("llama")).check_integrity()
 

@@ -22,7 +22,7 @@ PAGE = 16
 
 @pytest.fixture(scope="module")
 def model():
-    return make_sliding("gemma3", 24)
+    return make_sliding("gemma3_text", 24)
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +107,10 @@ def test_other_files_are_refused(model, path, tmp_path):
     refused(path, path.read_bytes(), model, "not a saved cache")
     with pytest.raises(FileNotFoundError):
         kv_hf.PagedCache.load(tmp_path / "nothing", model)
-    with pytest.raises(kv_hf.CacheFileError, match="regular file"):
-        kv_hf.PagedCache.load(tmp_path, model)
-
-
-def test_a_pipe_is_refused_without_waiting_for_it(model, tmp_path):
-    if not hasattr(os, "mkfifo"):
-        pytest.skip("no named pipes here")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(kv_hf.CacheFileError, match="regular file"):
-        kv_hf.PagedCache.load(tmp_path / "pipe", model)
+    os.mkfifo(tmp_path / "pipe")  # whose end nobody writes to
+    for place in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(kv_hf.CacheFileError, match="regular file"):
+            kv_hf.PagedCache.load(place, model)
 
 
 @pytest.mark.parametrize("version", ["5", "7", None])
@@ -141,18 +135,12 @@ def put(**values):
     ("change", "match"),
     [
         (put(shape=[1 << 40, 2, 16, 8]), "no saved cache"),
-        (put(shape=[-1, 2, 16, 8]), "no saved cache"),
         (put(dtype="I8"), r"is \(torch.int8, .* expected \(torch.uint8"),
-        (put(dtype="F4"), "no saved cache"),
         (put(data_offsets=[0, 1 << 62]), "no saved cache"),
         (lambda entry, header: header.update(__metadata__={}), "not a saved cache"),
         (lambda entry, header: header.pop("__metadata__"), "not a saved cache"),
         (lambda entry, header: header.pop(NAME), "no saved cache"),
         (lambda entry, header: header.update(x=header.pop(NAME)), f"'{NAME}' is missing"),
-        (
-            lambda entry, header: header.update(x=header.pop("layers.0.keys.window")),
-            "'layers.0.keys.window' is missing",
-        ),
         (
             lambda entry, header: header.update(
                 x={"dtype": "U8", "shape": [0], "data_offsets": entry["data_offsets"][:1] * 2}
@@ -224,10 +212,7 @@ def set_at(*where):
     [
         (set_at("groups", 0, "rows", 1, "padding", lambda n: n + 1), "holds .* tokens, expected"),
         (set_at("groups", 0, "rows", 1, "padding", 1 << 40), "impossible"),
-        (
-            set_at("groups", 0, "rows", 0, "exact", 10**6),
-            r"expected .torch.float32, \[2, 2, 1000000, 16\]",
-        ),
+        (set_at("groups", 0, "rows", 0, "exact", 10**6), r"\[2, 2, 1000000, 16\]"),
         (set_at("groups", 1, "rows", 0, "exact", 3), "not its first tokens"),
         (set_at("groups", 0, "rows", 0, "pages", 0, 10**6), "do not hold the pages"),
         (set_at("groups", 0, "rows", 0, "pages", lambda ids: ids[:-1]), "do not hold the pages"),
@@ -236,32 +221,21 @@ def set_at(*where):
             "different batches",
         ),
         (set_at("groups", 0, "window", 25), "windows"),
-        (set_at("groups", []), "at least 1 item"),
         (set_at("groups", 0, "seen", 10**6), "at least 1000000"),
         (set_at("groups", 0, "confirmed", 10**5), "impossible"),
         (set_at("groups", 0, "recording", 1), "valid boolean"),
-        (set_at("groups", 0, {}), "groups.0.window: Field required"),
         (set_at("tensors", {}), "does not fit its checksum"),
         (set_at("options", "page_size", 32), "expected .torch.uint8"),
         (set_at("options", "recent_tokens", 1e9), "recent_tokens"),
-        (set_at("options", "keys", "int9"), "keys"),
         (set_at("options", "layers", {"0": "exact"}), "expected .torch.float32"),
         (set_at("options", "layers", {"9" * 5000: "exact"}), "cannot be loaded"),
         (set_at("options", "max_pages", 2), "max_pages=2"),
         (set_at("options", "shell", "true"), "shell"),
-        (set_at("options", ["keys"]), "Input should be an object"),
-        (set_at("model", "sizes", 1), "model.sizes"),
-        (
-            set_at("model", "sizes", "hidden_size", 4),
-            "hidden_size=4, this model has hidden_size=64",
-        ),
         (set_at("model", "adapters", None), "by which adapters and weights"),
-        (set_at("model", "buffers", [1.0]), "model.buffers"),
         (set_at("model", "adapters", "active", "tuned"), "model.adapters.active"),
         (set_at("model", "adapters", "active", ["x" * 5000]), "saved with adapter"),
         (set_at("model", "adapters", "settings", "0"), "settings of these adapters differ"),
         (set_at("model", "weights", {}), "embed_tokens.weight differs .'none' there"),
-        (set_at("model", "weights", "model.norm.weight", 5), "model.weights"),
     ],
 )
 def test_forged_descriptions_are_refused(saved, model, path, change, match):
@@ -291,14 +265,8 @@ def test_forged_orders_of_channels_are_refused(model, path, channel):
 def places(value, where=()):
     """Every place in a JSON value."""
     yield where
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, child in children:
+    kinds = {dict: dict.items, list: enumerate}
+    for key, child in kinds.get(type(value), lambda _: ())(value):
         yield from places(child, (*where, key))
 
 
@@ -337,12 +305,7 @@ def test_any_forgery_is_refused_or_harmless(saved, model, path, data):
             parent[str(last) + "0"] = parent[last]
     try:
         whole = joined(header, description if what == "description" else None, tensors)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ):  # nothing that checksums could be made for
+    except (KeyError, TypeError, ValueError, AttributeError):  # no checksums could be made for it
         text = json.dumps(header).encode()
         whole = len(text).to_bytes(8, "little") + text + tensors
     path.write_bytes(whole)

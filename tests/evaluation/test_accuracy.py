@@ -251,15 +251,13 @@ def test_evaluate_takes_sources_texts_and_ids(folder):
     assert losses(torch.tensor(ids[:200])) == expected
     assert losses([ids[:200], ids[200:400]])[0][1] == 2
     wrong = "text must be a file, a bundled text, a dataset, a text itself, or token ids"
+    short = "shorter than one window of 200"
     refused = [
         ("lincoln_1863x", "did you mean 'lincoln_1863'"),
         ("my own text.txt", "text must be a file"),
+        *((text, short) for text in ("two words", ids[:50])),
+        ([5, 99999], "the token ids 5 to 99999, and the model knows 0 to"),
     ]
-    refused += [
-        ("two words", "shorter than one window of 200"),
-        (ids[:50], "shorter than one window of 200"),
-    ]
-    refused += [([5, 99999], "the token ids 5 to 99999, and the model knows 0 to")]
     others = (None, [], [0.5], {"a": 1}, [[1, 2], [3]], ["a", "b"], 7, torch.zeros(2, 0))
     for text, said in (*refused, *((text, wrong) for text in others)):
         with pytest.raises(ValueError, match=said):

@@ -110,22 +110,17 @@ def test_eval_says_which_cache_gave_no_figures_and_stops_at_an_interrupt(
     assert [row["cache"] for row in rows] == ["paged_int8"] * 2
 
 
-NO_CUDA = "device 'cuda:99' cannot be used here: "
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["demo", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["demo", "--new-tokens", "1"], "--new-tokens must be an integer of at least 2, got 1"),
-        (["eval", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "x", "--caches", "paged_int"], "paged_int"),
         (["eval", "--model", "x", "--windows", "-1"], "windows must be an integer of at least 1"),
         (["eval", "--model", "x", "--prompt", "1599"], "prompt must be an integer of at most 1598"),
         (["eval", "--model", "x", "--device", ""], "device must be a CPU or CUDA, got ''"),
         (["eval", "--model", "x", "--bits", "0"], "bits must be a number above 0"),
-        (["eval", "--model", "x", "--device", "cuda:99"], NO_CUDA),
-        (["demo", "--model", "x", "--device", "cuda:99"], NO_CUDA),
+        (["eval", "--model", "x", "--device", "cuda:99"], "device 'cuda:99' cannot be used here: "),
     ],
     ids=" ".join,
 )

@@ -1,6 +1,5 @@
 """Conversion to fewer kv heads: means made by hand, what loads in plain transformers, and what is refused with nothing written."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from slow import slow_but
+from tiny_mha import digest
 from tiny_tokenizer import make_tokenizer
 
 import kv_hf
@@ -23,9 +23,21 @@ from kv_hf.gqa.structure import config_of, model_class
 
 # one family of every layout; the others run with the slow tests
 FAST = [
-    "llama-tied", "llama-bias", "llama-wide", "gemma3_text", "olmo2", "cohere-norm", "qwen3_moe", "gpt_oss", "phi3",
-    "stablelm", "lfm2", "nemotron_h", "falcon-bias", "gpt_bigcode",
-]  # fmt: skip
+    "llama-tied",
+    "llama-bias",
+    "llama-wide",
+    "gemma3_text",
+    "olmo2",
+    "cohere-norm",
+    "qwen3_moe",
+    "gpt_oss",
+    "phi3",
+    "stablelm",
+    "lfm2",
+    "nemotron_h",
+    "falcon-bias",
+    "gpt_bigcode",
+]
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 HEADS = 4  # of all tiny models, queries' and keys'
 
@@ -326,10 +338,6 @@ def test_command_converts_and_prints_a_table(source, tmp_path, capsys):
     assert kv_hf_cli.main(arguments) == 2
     out, errors = capsys.readouterr()
     assert out == "" and "is not empty" in errors and "Traceback" not in errors
-    with pytest.raises(SystemExit, match="2"):
-        kv_hf_cli.main([*arguments[:-1], "two"])
-    out, errors = capsys.readouterr()
-    assert out == "" and "--num-kv-heads" in errors and "'two'" in errors
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -350,15 +358,6 @@ def source(made, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret").write_text("the secret of another folder")
     return tmp_path / "source"
-
-
-def digest(folder):
-    """Return what is in a folder: names and hashes."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def refuses(source, says, kv_heads=2, destination=None, **options):

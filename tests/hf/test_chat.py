@@ -43,7 +43,7 @@ def of_kind(kind):
     if kind == "full":
         return make_model("llama", vocab_size=1000)
     if kind == "sliding":
-        config = make_layers("gemma3", vocab_size=1000)
+        config = make_layers("gemma3_text", vocab_size=1000)
     else:
         layers = ["conv", "full_attention"]
         config = transformers.Lfm2Config(**COMMON | {"vocab_size": 1000, "layer_types": layers})
@@ -144,7 +144,7 @@ def test_a_deep_copy_goes_on_by_itself():
     assert len(other.messages) == len(chat.messages) == 4
 
 
-def test_assisted_turns_and_configs_of_other_caches():
+def test_assisted_turns_beams_scores_and_configs_of_other_caches():
     """transformers gives a filled cache wrong positions in assisted decoding: it begins anew."""
     chat = make_chat()
     chat.model.generation_config.cache_implementation = "static"
@@ -153,19 +153,13 @@ def test_assisted_turns_and_configs_of_other_caches():
         {},
         {"prompt_lookup_num_tokens": 3},
         {"assistant_model": make_model("llama", vocab_size=1000)},
+        {"num_beams": 3},
+        {"return_dict_in_generate": True},
         {},
     ):
         messages = [*chat.messages, {"role": "user", "content": "Four score"}]
-        expected = without_cache(chat, messages, cache_implementation=None, use_cache=True)
-        assert chat("Four score", **SHORT, **arguments) == expected
-
-
-def test_beams_and_outputs_with_scores_are_answers_too():
-    chat = make_chat()
-    for arguments in ({"num_beams": 3}, {"return_dict_in_generate": True}, {}):
-        messages = [*chat.messages, {"role": "user", "content": "Four score"}]
-        how = {} if "return_dict_in_generate" in arguments else arguments
-        expected = without_cache(chat, messages, **how)
+        how = {"num_beams": arguments.get("num_beams", 1), "use_cache": True}
+        expected = without_cache(chat, messages, cache_implementation=None, **how)
         assert chat("Four score", **SHORT, **arguments) == expected
 
 

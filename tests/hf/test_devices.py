@@ -9,18 +9,16 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from devices_worker import CASES
+from paged_inputs import needs_library
 from paths import TESTS, run_python
+from slow import slow_but
 from tiny_models import left_padded, make_model, shared_model, tokens
-from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.generation.utils import GenerationMode
+from transformers import AutoModelForCausalLM
 
 import kv_hf
-from kv_hf.backends.cpu import library
 from kv_hf.cache import layer_formats
 from kv_hf.hf.generation import execution_devices
 from kv_hf.spec import ROWS
-
-needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 CPU = torch.device("cpu")
 
@@ -42,10 +40,7 @@ def on_two_devices(quick: bool) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
-)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_two_devices(case):
     """Each layer's pages lie on its layer's device, and nothing crosses but by copies."""
     found = on_two_devices(case in QUICK)[case]
@@ -110,7 +105,7 @@ def test_execution_devices_are_those_of_the_hooks_not_of_the_weights():
     assert execution_devices(model) == [CPU, torch.device("cuda", 1)]
 
 
-@needs_c
+@needs_library
 def test_a_named_kernel_is_refused_if_one_device_of_several_cannot_run_it():
     """Before the first forward; the device of the first weights alone would let it pass."""
     model = make_model("llama")
@@ -154,7 +149,7 @@ def test_a_cache_loaded_elsewhere_lies_there():
     assert cache.update(keys, keys, 0)[0].shape == (2, 2, 91, 16)
 
 
-@needs_c
+@needs_library
 def test_pages_of_a_gpu_are_read_on_the_cpu_and_the_kernel_says_why(monkeypatch):
     """A cache brought from a GPU keeps that layout: the C kernel cannot read it, and blamed the head size."""
     want = filled().layers[0].keys
@@ -164,19 +159,3 @@ def test_pages_of_a_gpu_are_read_on_the_cpu_and_the_kernel_says_why(monkeypatch)
     assert torch.equal(cache.layers[0].keys, want)
     with pytest.raises(kv_hf.CacheOptionError, match="layout of another device's kernel"):
         filled(kernel="c")
-
-
-# -- transformers' own offloaded cache -----------------------------------------------------------------------
-
-
-def test_the_offloaded_cache_of_transformers_is_left_alone(monkeypatch):
-    """Here only its making can be tested: moving layers needs a device with streams."""
-    monkeypatch.setattr(torch, "Stream", lambda *args, **kwargs: None)
-    model = make_model("llama")
-    config, made = model.generation_config, {}
-    config.cache_implementation = "offloaded"
-    model._prepare_cache_for_generation(config, made, GenerationMode.GREEDY_SEARCH, 1, 20)
-    assert type(made["past_key_values"]) is DynamicCache
-    assert made["past_key_values"].offloading
-    assert config.cache_implementation == "offloaded"
-    assert model.config._attn_implementation == "sdpa"

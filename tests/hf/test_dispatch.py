@@ -9,7 +9,7 @@ import rounding
 import tiny_latent
 import torch
 from tiny_models import left_padded, make_model, make_sliding, tokens
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
@@ -220,26 +220,6 @@ def test_models_with_flash_attention_read_pages(family, lengths, flash, kernels)
     expected = model.generate(**inputs, **GREEDY)
     assert torch.equal(model.generate(**inputs, **GREEDY, **PAGED), expected)
     assert len(kernels) == 11 * model.config.num_hidden_layers
-
-
-def test_chunks_and_masks_of_flash_attention(flash, kernels):
-    """Chunks behind stored tokens, and a step that hides a column."""
-    model, inputs = make_model("llama"), left_padded([40, 9])
-    model.config._attn_implementation = flash
-    kv_hf.install()
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8).long()], 1)
-    hides = mask[:, :46].clone()
-    hides[:, 35] = 0
-    logits = []
-    for make_cache in (DynamicCache, kv_hf.PagedCache):
-        cache = make_cache(config=model.config)
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-            run = [model(tokens(2, 5), attention_mask=mask[:, :45], past_key_values=cache).logits]
-            run.append(model(tokens(2, 1), attention_mask=hides, past_key_values=cache).logits)
-        logits.append(torch.cat(run, 1))
-    rounding.assert_close(logits[1], logits[0])
-    assert len(kernels) == 2 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 48}], ids=str)

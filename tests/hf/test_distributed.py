@@ -6,7 +6,7 @@ import pytest
 import tiny_latent
 import torch
 from paths import TESTS, run_python
-from processes_worker import PROMPTS, alone, continued, load, stored
+from processes_worker import continued, load, stored
 from tiny_models import make_config, make_model, tokens
 from torch.nn.parallel.scatter_gather import gather
 from transformers.distributed import DistributedConfig
@@ -106,16 +106,6 @@ class TestPipeline:
 
 
 # -- data parallel -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paged_exact", "paged_int4"])
-def test_split_between_processes_gives_the_tokens_of_one_process(folder, model, name):
-    want = [(prompt, alone(model, name, prompt)) for prompt in range(PROMPTS)]
-    ranks = of_ranks(folder, "data")
-    assert [rank[f"{name} own"] for rank in ranks] == [3, 2]
-    for rank in ranks:
-        assert rank[name] == want
 
 
 def test_caches_gathered_by_data_parallel_are_refused_with_the_remedy():

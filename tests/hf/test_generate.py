@@ -1,6 +1,7 @@
 """What generate() does with a paged cache, each against the same call on DynamicCache, and what stands around generate()."""
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import transformers
 from beside_stock import compare, pages, run
 from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
-from tiny_tokenizer import make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -207,38 +207,6 @@ def test_a_model_that_prepares_its_cache_by_names_gets_pages():
     assert isinstance(given["past_key_values"], kv_hf.PagedCache)
 
 
-# -- pipelines, streamers and tokenizers ------------------------------------------------------------------------
-
-TEXTS = [
-    "Four score and seven years ago our fathers brought forth on this continent a new nation. " * 3,
-    "Now we are engaged in a great civil war",
-    "The",
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    made = make_tokenizer(chat=True)
-    made.padding_side = "left"
-    return made
-
-
-@pytest.fixture(scope="module")
-def speaker():
-    return make_model("llama", vocab_size=1000)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-def test_pipeline_gives_the_texts_of_dynamic_cache(speaker, tokenizer, rows, chat):
-    texts = [[{"role": "user", "content": text}] for text in TEXTS] if chat else TEXTS
-    pipe = transformers.pipeline("text-generation", model=speaker, tokenizer=tokenizer)
-    expected = pipe(texts, batch_size=rows, **GREEDY)
-    assert pipe(texts, batch_size=rows, **GREEDY, **PAGES) == expected
-    always = transformers.pipeline("text-generation", model=speaker, tokenizer=tokenizer, **PAGES)
-    assert always(texts, batch_size=rows, **GREEDY) == expected
-
-
 # -- modes and dtypes -------------------------------------------------------------------------------------------
 
 
@@ -263,6 +231,7 @@ def torchao(model, kind):
 
 def quanto(model, kind):
     library = pytest.importorskip("optimum.quanto")
+    importlib.import_module("quanto_in_python")
     library.quantize(model, weights=getattr(library, kind), exclude="lm_head")
     library.freeze(model)
 

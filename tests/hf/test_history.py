@@ -62,17 +62,6 @@ def test_generate_refuses_an_edited_text_and_leaves_the_cache_as_it_was():
     assert torch.equal(go_on(cache, next_turn(text)), go_on(other, next_turn(text)))
 
 
-def test_the_crop_of_the_message_lets_the_edited_text_go_on():
-    cache, text = first_turn(keys="exact")
-    ids = edited(next_turn(text))
-    refused(cache, ids)
-    cache.crop(-31)
-    assert cache.get_seq_length() == 20 and cache.token_ids.shape == (1, 20)
-    out = go_on(cache, ids)
-    assert torch.equal(out, shared_model("llama").generate(ids, **GREEDY))
-    refused(cache, edited(next_turn(out)))
-
-
 CHANGED = {
     "edited": lambda text: {"input_ids": edited(next_turn(text))},
     "among-its-answer": lambda text: {"input_ids": edited(next_turn(text), column=45)},
@@ -118,7 +107,7 @@ def test_a_cache_that_may_go_back_computes_no_more_than_it_must():
     assert computed[0] == ids.shape[1] - 20
 
 
-def test_a_text_that_is_asked_again_names_its_crop():
+def test_a_text_that_is_asked_again_or_edited_goes_on_behind_the_crop_that_is_named():
     cache, text = first_turn(keys="exact")
     for length, crop in ((40, 12), (51, 1)):
         says = rf"do not continue .* cache.crop\(-{crop}\)"
@@ -127,6 +116,11 @@ def test_a_text_that_is_asked_again_names_its_crop():
     refused(cache, edited(tokens(1, 40)))
     cache.crop(-12)
     assert torch.equal(go_on(cache, tokens(1, 40)), text)
+    ids = edited(next_turn(text))
+    refused(cache, ids)
+    cache.crop(-31)
+    assert cache.get_seq_length() == 20 and torch.equal(cache.token_ids, ids[:, :20])
+    assert torch.equal(go_on(cache, ids), shared_model("llama").generate(ids, **GREEDY))
 
 
 def test_rows_of_a_batch_are_compared_without_their_padding():

@@ -3,7 +3,7 @@
 import pytest
 import rounding
 import torch
-from test_prefix_store import PAGE
+from beside_stock import assert_same, pages, run
 from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
@@ -66,30 +66,18 @@ def with_two():
     return model.eval()
 
 
-def generated(model, inputs, pages=None, **options):
+def generated(model, inputs, held=None, **options):
     """Generate with a DynamicCache, or with pages of these options."""
-    if pages is not None:
-        options |= {"cache_implementation": "paged_exact", "cache_config": {"page_size": PAGE, **pages}}  # fmt: skip
-    if getattr(model, "_is_prompt_learning", False) and "MULTITASK" in str(
-        model.active_peft_config.peft_type
-    ):
+    prompts = getattr(model, "_is_prompt_learning", False) and model.active_peft_config.peft_type
+    if prompts == peft.PeftType.MULTITASK_PROMPT_TUNING:
         options["task_ids"] = torch.zeros(len(inputs["input_ids"]), dtype=torch.long)
-    return model.generate(
-        **inputs,
-        max_new_tokens=24,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    cache = None if held is None else pages(**held)
+    return run(model, inputs, cache, **{"max_new_tokens": 24, **options})
 
 
 def check(found, expected):
-    assert torch.equal(found.sequences, expected.sequences)
     # adapters of normal numbers, four times lora_alpha / r: terms on the way are some five times as large
-    terms = 5**2 * rounding.TERMS
-    rounding.assert_close(torch.stack(found.logits), torch.stack(expected.logits), terms)
+    assert_same(found, expected, 5**2 * rounding.TERMS)
     assert isinstance(found.past_key_values, kv_hf.PagedCache)
     found.past_key_values.check_integrity()
 

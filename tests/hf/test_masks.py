@@ -1,18 +1,22 @@
-"""Three cases of masks: none, a 2D mask that hides what pages hide, and all others, which go to the kernel."""
+"""Three cases of masks: none, a 2D mask that hides what pages hide, and all others, which go to the kernel; and those of long turns."""
+
+from types import SimpleNamespace
 
 import pytest
 import rounding
-import tiny_latent
 import torch
 import transformers
-from tiny_models import COMMON, left_padded, make_model, make_sliding, shared_model, tokens
+from measure.family_models import build_model
+from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 import kv_hf
 from kv_hf.bridge import masks
 from kv_hf.bridge.masks import LazyMask
-from kv_hf.hf import attention
+from kv_hf.hf import attention, dense
+from kv_hf.hf import dispatch as wrappers
 from kv_hf.pages import moved
 
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -75,7 +79,7 @@ HIDING = [(1, ()), (1, [(1, 45)]), (1, ()), (5, [(0, 7), (0, 62)]), (3, ()), (1,
 # -- 2D masks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=["even", "padded"])
 def test_forwards_that_hide_columns_equal_dynamic_cache(family, kernel, lengths):
@@ -251,20 +255,7 @@ def test_4d_masks_over_sliding_layers_begin_at_the_first_column_that_is_left():
 # -- masks that are left out come back where a model computes with its keys, or with the mask, before attention --------
 
 # these repeat or join the cached keys before they call the attention function, or hand latents over
-CHANGING = {
-    "deepseek_v3": None,
-    "minicpm3": None,
-    "JetMoeConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
-    "DiffLlamaConfig": {},
-}
-
-
-def changing(name):
-    if CHANGING[name] is None:
-        return tiny_latent.make_model(name)
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**COMMON, **CHANGING[name]})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+CHANGING = ("deepseek_v3", "minicpm3", "jetmoe", "diffllama")
 
 
 @pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
@@ -272,7 +263,7 @@ def changing(name):
 @pytest.mark.parametrize("name", CHANGING)
 def test_models_that_change_cached_keys_equal_dynamic_cache(name, lengths):
     """In steps, in a chunk of a second turn, and in the chunks of a prompt."""
-    model, inputs = changing(name), left_padded(lengths)
+    model, inputs = build_model(name), left_padded(lengths)
     whole = {
         "input_ids": torch.cat([inputs["input_ids"], tokens(2, 20, 5)], 1),
         "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 20).long()], 1),
@@ -331,3 +322,95 @@ def test_models_that_write_to_their_mask_equal_dynamic_cache(write, padded):
         found.append(run(model, cache, steps) if padded else without_mask(model, cache))
     for a, b in zip(*found, strict=True):
         rounding.assert_close(b, a)
+
+
+# -- masks of chunks of many queries, which are written out ----------------------------------------------------------
+
+
+def pretend_fused(monkeypatch, flash=True):
+    """Let the CPU pass for a GPU whose fused kernels begin causality at the last key; count what they are given."""
+    taken = []
+    attend = dense.scaled_dot_product_attention
+
+    def noted(query, key, value, **options):
+        taken.append((query.shape[1] // key.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(dense, "takes_bias", lambda *tensors: True)
+    monkeypatch.setattr(dense, "can_use_flash_attention", lambda params: flash)
+    monkeypatch.setattr(dense, "scaled_dot_product_attention", noted)
+    return taken
+
+
+def count_masks(monkeypatch):
+    """Count the masks that are made."""
+    made = []
+    make = wrappers.sdpa_mask
+    monkeypatch.setattr(wrappers, "sdpa_mask", lambda *a, **k: made.append(1) or make(*a, **k))
+    return made
+
+
+@pytest.mark.parametrize(("flash", "given"), [(True, (3, True)), (False, (1, False))])
+def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
+    taken = pretend_fused(monkeypatch, flash)
+    query, key, value = torch.randn(2, 6, 50, 16), *torch.randn(2, 2, 2, 130, 16)
+    out = dense.causal_attention(query, key, value, scaling=0.3)
+    mask = torch.ones(50, 130, dtype=torch.bool).tril(80)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert out.is_contiguous()
+    assert taken == [given]
+
+
+def test_tensors_take_a_causal_bias_on_one_kind_of_device_and_outside_of_dispatch_modes():
+    """torch cannot make its bias while a mode such as a counter of operations is active."""
+    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert dense.takes_bias(x, x, x)
+    assert not dense.takes_bias(*(SimpleNamespace(device=torch.device("cpu")),) * 3)
+    with FlopCounterMode(display=False):
+        assert not dense.takes_bias(x, x, x)
+
+
+def long_turn(lengths):
+    """Compare a long turn behind a prompt."""
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
+    compare(model, cache, [(90, ())], lengths=lengths)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_long_turns_need_no_mask_where_nothing_but_later_tokens_is_hidden(monkeypatch, flash):
+    taken, made = pretend_fused(monkeypatch, flash), count_masks(monkeypatch)
+    long_turn([60, 60])
+    assert len(taken) == 2 and not made  # layers
+
+
+@pytest.mark.parametrize("lengths", [[60, 60], LENGTHS], ids=str)
+def test_long_turns_make_their_mask_once(monkeypatch, lengths):
+    """Without fused kernels, and where rows are padded, all layers share one mask."""
+    taken = pretend_fused(monkeypatch) if lengths == LENGTHS else []
+    made = count_masks(monkeypatch)
+    long_turn(lengths)
+    assert len(made) == 1 and not taken  # the second forward's
+
+
+def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
+    """What bends scores is no business of fused kernels."""
+    taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
+    cache.update(*torch.randn(2, 1, 2, 100, 16), 0)
+    length, _ = cache.get_mask_sizes(70, 0)
+    mask = transformers.AttentionMaskInterface()["sdpa"](
+        batch_size=1, q_length=70, kv_length=length, q_offset=100, attention_mask=None
+    )
+    keys, values = cache.update(*torch.randn(2, 1, 2, 70, 16), 0)
+    bias = torch.randn(1, 4, 70, 170)
+    module = model.model.layers[0].self_attn
+    query = torch.randn(1, 4, 70, 16)
+    attention.kv_hf_attention(module, query, keys, values, mask, position_bias=bias)
+    assert not taken and len(made) == 1
+    attention.kv_hf_attention(module, query, keys, values, mask)
+    assert len(taken) == 1

@@ -57,7 +57,7 @@ CAPTURED = [
     *((family, "paged_exact", {}, 79) for family in FAMILIES),
     *(("llama", f"paged_{name}", {}, 79) for name in ("int4", "fp8")),
     *((family, "paged_exact", {}, 40) for family in ("mistral", "gpt_oss")),
-    *((family, "paged_exact", RECENT, 40) for family in ("gemma3", "deepseek_v3")),
+    *((family, "paged_exact", RECENT, 40) for family in ("gemma3_text", "deepseek_v3")),
 ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from beside_stock import pages, run
 from paged_inputs import page_spec
 from tiny_models import make_model, tokens
 from token_states import FULL, HYBRID, PAGE, dense, feed, same, text
@@ -167,26 +168,14 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "options"),
-    [
-        (1, {}),
-        (3, {}),
-        (1, {"num_beams": 3}),
-        (1, {"prefill_chunk_size": LONG}),
-        (1, {"cache_config": {"max_length": 400}}),
-        (1, {"prompt_lookup_num_tokens": 3}),
-    ],
+    "options",
+    [{}, {"num_beams": 3}, {"prefill_chunk_size": LONG}, {"prompt_lookup_num_tokens": 3}],
     ids=str,
 )
-def test_generate_gives_back_once_per_prompt(calls, batch, options):
-    model = make_model("llama")
-    model.generate(
-        tokens(batch, 2 * LONG + 5),
-        cache_implementation="paged_int4",
-        max_new_tokens=12,
-        do_sample=False,
-        **options,
-    )
+@pytest.mark.parametrize("held", [{}, {"max_length": 400}], ids=str)
+def test_generate_gives_back_once_per_prompt(calls, held, options):
+    inputs = {"input_ids": tokens(1, 2 * LONG + 5)}
+    run(make_model("llama"), inputs, pages("paged_int4", **held), max_new_tokens=12, **options)
     assert len(calls) == 1
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from at_once import at_once
+from beside_stock import pages, run
 from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, offload_to, same, text
 
@@ -33,8 +34,7 @@ def place(request, monkeypatch):
 
 @functools.cache
 def five_layers():
-    model = make_model("llama", num_hidden_layers=LAYERS)
-    return model
+    return make_model("llama", num_hidden_layers=LAYERS)
 
 
 def make_cache(model=None, **options):
@@ -56,14 +56,8 @@ def page_bytes_on_device(cache):
 
 
 def generate(model, inputs, keys, config=None, **options):
-    return model.generate(
-        **inputs,
-        **{"max_new_tokens": 20, "do_sample": False, **options},
-        cache_implementation=f"paged_{keys}",
-        cache_config={"page_size": PAGE, **(config or {})},
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    held = pages(f"paged_{keys}", **(config or {}))
+    return run(model, inputs, held, **{"max_new_tokens": 20, **options})
 
 
 def check_equal(found, expected):
@@ -94,10 +88,8 @@ CALLS = {
     "beams": (*FIVE, RAGGED, "int4", {}, {}, {"num_beams": 3, "num_return_sequences": 3}),
     "lookup": (*FIVE, LOOKED_UP, "int4", {}, {}, {"prompt_lookup_num_tokens": 4}),
     "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),
-    "gemma3": (functools.partial(make_sliding, "gemma3", 40), FOUR, RAGGED, "int8", {}, {}, {}),
-    # heads of full attention are larger than those that the first layer lets expect
-    "gemma4": (
-        functools.partial(make_sliding, "gemma4_text", 40),
+    "gemma3_text": (
+        functools.partial(make_sliding, "gemma3_text", 40),
         FOUR,
         RAGGED,
         "int8",
@@ -105,6 +97,8 @@ CALLS = {
         {},
         {},
     ),
+    # heads of full attention are larger than those that the first layer lets expect
+    "gemma4": (functools.partial(make_sliding, "gemma4_text", 40), FOUR, RAGGED, "int8", *[{}] * 3),
     "mistral": (functools.partial(make_sliding, "mistral", 40), FOUR, RAGGED, "int8", {}, {}, {}),
 }
 
@@ -216,6 +210,10 @@ def test_budget_counts_the_index_that_steps_choose_by():
     for part in ids.split([1024, *[1] * 66], 1):
         forward(model, cache, part)
         assert page_bytes_on_device(cache) <= budget
+    with pytest.raises(kv_hf.DeviceBudgetError, match="index of all pages that a step chooses"):
+        forward(model, cache, tokens(1, 900))
+    assert cache.get_seq_length() == 1090
+    cache.check_integrity()
 
 
 def test_a_first_forward_over_layers_of_other_heads_is_refused_before_it_or_not_at_all():
@@ -331,25 +329,6 @@ def test_full_disk_is_found_before_the_first_forward(monkeypatch):
     assert torch.equal(forward(five_layers(), cache, tokens(1, 400)), expected)
 
 
-def test_disk_that_fills_up_while_the_text_grows_changes_nothing(monkeypatch):
-    model = make_model("llama", num_hidden_layers=2, max_position_embeddings=4096)
-    cache, plain = make_cache(model, offload="disk"), make_cache(model)
-    for one in (cache, plain):
-        forward(model, one, tokens(1, 1000))
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(kv_hf.OffloadError, match="No space left.*the cache is unchanged"):
-        forward(model, cache, tokens(1, 1500, seed=2))
-    assert cache.get_seq_length() == 1000
-    cache.check_integrity()
-    monkeypatch.undo()
-    logits = [forward(model, one, tokens(1, 1500, seed=2)) for one in (cache, plain)]
-    assert torch.equal(*logits)
-
-
 def test_system_that_cannot_reserve_is_written_to(monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate")
     logits = [
@@ -359,19 +338,38 @@ def test_system_that_cannot_reserve_is_written_to(monkeypatch):
     assert torch.equal(*logits)
 
 
-def test_folder_that_is_gone_is_an_error_and_changes_nothing(tmp_path):
+def fill_disk(folder, patch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patch.setattr(os, "posix_fallocate", full)
+
+
+def take_folder(folder, patch):
+    folder.rmdir()  # empty: files have no name
+
+
+@pytest.mark.parametrize(
+    ("fail", "says"),
+    [
+        (fill_disk, "No space left.*the cache is unchanged"),
+        (take_folder, "no file can be made in .*pages"),
+    ],
+)
+def test_disk_that_fails_while_the_text_grows_changes_nothing(fail, says, tmp_path, monkeypatch):
     model, folder = five_layers(), tmp_path / "pages"
     folder.mkdir()
-    gone, cache = (make_cache(offload=folder) for _ in range(2))
-    plain = make_cache()
+    gone, cache, plain = (make_cache(**given) for given in (*[{"offload": folder}] * 2, {}))
     for one in (cache, plain):
         forward(model, one, tokens(1, 100))
-    folder.rmdir()  # empty: files have no name
-    for one, seen in ((gone, 0), (cache, 100)):
-        with pytest.raises(kv_hf.OffloadError, match="no file can be made in .*pages"):
-            forward(model, one, tokens(1, 900, seed=3))
-        assert one.get_seq_length() == seen
-    folder.mkdir()
+    with monkeypatch.context() as patch:
+        fail(folder, patch)
+        for one, seen in ((gone, 0), (cache, 100)):
+            with pytest.raises(kv_hf.OffloadError, match=says):
+                forward(model, one, tokens(1, 900, seed=3))
+            assert one.get_seq_length() == seen
+            one.check_integrity()
+    folder.mkdir(exist_ok=True)
     logits = [forward(model, one, tokens(1, 900, seed=3)) for one in (cache, plain)]
     assert torch.equal(*logits)
 
@@ -415,10 +413,13 @@ def filled(**options):
 
 
 @needs_fork
-def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
+def test_child_is_refused_before_it_reads_or_writes_and_the_parent_goes_on():
     cache, plain = filled(offload="disk"), filled()
     assert cache.memory().offloaded
     before = dense(plain)
+    staging = cache.page_memory.staging(torch.device("cpu"))
+    for size in (0, staging.size):  # nothing is left in buffers of the child's own
+        staging.resize(size)
 
     def append():
         """The 30 tokens fill a page: the child would have sealed it into its parent's file."""
@@ -427,27 +428,14 @@ def test_child_is_refused_before_anything_is_written_and_the_parent_goes_on():
         assert cache.get_seq_length() == 201
         with pytest.raises(kv_hf.OffloadError, match="forked from it"):
             feed(cache, ROWS, 201, 202)
+        with pytest.raises(kv_hf.OffloadError, match="forked from it"):
+            _ = cache.layers[0].keys
 
     assert in_child(append)
     assert same(dense(cache), before)
     for one in (cache, plain):
         feed(one, ROWS, 201, 300)
     assert same(dense(cache), dense(plain))
-
-
-@needs_fork
-def test_child_cannot_read_pages_that_its_parent_may_change():
-    cache = filled(offload="disk")
-    staging = cache.page_memory.staging(torch.device("cpu"))
-    for size in (0, staging.size):  # nothing is left in buffers of the child's own
-        staging.resize(size)
-
-    def read():
-        with pytest.raises(kv_hf.OffloadError, match="forked from it"):
-            _ = cache.layers[0].keys
-
-    assert in_child(read)
-    cache.check_integrity()
 
 
 @needs_fork

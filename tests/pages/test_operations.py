@@ -41,7 +41,7 @@ class World:
         torch.manual_seed(seed)
         self.rng, self.keys, self.path, self.place = random.Random(seed), keys, path, place
         self.sliding, self.recording, self.faults = sliding, recording, faults
-        self.model = make_sliding("gemma3", 24) if sliding else shared_model("llama")
+        self.model = make_sliding("gemma3_text", 24) if sliding else shared_model("llama")
         self.config = self.model.config
         self.layers = self.config.num_hidden_layers
         shape = (2, WORDS, self.config.num_key_value_heads, self.config.head_dim)

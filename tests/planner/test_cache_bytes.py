@@ -8,6 +8,7 @@ import tiny_latent
 import tiny_models
 import torch
 import transformers
+from beside_stock import run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from measure.family_models import build_config, families
@@ -99,13 +100,7 @@ def stored(cache, alive=False):
 
 def generated(model, cache, lengths, new):
     """Return the cache after `new` tokens behind left-padded prompts of these lengths."""
-    return model.generate(
-        **left_padded(list(lengths)),
-        max_new_tokens=new,
-        do_sample=False,
-        past_key_values=cache,
-        return_dict_in_generate=True,
-    ).past_key_values
+    return run(model, left_padded(list(lengths)), cache, max_new_tokens=new).past_key_values
 
 
 @pytest.mark.parametrize(("kind", "name"), FAMILIES, ids=lambda value: value)
@@ -208,7 +203,7 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     ],
 )
 def test_offloaded_pages(options, offloaded):
-    config = config_of("layers", "gemma3")
+    config = config_of("layers", "gemma3_text")
     model, inventory = model_of(config), load_inventory(config, dtype="float32")
     cache = check(model, inventory, "paged", options, ALIKE)
     away = [layer for layer in cache.paged_layers if layer.storage.offloaded_bytes]

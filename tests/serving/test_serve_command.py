@@ -32,15 +32,9 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--cache", "paged_int5"], "cache must be one of"),
         (["--cache", "dynamic"], "--cache must be a paged cache (paged_exact"),
         (["--cache", "paged_int4:recent=1"], "cache_config option must be one of"),
         (["--cache-config", "{"], "--cache-config must be a JSON object of cache options"),
-        (["--cache-config", "[1]"], "--cache-config must be a JSON object of cache options"),
-        (
-            ["--cache-config", '{"page_size": 3}'],
-            "page_size must be an integer of at least 16, got 3",
-        ),
         (["--cache-config", '{"prefix_store": 1}'], "--prefix-store 1GiB"),
         (["--cache-config", '{"max_pages": 8}'], "--prefix-store 0 serves without a store"),
         (
@@ -50,9 +44,7 @@ def refused(capsys, *argv):
         (["--prefix-store", "1G"], "--prefix-store must be a size of at least 0 bytes"),
         (["--prefix-store", "1GiB", "--continuous-batching"], "shares prefixes in its own pool"),
         (["--port", "70000"], "--port must be 1 to 65535, got 70000"),
-        (["--port", "http"], "argument --port: invalid int value: 'http'"),
         (["--log-level", "loud"], "--log-level must be one of"),
-        (["--reasoning", "maybe"], "argument --reasoning: invalid choice: 'maybe'"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--compile"], "--compile gives requests transformers' static cache"),
         (["--chat-template-kwargs", "1"], "--chat-template-kwargs must be a JSON object"),
@@ -123,9 +115,8 @@ def test_missing_package_is_named_with_its_extra(monkeypatch, package):
 
 
 def test_other_server_is_refused_with_the_versions_that_fit(monkeypatch):
-    pytest.importorskip("openai")
-    pytest.importorskip("fastapi")
-    pytest.importorskip("uvicorn")
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
     check_server()
     gone = {**server._USED, "serving.utils.GenerateManager.run": ("model",)}
     monkeypatch.setattr(server, "_USED", gone)
@@ -209,13 +200,6 @@ def test_max_new_tokens_is_all_that_max_pages_has_room_for(prompt, recent):
     assert generate(model, prompt, new, config).shape == (1, prompt + new)
     with pytest.raises(kv_hf.PagePoolExhaustedError):
         generate(model, prompt, new + 1, config)
-
-
-def test_prompt_that_max_pages_has_no_room_for_is_refused():
-    one = served(shared_model("llama"), '{"max_pages": 5, "page_size": 16}')
-    assert prepared(one, 99).max_new_tokens == 1
-    with pytest.raises(kv_hf.PagePoolExhaustedError, match="takes 100 tokens, .* has room for 99"):
-        prepared(one, 100)
 
 
 def test_sliding_layers_give_pages_back_and_bound_no_prompt():

@@ -9,7 +9,7 @@ import torch
 import transformers
 from paged_inputs import DTYPES, latent_spec, make_kv, make_latents
 from slow import slow_but
-from test_chunks import pretend_fused
+from test_masks import pretend_fused
 from triton_machine import call, compiled_pairs, dense, runs_kernels
 
 import kv_hf

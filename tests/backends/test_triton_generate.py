@@ -22,17 +22,17 @@ pytestmark = runs_kernels
 def pages_of_a_gpu(kernel):
     """Make the cache believe that the CPU is a GPU: pages in layout "rows", kernels of Triton where asked for."""
     from kv_hf.backends import dispatch
-    from kv_hf.cache import layer_formats, paged_cache
+    from kv_hf.cache import build, layer_formats
     from kv_hf.spec import ROWS
 
-    kept = dispatch.why_not, layer_formats.layout_for, paged_cache.layout_for
+    kept = dispatch.why_not, layer_formats.layout_for, build.layout_for
     if kernel == "triton":
         dispatch.why_not = lambda *_: None
-    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
+    layer_formats.layout_for = build.layout_for = lambda device: ROWS
     try:
         yield
     finally:
-        dispatch.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
+        dispatch.why_not, layer_formats.layout_for, build.layout_for = kept
 
 
 def generate(name, kernel, compiled=False):

@@ -303,7 +303,7 @@ def test_files_move_between_growing_and_preallocated_caches(keys, tmp_path):
     model, inputs = shared_model("llama"), left_padded([70, 40])
     cache, text = filled(model, inputs, keys=keys)
     fixed = detour(cache, model, tmp_path / "grown", max_length=160)
-    assert fixed.max_length is not None and same_tokens(fixed, cache)
+    assert fixed.options.max_length is not None and same_tokens(fixed, cache)
     loaded = detour(fixed, model, tmp_path / "fixed")
     room = kv_hf.PagedCache.load(tmp_path / "fixed", model, max_length=130)
     assert loaded.options.max_length is None and room.options.max_length is not None

@@ -65,7 +65,7 @@ class CompiledSteps:
 
 def columns(cache: Any) -> torch.Tensor:
     """Return the columns that a cache has seen when the compiled step runs: [], int64."""
-    found: torch.Tensor = torch.ops.kv_hf.columns(cache.compiled.number, cache.tokens_on)
+    found: torch.Tensor = torch.ops.kv_hf.columns(cache._compiled.number, cache._tokens_on)
     return found
 
 
@@ -81,8 +81,8 @@ def update(
     if layer_idx:
         check_taken()
     _check_traceable(cache, keys)
-    handle = torch.ops.kv_hf.append(cache.compiled.number, keys, values, layer_idx)
-    if cache.tokens_on is None:
+    handle = torch.ops.kv_hf.append(cache._compiled.number, keys, values, layer_idx)
+    if cache._tokens_on is None:
         return keys, values
     rows, heads, _, key_dim = keys.shape
     out_dim, most = values.shape[3], cache.options.max_length
@@ -90,7 +90,7 @@ def update(
         handle.expand(rows, heads, most, key_dim),
         handle.to(values.dtype).expand(rows, heads, most, out_dim),
     )
-    attend = partial(torch.ops.kv_hf.attend, cache.compiled.number, handle, layer_idx, out_dim)
+    attend = partial(torch.ops.kv_hf.attend, cache._compiled.number, handle, layer_idx, out_dim)
     return hand_over(TracedView(*stand_ins, attend))
 
 
@@ -105,15 +105,15 @@ def _check_traceable(cache: Any, keys: torch.Tensor) -> None:
             f"a compiled forward reads pages by the attention 'sdpa', and this model's is {current!r}: call "
             "model.set_attn_implementation('sdpa'), or leave max_length out where the model has no sdpa"
         )
-    if cache.compiled.holds_latents:
+    if cache._compiled.holds_latents:
         raise CacheOptionError(
             "a compiled forward does not attend to latents (MLA); run it without torch.compile, or pass disable_compile=True"
         )
-    if cache.tokens_on is not None and keys.shape[2] > MAX_DECODE_QUERIES:
+    if cache._tokens_on is not None and keys.shape[2] > MAX_DECODE_QUERIES:
         raise CacheOptionError(
             f"a compiled forward on a cache that holds some takes at most {MAX_DECODE_QUERIES} tokens, got {keys.shape[2]}"
         )
-    if cache.tokens_on is not None and keys.requires_grad and torch.is_grad_enabled():
+    if cache._tokens_on is not None and keys.requires_grad and torch.is_grad_enabled():
         raise CacheOptionError("a compiled forward has no backward pass: use torch.no_grad()")
 
 
@@ -125,7 +125,7 @@ def _append(
 ) -> torch.Tensor:
     cache = _caches[int(number)]
     forget()
-    cache.compiled.views[layer] = view_of(*cache.update(keys, values, layer))
+    cache._compiled.views[layer] = view_of(*cache.update(keys, values, layer))
     return keys.new_full((), float("nan"))
 
 
@@ -145,9 +145,9 @@ def _attend(
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     cache = _caches[int(number)]
-    view = cache.compiled.views[layer]
+    view = cache._compiled.views[layer]
     if mask is not None:
-        mask = _needed(cache.compiled, view, mask)
+        mask = _needed(cache._compiled, view, mask)
     call = AttentionCall(
         query, view.kv, softmax_scale, mask, softcap, sink_logits, view.sliding_window
     )

@@ -91,8 +91,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         groups: rows and lengths, one for all layers that see the same tokens; full attention first.
         forward: the forward in progress, by which one that stopped is noticed.
         page_memory: where sealed pages lie.
-        compiled: what steps keep that are not run by Python; None where the cache has no max_length.
-        masks_skippable: whether kernels hide by themselves what a mask of left padding hides, in all layers.
+        _compiled: what steps keep that are not run by Python; None where the cache has no max_length.
+        _masks_skippable: whether kernels hide by themselves what a mask of left padding hides, in all layers.
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """
 
@@ -101,8 +101,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     _straight = False  # the forward in progress is one without special cases
     # where the first layer's keys came from; None: it holds no tokens, which compiled code depends on
-    tokens_on: torch.device | None = None
-    compiled: Any = None
+    _tokens_on: torch.device | None = None
+    _compiled: Any = None
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
@@ -124,7 +124,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         self.groups = self.forward.groups
         self.paged_layers = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
-        self.masks_skippable = not is_chunked(decoder) and all(
+        self._masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
             for layer, linear in zip(self.layers, self.is_linear, strict=True)
         )
@@ -133,7 +133,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
     def _number(self) -> None:
         """Let operators of compiled steps find this cache, where it has a max_length."""
         if self.options.max_length is not None:
-            self.compiled = compiled.CompiledSteps(self)
+            self._compiled = compiled.CompiledSteps(self)
 
     @property
     def token_ids(self) -> torch.Tensor | None:
@@ -145,7 +145,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         return type(self).from_options(self._config, replace(self.options, **changes))
 
     @property
-    def group(self) -> Any:
+    def _group(self) -> Any:
         """The first group with tokens (full attention comes first): its rows stand for all.
 
         A process that runs some of the layers only (pipeline parallelism) may have no tokens in the very first.
@@ -169,7 +169,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
         Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
         """
-        if torch.compiler.is_dynamo_compiling() and self.compiled is not None:
+        if torch.compiler.is_dynamo_compiling() and self._compiled is not None:
             return compiled.update(self, key_states, value_states, layer_idx)
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
@@ -188,8 +188,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
             if begins:  # find out whether its pages have room
                 make_room(memory, self.paged_layers, self.groups, key_states, value_states)
         found = layer.update(key_states, value_states, *args, **kwargs)
-        if self.tokens_on is None:
-            self.tokens_on = key_states.device
+        if self._tokens_on is None:
+            self._tokens_on = key_states.device
         view = view_of(*found) if self._flex else None
         if view is not None:
             warn_dense("flex_attention")
@@ -198,14 +198,14 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     def _begin(self, keys: torch.Tensor) -> None:
         """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
-        recorded = self.compiled is not None and self.compiled.fixed is not None
+        recorded = self._compiled is not None and self._compiled.fixed is not None
         if not recorded and moved.is_recorded(keys.device):
             raise CacheOptionError(
                 "a CUDA graph of a forward over a paged cache would write to the same places at every replay, because Python plans "
                 "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
-        begun = self.tokens_on is not None
+        begun = self._tokens_on is not None
         self._straight = begun and not self._flex and self.options.offload is None
         self._prefill.begin(keys.shape[2], keys.device)
 
@@ -224,11 +224,11 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
         While a step is compiled or recorded it is a tensor, [], int64: the number differs from step to step.
         """
-        if self.compiled is not None:
-            if torch.compiler.is_dynamo_compiling() and self.tokens_on is not None:
+        if self._compiled is not None:
+            if torch.compiler.is_dynamo_compiling() and self._tokens_on is not None:
                 return compiled.columns(self)
-            if self.compiled.fixed is not None:
-                return next(iter(self.compiled.fixed.values())).seen
+            if self._compiled.fixed is not None:
+                return next(iter(self._compiled.fixed.values())).seen
         if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
             return seen
         return super().get_seq_length(filled_layer(self.layers, layer_idx, any_kind=True))
@@ -238,11 +238,11 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
         The length also says where the mask function reports left padding.
         """
-        if self.compiled is not None:
+        if self._compiled is not None:
             most = self.options.max_length or 0
             if torch.compiler.is_dynamo_compiling():
-                return (query_length if self.tokens_on is None else most), 0
-            if self.compiled.fixed is not None:
+                return (query_length if self._tokens_on is None else most), 0
+            if self._compiled.fixed is not None:
                 return MaskLength(most, self), 0
         layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if getattr(layer, "seen", 0):
@@ -261,9 +261,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.origin.forget()
-        self.tokens_on = None
-        if self.compiled is not None:
-            self.compiled.clear()
+        self._tokens_on = None
+        if self._compiled is not None:
+            self._compiled.clear()
         self.forward.changing = True
         for group in self.groups:
             group.reset()
@@ -284,7 +284,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         encoded ones keep their rounding (said once). With past recording on, what is left stands confirmed, also by a crop of
         0, and may be sealed from the next forward on.
         """
-        count = removed_by_crop(tokens_to_remove, self.group.seen)
+        count = removed_by_crop(tokens_to_remove, self._group.seen)
         self.forward.check()
         for group in self.groups:
             group.check_crop(count)
@@ -307,9 +307,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 group.crop(count)
             for layer in self.paged_layers:
                 layer.follow(layer.group.step)
-        if not self.group.seen:
-            self.tokens_on = None
-        self.origin.crop(self.group.seen)
+        if not self._group.seen:
+            self._tokens_on = None
+        self.origin.crop(self._group.seen)
 
     # -- rows: one list of row numbers for all layers, read from the device once ---------------------------
 
@@ -320,12 +320,12 @@ class PagedCache(MadeOfOptions, DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
         self.forward.check()  # or a mask might not fit the rows that a change has left
-        if rows := len(self.group):
+        if rows := len(self._group):
             self._select_rows(torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; sealed pages are shared, not copied."""
-        if rows := len(self.group):
+        if rows := len(self._group):
             self._select_rows([row for row in range(rows) for _ in range(repeats)])
 
     def _select_rows(self, sources: list[int], method: str = "batch_select_indices") -> None:
@@ -371,7 +371,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheMismatchError for other rows, or fewer columns than the cache has seen.
         """
         seen = int(self.get_seq_length())
-        check_token_ids(token_ids, len(self.group), seen)
+        check_token_ids(token_ids, len(self._group), seen)
         self.origin.note_text(token_ids[:, :seen], 0, seen)
 
     def observe_padding(self, attention_mask: torch.Tensor | None) -> None:
@@ -385,7 +385,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
         """
         if attention_mask is not None:
-            check_padding_mask(attention_mask, len(self.group), not self.group.needs_padding())
+            check_padding_mask(attention_mask, len(self._group), not self._group.needs_padding())
             for group in self.groups:
                 group.observe_padding(attention_mask)
 
@@ -426,7 +426,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out by what this process finds the cache."""
-        return {**vars(self), "compiled": None}
+        return {**vars(self), "_compiled": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle; compiled steps find the cache by another number here."""
@@ -462,10 +462,10 @@ class PagedCache(MadeOfOptions, DynamicCache):
                     f"layer {layer.layer_idx} has no room for a page of the block table"
                 )
 
-    def held_rows(self) -> list[tuple[int, tuple[int, ...]]]:
+    def _held_rows(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return (tokens, ids of its sealed pages) of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
         self._check_done()
-        group = self.group
+        group = self._group
         return [(group.tokens(row), row.pages) for row in group.rows]
 
     # -- models and files ----

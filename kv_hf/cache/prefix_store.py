@@ -222,7 +222,7 @@ class PrefixStore:
             half-way.
         """
         tree = self.tree
-        if cache.held_rows():
+        if cache._held_rows():
             raise CacheMismatchError(
                 f"a prefix begins an empty cache, and this one has seen {cache.get_seq_length()} columns; call reset() first"
             )
@@ -287,7 +287,7 @@ class PrefixStore:
                 f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
             )
         space = self._space_of(cache) if space is None else space
-        tree, held_rows = self.tree, cache.held_rows()
+        tree, held_rows = self.tree, cache._held_rows()
         held = [count for count, _ in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
         if len(lengths) != len(held) or any(
@@ -453,10 +453,10 @@ def _begin(cache: Any, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen:
         sinks: for each row its exact first keys and values; None for a row without pages.
     """
     with cache.forward.change():
-        cache.group.adopt(rows, seen)
+        cache._group.adopt(rows, seen)
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
-    cache.tokens_on = cache.paged_layers[0].device
+    cache._tokens_on = cache.paged_layers[0].device
 
 
 def _sinks_of(cache: Any, row: int) -> Sinks:
@@ -472,4 +472,4 @@ def _replace_pages(cache: Any, row: int, pages: tuple[int, ...]) -> None:
     with cache.forward.change():
         for layer in cache.paged_layers:
             layer.revision += 1
-        cache.group.replace_pages(row, pages)
+        cache._group.replace_pages(row, pages)

@@ -43,7 +43,7 @@ def one_line(cache: Any) -> str:
     """Return a cache as its call and its contents: PagedCache(keys='int8', .., rows=1, tokens=69, pages=4, bytes=43024)."""
     memory = cache.memory()
     held = {
-        "rows": len(cache.group),
+        "rows": len(cache._group),
         "tokens": memory.tokens,
         "pages": memory.pages_held,
         "bytes": memory.total,

@@ -98,7 +98,7 @@ def save(
     _check_adapters(cache.origin.computed_by, model)
     tensors = {}
     if token_ids is not None:
-        check_token_ids(token_ids, len(cache.group), cache.group.seen)
+        check_token_ids(token_ids, len(cache._group), cache._group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
     formats = _registered(cache)
     groups = tuple(group.state() for group in cache.groups)
@@ -137,7 +137,7 @@ def _check_model_argument(model: Any) -> None:
 
 def _check_complete(cache: Any) -> None:
     """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
-    if not len(cache.group):
+    if not len(cache._group):
         raise CacheMismatchError("this cache is empty: there is nothing to save")
     kept = [
         f"{index} ({type(layer).__name__})"
@@ -282,7 +282,7 @@ def load(
             raise CacheFileError(f"it holds tensors that belong to no cache: {short(min(tensors))}")
         _resume(cache)
         if token_ids is not None:
-            cache.origin.note_text(token_ids, 0, cache.group.seen)
+            cache.origin.note_text(token_ids, 0, cache._group.seen)
     cache.origin.computed_by, cache.origin.from_file = (adapters_of(model),), True
     cache.origin.weights = ModelId.of(model).weights
     return cache
@@ -294,7 +294,7 @@ def _resume(cache: Any) -> None:
         layer.seen = layer.group.seen
         layer.revision += 1
     cache.forward.resume(len(cache.paged_layers))
-    cache.tokens_on = cache.paged_layers[0].device if cache.group.seen else None
+    cache._tokens_on = cache.paged_layers[0].device if cache._group.seen else None
     cache.check_integrity()
 
 

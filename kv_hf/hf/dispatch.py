@@ -117,7 +117,7 @@ def _over_mask(original: Function, flash: bool) -> Function:
         plain = may_skip or kwargs.get("mask_function") is causal_mask_function
         # eager attention knows no causality beside its mask, and a lazy one stands for all of it
         whole = {**kwargs, "allow_is_causal_skip": False}
-        if not (same and plain and length.cache.masks_skippable):
+        if not (same and plain and length.cache._masks_skippable):
             return made(*args, **(whole if eager else kwargs))
         if may_skip and full and new == 1 and given is None:
             return None

@@ -140,7 +140,7 @@ def new_cache(options: CacheConfig, asked: Generation) -> PagedCache:
         if reason is None:
             made, reason = _allocated(replace(options, max_length=asked.length), asked)
         if made is not None:
-            made.compiled.captured = True
+            made._compiled.captured = True
             return made
         _refuse(options, reason)
     cache = PagedCache.from_options(asked.model.config, options)
@@ -155,7 +155,7 @@ def decide(cache: PagedCache, asked: Generation) -> None:
     Raises: CacheOptionError where cuda_graph="always" asks for what cannot be.
     """
     reason = _why_not(cache.options, asked) or _keeps_states(cache)
-    cache.compiled.captured = reason is None
+    cache._compiled.captured = reason is None
     _refuse(cache.options, reason)
 
 

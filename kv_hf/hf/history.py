@@ -140,7 +140,7 @@ class Text:
 
     def _real(self, known: torch.Tensor) -> torch.Tensor:
         """Return which columns of `known` the cache holds as tokens, not as left padding."""
-        padding = torch.tensor([row.padding for row in self.cache.group.rows])
+        padding = torch.tensor([row.padding for row in self.cache._group.rows])
         columns = torch.arange(known.shape[1])
         return (columns >= padding[:, None]).to(self.ids.device)
 
@@ -226,7 +226,7 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         # what code of others made of a text is not taken for what it is
         if isinstance(made, torch.Tensor) and kwargs.get("custom_generate") is None:
             for cache, front, kept in filled:
-                if made.ndim == 2 and made.shape[0] == len(cache.group):
+                if made.ndim == 2 and made.shape[0] == len(cache._group):
                     cache.origin.note_text(made, front, cache.get_seq_length())
                     if kept:
                         _keep(cache)
@@ -239,5 +239,5 @@ def _keep(cache: Any) -> None:
     """Add the text that a cache holds to its store, where all of it is known."""
     seen = cache.get_seq_length()
     if cache.origin.known_columns == seen:
-        rows = zip(cache.token_ids[:, :seen].tolist(), cache.held_rows(), strict=True)
+        rows = zip(cache.token_ids[:, :seen].tolist(), cache._held_rows(), strict=True)
         cache.options.prefix_store.add(cache, [ids[seen - count :] for ids, (count, _) in rows])

@@ -31,7 +31,7 @@ def want_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def criteria(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         cache = model_kwargs.get(CACHE)
-        if isinstance(cache, PagedCache) and cache.compiled and cache.compiled.captured:
+        if isinstance(cache, PagedCache) and cache._compiled and cache._compiled.captured:
             _ready.graph = StepGraph(self, cache)
             return True
         _ready.graph = None
@@ -87,7 +87,7 @@ class StepGraph:
         if self._replay is not None and not self._takes(leaves, structure):
             return self.model(**inputs)
         cache = self.cache
-        rows = len(cache.group)
+        rows = len(cache._group)
         cache.forward.begin(rows, 1)  # the model joins this step, or a replay does it
         if not all(FixedStep.takes(group.step) for group in cache.groups):
             return self.model(**inputs)
@@ -101,7 +101,7 @@ class StepGraph:
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Say whether `inputs` are one token per row for a cache that holds some."""
-        if inputs.get(CACHE) is not self.cache or self.cache.tokens_on is None:
+        if inputs.get(CACHE) is not self.cache or self.cache._tokens_on is None:
             return False
         tokens = inputs.get("input_ids")
         return isinstance(tokens, torch.Tensor) and tokens.shape[-1] == 1
@@ -143,7 +143,7 @@ class StepGraph:
         standing = {group: fixed.standing_for(steps[group]) for group, fixed in self._fixed.items()}
         for group, fixed in self._fixed.items():
             fixed.write(steps[group])
-        cache.compiled.fixed = self._fixed
+        cache._compiled.fixed = self._fixed
         try:
             self._rewind(standing)
             expected = on_side_stream(lambda: self.model(**own))  # Triton compiles
@@ -154,7 +154,7 @@ class StepGraph:
         except (RuntimeError, ValueError, NotImplementedError) as error:
             self._give_up(f"it cannot be captured ({first_line(error)})")
         finally:
-            cache.compiled.fixed = None
+            cache._compiled.fixed = None
         self._rewind(steps)  # captured, not run
         if self.given_up is not None:
             return self.model(**inputs)

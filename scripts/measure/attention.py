@@ -113,9 +113,9 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
     config = work.shape.config(work.layers)
     cache = PagedCache.from_implementation(config, f"paged_{name}", options)
     work.fill(cache)
-    layers, rows = cache.paged_layers, cache.group.rows
+    layers, rows = cache.paged_layers, cache._group.rows
     kernel: Any = layers[0].store.kernel  # type: ignore[union-attr]
-    spec, budget = layers[0].spec, cache.group.reading.budget
+    spec, budget = layers[0].spec, cache._group.reading.budget
     assert spec is not None
     nbytes = spec.page_bytes * sum(len(row.pages) for row in rows)
     nbytes += sum(spec.window_bytes(1, row.exact) for row in rows)

@@ -81,7 +81,7 @@ def run_requests(
         outs.append(out.sequences[:, ids.shape[1] :])
     seconds, tokens = time.perf_counter() - start, sum(map(len, prompts))
     computed = store.stats().tokens_computed if shared else tokens
-    pools = {cache.group.pool for cache in caches}
+    pools = {cache._group.pool for cache in caches}
     pages = sum(pool.num_held for pool in pools)
     page_bytes = sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec)
     figures = {

@@ -127,7 +127,7 @@ def test_chunked_prefill_compiles_on_an_initialized_cache():
     got = model.generate(**options, past_key_values=cache, compile_config=compiling())
     assert torch.equal(got, wanted)
     assert graphs() > 1
-    assert cache.group.batch.padding.tolist() == [13, 0]
+    assert cache._group.batch.padding.tolist() == [13, 0]
     cache.check_integrity()
 
 

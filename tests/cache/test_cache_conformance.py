@@ -131,7 +131,7 @@ def test_crop_of_tokens_drafted_one_by_one_leaves_no_trace(keys):
         for mine, theirs in zip(paged.paged_layers, straight.paged_layers, strict=True):
             assert torch.equal(mine.keys, theirs.keys)
             assert torch.equal(mine.values, theirs.values)
-    assert paged.group.pool.num_held == straight.group.pool.num_held > 4
+    assert paged._group.pool.num_held == straight._group.pool.num_held > 4
     paged.check_integrity()
 
 
@@ -208,7 +208,7 @@ def test_any_split_into_updates_gives_the_same_bytes(data, keys):
         assert torch.equal(a.keys, b.keys)
         assert torch.equal(a.values, b.values)
         for row in range(2):
-            ids = [torch.tensor(c.group.rows[row].pages, dtype=torch.long) for c in (one, many)]
+            ids = [torch.tensor(c._group.rows[row].pages, dtype=torch.long) for c in (one, many)]
             for side in (0, 1):
                 mine, theirs = a.storage.sides[side].fields, b.storage.sides[side].fields
                 for name in mine:
@@ -301,11 +301,11 @@ def test_a_crop_into_the_padding_keeps_what_is_left_of_it():
     for cache in (paged, dynamic):
         append(cache, states(2, 40, 0))
         cache.crop(-20)
-    assert [row.padding for row in paged.group.rows] == [0, 20]
+    assert [row.padding for row in paged._group.rows] == [0, 20]
     paged.observe_padding(visible)
     for cache in (paged, dynamic):
         append(cache, states(2, 25, 1))
-    assert [row.padding for row in paged.group.rows] == [0, 30]
+    assert [row.padding for row in paged._group.rows] == [0, 30]
     paged.check_integrity()
     for ours, theirs in zip(paged.layers, dynamic.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys * visible[:, None, :, None])
@@ -316,7 +316,7 @@ def test_observe_padding_counts_leading_zeros_only(dtype):
     paged, _ = make()
     paged.observe_padding(torch.tensor([[0, 0, 1, 0, 1], [1, 0, 1, 1, 0]]).to(dtype))
     append(paged, states(2, 5, 0))
-    assert [row.padding for row in paged.group.rows] == [2, 0]
+    assert [row.padding for row in paged._group.rows] == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_observe_padding_counts_leading_zeros_only(dtype):
 )
 def test_check_integrity_finds_damage(damage, says):
     paged, _ = filled()
-    damage(paged.group)
+    damage(paged._group)
     with pytest.raises(ValueError, match=says):
         paged.check_integrity()
 

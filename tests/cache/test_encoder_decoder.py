@@ -111,12 +111,12 @@ def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
     found = model.generate(**inputs, **given, **GREEDY, **paged("same"))
     assert_same(expected, found)
     own = found.past_key_values.self_attention_cache
-    assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
+    assert [own._group.tokens(row) for row in own._group.rows] == [29 + NEW, 9 + NEW]
     cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16)
     with torch.no_grad():  # without generate() the mask function tells the cache
         model(**inputs, **given, past_key_values=cache)
     own = cache.self_attention_cache
-    assert [own.group.tokens(row) for row in own.group.rows] == [30, 10]
+    assert [own._group.tokens(row) for row in own._group.rows] == [30, 10]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -203,7 +203,7 @@ def test_beams_share_the_encoders_pages():
         **inputs, max_new_tokens=6, num_beams=4, return_dict_in_generate=True, **paged("same")
     )
     cross = out.past_key_values.cross_attention_cache
-    pages = [row.pages for row in cross.group.rows]
+    pages = [row.pages for row in cross._group.rows]
     assert len(pages) == 8 and len(set(pages)) == 2
     assert cross.memory().pages_held == 2 * len(pages[0]) == 8
 

@@ -35,11 +35,11 @@ def filled(cache, lengths, padding=(0, 0, 0)):
 def same_bytes(one, other):
     """Whether both hold the same pages and exact tokens."""
     one.check_integrity()
-    assert [row.exact for row in one.group.rows] == [row.exact for row in other.group.rows]
+    assert [row.exact for row in one._group.rows] == [row.exact for row in other._group.rows]
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
         for side, like in zip(mine.storage.sides, theirs.storage.sides, strict=True):
-            for a, b in zip(one.group.rows, other.group.rows, strict=True):
+            for a, b in zip(one._group.rows, other._group.rows, strict=True):
                 got, wanted = side.take(a.pages), like.take(b.pages)
                 for name, field in got.items():
                     assert field.numpy().tobytes() == wanted[name].numpy().tobytes()

@@ -23,7 +23,7 @@ def tensor_bytes(cache):
     for layer in cache.paged_layers:
         total += sum(t.nbytes for side in layer.storage.sides for t in side.fields.values())
         total += sum(window.tokens.nbytes for window in layer.residuals)
-    return total + block_table(cache.group.batch.pages).nbytes
+    return total + block_table(cache._group.batch.pages).nbytes
 
 
 @pytest.mark.parametrize(

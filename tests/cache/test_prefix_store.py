@@ -112,10 +112,10 @@ def test_later_calls_share_and_compute_only_what_is_new():
     stats = store.stats()
     assert (stats.rows, stats.rows_hit) == (6, 5)
     assert stats.tokens_computed == 220 + 5 * (220 - 4 - 12 * PAGE)
-    first = kept[0].group.rows[0].pages[:12]
-    assert all(cache.group.rows[0].pages[:12] == first for cache in kept)
-    pool = kept[0].group.pool
-    assert set(first) <= pool.held(besides=kept[0].group) and len(pool.owners) == 6
+    first = kept[0]._group.rows[0].pages[:12]
+    assert all(cache._group.rows[0].pages[:12] == first for cache in kept)
+    pool = kept[0]._group.pool
+    assert set(first) <= pool.held(besides=kept[0]._group) and len(pool.owners) == 6
 
 
 @pytest.mark.parametrize("name", ["one row", "ragged", "a row that is a prefix"])

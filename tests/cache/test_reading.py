@@ -411,7 +411,7 @@ def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fe
         own = [page for index, pages in keys if index is layer.storage.index for page in pages]
         assert set(own) == set(range(12)) and len(own) == 12 + 8
     for at in range(BEGUN + 1, BEGUN + 26):
-        sealed = len(cache.group.rows[0].pages)
+        sealed = len(cache._group.rows[0].pages)
         for seen in (choices, whole, keys):
             seen.clear()
         steps(model, cache, ids[:, at : at + 1])

@@ -89,10 +89,10 @@ def test_pages_that_beams_share_are_saved_once(tmp_path):
     )
     path = tmp_path / "cache"
     loaded = detour(cache, model, path)
-    held = {page for row in cache.group.rows for page in row.pages}
-    assert len(held) < sum(len(row.pages) for row in cache.group.rows)
+    held = {page for row in cache._group.rows for page in row.pages}
+    assert len(held) < sum(len(row.pages) for row in cache._group.rows)
     stored = safetensors.torch.load_file(path)["layers.0.keys.codes"]
-    assert stored.shape[0] == len(held) == loaded.group.pool.num_held
+    assert stored.shape[0] == len(held) == loaded._group.pool.num_held
     check_equal(go_on(model, loaded, text), go_on(model, cache, text))
     loaded.check_integrity()
 
@@ -123,7 +123,7 @@ def test_file_is_safetensors_and_holds_the_pages(tmp_path):
     model = shared_model("llama")
     cache, text = filled(model, left_padded([100, 33]), keys="exact")
     for window in cache.layers[1].residuals:  # what earlier tokens left behind a row's exact ones
-        for row, held in zip(window.tokens, cache.group.rows, strict=True):
+        for row, held in zip(window.tokens, cache._group.rows, strict=True):
             row[:, held.exact :] = torch.nan
     path = tmp_path / "cache.safetensors"
     cache.save(path, model, text)
@@ -131,7 +131,7 @@ def test_file_is_safetensors_and_holds_the_pages(tmp_path):
         assert file.metadata()["format"] == "kv_hf.PagedCache"
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert torch.equal(stored["token_ids"], text)
-    rows = cache.group.rows
+    rows = cache._group.rows
     dense = cache.layers[1].keys
     first = rows[0].padding + cache.options.sink_tokens
     assert torch.equal(

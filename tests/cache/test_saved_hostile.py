@@ -317,10 +317,10 @@ def test_any_forgery_is_refused_or_harmless(saved, model, path, data):
     assert made.largest <= 2 * len(saved)
     if loaded is not None:
         loaded.check_integrity()
-        rows = len(loaded.group.rows)
+        rows = len(loaded._group.rows)
         if loaded.options.recent_tokens < 1000:
             with torch.no_grad():
-                padding = torch.tensor([[row.padding] for row in loaded.group.rows])
+                padding = torch.tensor([[row.padding] for row in loaded._group.rows])
                 mask = (torch.arange(loaded.get_seq_length() + 3) >= padding).long()
                 model(tokens(rows, 3), attention_mask=mask, past_key_values=loaded)
             loaded.check_integrity()

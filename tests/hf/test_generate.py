@@ -172,7 +172,7 @@ def test_chat_goes_on_behind_drafted_decoding_like_dynamic_cache(kind):
             sequence = torch.cat([out.sequences, tokens(1, 10, seed=turn + 1)], -1)
         found.append(out.sequences)
     cache.check_integrity()
-    assert cache.group.pool.num_held == (cache.get_seq_length() - 4) // 16
+    assert cache._group.pool.num_held == (cache.get_seq_length() - 4) // 16
     assert torch.equal(*found)
 
 

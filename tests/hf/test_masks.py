@@ -181,7 +181,7 @@ def test_padding_is_what_the_mask_of_the_model_hides_not_that_of_generate(edit, 
     model.set_attn_implementation(attention)
     options = {**GREEDY, "max_new_tokens": 8}
     found = model.generate(**inputs, **options, **PAGED)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 51, 27]
+    assert [row.padding for row in found.past_key_values._group.rows] == [0, 51, 27]
     forward = model.forward
     model.forward = lambda *args, attention_mask, **kwargs: forward(
         *args, attention_mask=edit(attention_mask), **kwargs
@@ -189,7 +189,7 @@ def test_padding_is_what_the_mask_of_the_model_hides_not_that_of_generate(edit, 
     expected = model.generate(**inputs, **options)
     found = model.generate(**inputs, **options, **PAGED)
     assert torch.equal(expected.sequences, found.sequences)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
+    assert [row.padding for row in found.past_key_values._group.rows] == [0, 0, 0]
 
 
 # -- 4D masks --------------------------------------------------------------------------------------------------------

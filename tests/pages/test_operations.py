@@ -329,7 +329,7 @@ class Twin:
     def whole(self):
         """Say whether no forward stopped half-way; until a reset pages may be counted as held by more than hold them."""
         try:
-            self.paged.held_rows()
+            self.paged._held_rows()
         except InterruptedForwardError:
             return False
         return True

@@ -241,12 +241,12 @@ def _reads_everything(group: Rows, q_len: int) -> bool:
     return q_len > MAX_DECODE_QUERIES or group.reading.budget is None
 
 
-def check_kernel(cache: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise CacheOptionError when the kernel that a paged cache asks for by name cannot run for such a model.
+def check_kernel(cache: Any, devices: Sequence[torch.device], dtype: torch.dtype) -> None:
+    """Raise CacheOptionError when the kernel that a paged cache asks for by name cannot run for a model on these devices.
 
     generate() asks before its first forward; the first update() asks again, about the tensors it gets.
     """
-    if cache.options.kernel != "auto":
+    for device in devices if cache.options.kernel != "auto" else ():
         for spec in _planned(cache, dtype, layout_for(device)):
             choose(cache.options.kernel, device, spec)
 

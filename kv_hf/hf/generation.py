@@ -235,8 +235,7 @@ def _allocated(options: CacheConfig, asked: Generation) -> tuple[PagedCache | No
     """Return the preallocated cache, or why there is none."""
     try:
         cache = PagedCache.from_options(asked.model.config, options)
-        for device in execution_devices(asked.model):
-            check_kernel(cache, device, asked.model.dtype)
+        check_kernel(cache, execution_devices(asked.model), asked.model.dtype)
     except (CacheOptionError, UnsupportedModelError) as error:
         return None, str(error)
     if (reason := _keeps_states(cache)) is not None:

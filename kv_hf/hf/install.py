@@ -194,8 +194,7 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
         elif half is cache:
             check_length(half, asked)
         warn_of_two_bits([layer.formats for layer in half.paged_layers])
-        for device in execution_devices(model):
-            check_kernel(half, device, model.dtype)
+        check_kernel(half, execution_devices(model), model.dtype)
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since

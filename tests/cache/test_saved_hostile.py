@@ -141,16 +141,6 @@ def put(**values):
         (lambda entry, header: header.pop("__metadata__"), "not a saved cache"),
         (lambda entry, header: header.pop(NAME), "no saved cache"),
         (lambda entry, header: header.update(x=header.pop(NAME)), f"'{NAME}' is missing"),
-        (
-            lambda entry, header: header.update(
-                x={"dtype": "U8", "shape": [0], "data_offsets": entry["data_offsets"][:1] * 2}
-            ),
-            "belong to no cache",
-        ),
-        (
-            lambda entry, header: entry.update(shape=[entry["shape"][0], 2, 8, 16]),
-            r"is .torch.uint8, .* 2, 8, 16\]\), expected",
-        ),
     ],
 )
 def test_forged_headers_are_refused(saved, model, path, change, match):

@@ -191,12 +191,6 @@ def test_every_preset_has_a_plan(name):
         billions, token = MAKERS[name]
         assert found.inventory.parameters / 1e9 == pytest.approx(billions, rel=0.004)
         assert found.rows[0].bytes_per_token == token
-    layers = found.inventory.layers
-    if all(layer.readers == 1 for layer in layers):
-        # a step reads what is there: a window's newest token is gone behind it, and layers count a number or two
-        newest = 2 * 2 * sum(layer.elements for layer in layers if layer.window is not None)
-        for row in found.rows[:2]:
-            assert -16 * len(layers) <= row.decode.cache - row.total <= newest
 
 
 # -- what fits --------------------------------------------------------------------------------------------------

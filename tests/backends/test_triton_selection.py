@@ -163,17 +163,6 @@ def test_every_budget():
 
 
 @runs_kernels
-def test_a_preallocated_table_is_wider_than_the_pages():
-    kv = kv_of("int4", ReadBudget(share=0.5, from_tokens=0), rows=[(9, 7), (1, 2)])
-    kv = replace(
-        kv, block_table=torch.cat([kv.block_table, kv.block_table[:, :1].repeat(1, 91)], 1)
-    )
-    table, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
-    assert table.shape == (2, 50)
-    assert counts.tolist() == [4, 1]
-
-
-@runs_kernels
 @pytest.mark.parametrize("budget", [SOME, ReadBudget(top_p=0.999999, from_tokens=0)], ids=str)
 def test_pages_without_mass(budget):
     """Most masses vanish in float32: the first of these fill up what the budget leaves."""

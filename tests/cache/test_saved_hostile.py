@@ -201,7 +201,6 @@ def set_at(*where):
     ("change", "match"),
     [
         (set_at("groups", 0, "rows", 1, "padding", lambda n: n + 1), "holds .* tokens, expected"),
-        (set_at("groups", 0, "rows", 1, "padding", 1 << 40), "impossible"),
         (set_at("groups", 0, "rows", 0, "exact", 10**6), r"\[2, 2, 1000000, 16\]"),
         (set_at("groups", 1, "rows", 0, "exact", 3), "not its first tokens"),
         (set_at("groups", 0, "rows", 0, "pages", 0, 10**6), "do not hold the pages"),
@@ -261,9 +260,7 @@ def places(value, where=()):
 
 
 NASTY = st.one_of(
-    st.sampled_from(
-        [None, True, False, [], {}, "", "x" * 5000, 0, 1, -1, 2**31, 2**63, 2**200, 1e308]
-    ),
+    st.sampled_from([None, True, [], {}, "", "x" * 5000, -1, 2**31, 2**63, 2**200, 1e308]),
     st.integers(-3, 300),
     st.sampled_from(["int8", "exact", "F32", "BF16", "0-1", "keys"]),
     st.recursive(

@@ -422,7 +422,6 @@ DAMAGE = {
     "huge model": (config(num_hidden_layers=10**9), "num_hidden_layers must be a whole number from 1 to"),
     "other sizes": (config(hidden_size=48, head_dim=12), r"is \[.*\] of .*, and the config says \["),
     "float8": (tensors(lambda t: t.update({NAME: torch.zeros(32, 32).to(torch.float8_e4m3fn)})), "convert the unquantized checkpoint"),
-    "uint8": (tensors(lambda t: t.update({NAME: torch.zeros(32, 32, dtype=torch.uint8)})), "convert the unquantized checkpoint"),
     "no tensor": (tensors(lambda t: t.pop(NAME)), f"lacks '{NAME}'"),
     "other shape": (tensors(lambda t: t.update({NAME: t[NAME][:-1].clone()})), rf"'{NAME}' is \[31, 32\] of torch.float32, and the config says"),
     "cut off": (lambda s: os.truncate(min(s.glob("model-*")), 100), "is damaged or cut off"),

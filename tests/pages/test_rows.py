@@ -107,7 +107,6 @@ def real_group(sizes, lengths, new):
     new=st.integers(0, 300),
 )
 @example(RowPages(16, 0, 0, 40), [60, 45, 7], 200)
-@example(RowPages(16, 4, 150, 3), [300, 1], 300)
 def test_page_use_is_that_of_a_page_group(sizes, lengths, new):
     group, ids = real_group(sizes, lengths, new)
     rows = [length + new for length in lengths]
@@ -186,9 +185,7 @@ def test_allocate_past_max_pages_raises_and_changes_nothing():
         pool.allocate(1)
 
 
-@pytest.mark.parametrize(
-    ("free", "pages"), [([2], [0, 2]), ([2, 2], [0]), ([5], [0]), ([1], [0, 7])]
-)
+@pytest.mark.parametrize(("free", "pages"), [([2], [0, 2]), ([2, 2], [0]), ([1], [0, 7])])
 def test_check_integrity_finds_pages_that_could_be_handed_out_twice(free, pages):
     pool = PagePool()
     held = Owner(pool, pool.allocate(3))

@@ -96,7 +96,6 @@ def test_choice_is_the_references(keys, dim):
 
 PAGES = [
     ("int4", {"page": 64, "slots": 80}), ("int8", {"page": 128, "slots": 140}), ("exact", {"page": 32, "slots": 50}),
-    ("int4", {"page": 32, "slots": 50, "key_group": 16}), ("int2", {"page": 64, "slots": 80}),
     ("int2", {"page": 16, "key_group": 8}), ("int2_mixed", {"page": 32, "slots": 50, "key_group": 16}),
     ("int4_mixed", {"page": 32, "slots": 50, "key_group": 8}),
 ]  # fmt: skip
@@ -140,8 +139,8 @@ def test_choice_with_every_option(splits):
 
 
 BUDGETS = [
-    ReadBudget(pages=1), ReadBudget(pages=100), ReadBudget(share=0.29), ReadBudget(share=1 / 3, pages=6),
-    ReadBudget(share=0.01), ReadBudget(top_p=0.5), ReadBudget(top_p=0.9, pages=4), ReadBudget(top_p=1.0),
+    ReadBudget(pages=1), ReadBudget(share=0.29), ReadBudget(share=1 / 3, pages=6),
+    ReadBudget(top_p=0.5), ReadBudget(top_p=0.9, pages=4), ReadBudget(top_p=1.0),
     ReadBudget(top_p=0.05), ReadBudget(top_p=0.7, share=0.5),
 ]  # fmt: skip
 

@@ -424,7 +424,6 @@ CHANGES = {
     "through .data": through_data,
     "assigned": assigned,
     "in place": lambda model: model.model.layers[0].self_attn.k_proj.weight.mul_(1.5),
-    "one number": lambda model: model.model.layers[0].self_attn.v_proj.weight.data[3, 4].add_(2),
     "buffer": lambda model: model.model.rotary_emb.inv_freq.data.mul_(0.5),
     "module": lambda model: setattr(model.model.layers[0].mlp, "up_proj", nn.Linear(64, 96, False)),
 }

@@ -49,7 +49,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4},
     "beams that end early": {**ENDS, "num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
-    "beams that never do": {**ENDS, "num_beams": 3, "early_stopping": "never", "length_penalty": -0.5},
     "several beams": {"num_beams": 4, "num_return_sequences": 4},
     "sampled beams": {**SAMPLE, "num_beams": 3, "temperature": 0.7, "top_k": 12},
     "samples": {**SAMPLE, "num_return_sequences": 3, "top_p": 0.8},

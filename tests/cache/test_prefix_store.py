@@ -27,6 +27,10 @@ from kv_hf.cache.identity import (
 )
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.hf import prefill
+from kv_hf.pages.pool import PagePool
+from kv_hf.pages.prefix_tree import PrefixTree
+from kv_hf.pages.rows import Rows, RowSizes
+from kv_hf.pages.step import Row
 
 PAGE = 16
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -202,6 +206,21 @@ def test_full_store_gives_up_the_least_recently_used():
     assert stats.pages <= 20 and stats.evictions > 0
     assert stats.bytes <= store.max_bytes
     store.page_memory.pool(None).check_integrity()
+
+
+def test_tree_gives_up_ends_before_what_leads_to_them():
+    pool = PagePool()
+    tree = PrefixTree(pool, 2, 0)
+    rows = Rows(RowSizes(2, 0, 0, None), pool)  # somebody who reads pages
+    pages = pool.allocate(3)
+    tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
+    tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
+    assert tree.evict(1) == 1
+    assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
+    rows.adopt([Row(0, (pages[2],), 0)], 2)
+    assert tree.evict(5) == 0 and tree.num_evictable == 1
+    rows.reset()
+    assert tree.evict(5) == 2 and not tree.num_roots and not pool.num_held
 
 
 def test_store_of_another_model_or_format_is_refused():

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
+import rounding
 import tiny_latent
 import torch
 from tiny_models import left_padded, make_model, make_sliding, tokens
@@ -238,6 +239,12 @@ def test_masks_of_columns_that_reach_attention_hide_what_comes_later_too(new, op
     for mask in (columns, visible):
         outs.append(kv_hf_attention(module, query, keys, values, mask)[0])
     assert torch.equal(*outs)
+    every = torch.arange(40 + new).expand(2, new, 40 + new)  # all columns are chosen
+    chosen, plain = (
+        kv_hf_attention(module, query, keys, values, None, indices=indices)[0]
+        for indices in (every, None)
+    )
+    rounding.assert_close(chosen, plain)
 
 
 # -- torch.compile --------------------------------------------------------------------------------------------------

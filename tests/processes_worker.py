@@ -41,35 +41,12 @@ def continued(model: Any, name: str, **options: Any) -> torch.Tensor:
     return model.generate(**batch, **options).sequences
 
 
-def recorded(model: Any, name: str) -> dict[str, Any]:
-    """Generate with a cache of ours; return its tensors, and the keys and values that it was given."""
-    cache = kv_hf.PagedCache(model.config, keys=name, values=name)
-    given, update = [], cache.update
-
-    def note(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any) -> Any:
-        given.append((layer_idx, keys.clone(), values.clone()))
-        return update(keys, values, layer_idx, *args)
-
-    cache.update = note
-    model.generate(tokens(2, 70), past_key_values=cache, max_new_tokens=70, **OPTIONS)
-    return {"given": given, "stored": stored(cache)}
-
-
-def stored(cache: kv_hf.PagedCache) -> list[list[torch.Tensor]]:
-    """Return the tensors of each layer: pages of both sides, then the exact windows."""
-    return [
-        [t for side in layer.storage.sides for t in side.fields.values()]
-        + [window.tokens for window in layer.residuals]
-        for layer in cache.paged_layers
-        if layer.store is not None
-    ]
-
-
 def tensor(folder: Path) -> dict[str, Any]:
     model = load(folder, "tensor")
     found = {name: continued(model, f"paged_{name}") for name in ("exact", "int4")}
-    found["dynamic"] = continued(model, "dynamic")
-    return {**found, "caches": {name: recorded(model, name) for name in ("int8", "int4", "int2")}}
+    cache = kv_hf.PagedCache(model.config, keys="int4")
+    model.generate(tokens(2, 70), past_key_values=cache, max_new_tokens=4, **OPTIONS)
+    return {**found, "heads": [layer.spec.keys.num_kv_heads for layer in cache.paged_layers]}
 
 
 def latent(folder: Path) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_dense_kernel_is_compiled_once_for_tables_anywhere(gpu):
     def shifted(tensor, by):
         return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)
 
-    for by, rows in enumerate([[(3, 5)], [(1, 2), (2, 9)], [(8, 1), (0, 3), (1, 1)]]):
+    for by, rows in enumerate([[(3, 5)], [(8, 1), (0, 3), (1, 1)]]):
         kv = make_kv("int4", rows=rows, dtype=torch.bfloat16)
         names = ("block_table", "num_pages", "exact_lens", "padding")
         moved = {name: shifted(getattr(kv, name), by) for name in names}

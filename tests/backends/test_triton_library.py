@@ -108,7 +108,6 @@ WHY_NOT = {
     "cpu": ({"device": torch.device("cpu")}, {}, "the cache is on 'cpu'"),
     "fp64-pages": ({"spec": spec_of("exact", dtype=torch.float64)}, {}, "the keys are float64"),
     "page-size": ({"spec": spec_of(page_size=8)}, {}, "at least 16 tokens, got 8"),
-    "odd-page": ({"spec": spec_of(page_size=48)}, {}, "at least 16 tokens, got 48"),
     "head-dim": ({"spec": spec_of(key_dim=512)}, {}, "up to 256, and the keys have 512"),
     "layout": ({"spec": spec_of(layout=LANES)}, {}, "the keys are in 'lanes'"),
     "old-gpu": ({}, {"capability": (7, 5)}, "8.0 or newer, and Some GPU has 7.5"),

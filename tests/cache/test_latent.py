@@ -372,7 +372,7 @@ def test_other_models_refuse_options_about_latents(options):
 
 @pytest.mark.parametrize(
     "other",
-    [{"latent": "int8"}, {"latent": {"format": "int4", "k_rope": "exact"}}, {"latent": "exact"}],
+    [{"latent": "int8"}, {"latent": {"format": "int4", "k_rope": "exact"}}],
 )
 def test_a_prefix_store_holds_latents_of_one_format(other):
     """Pages of the first cache's format were read and written by caches of another."""

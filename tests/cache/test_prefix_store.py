@@ -13,7 +13,6 @@ import torch
 from at_once import at_once
 from beside_stock import assert_same, pages
 from tiny_models import make_model, make_sliding, shared_model, tokens
-from token_states import FULL, dense, feed, same, text
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -87,37 +86,6 @@ def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
     assert store.page_memory.num_held == store.stats().pages
 
 
-def test_append_in_chunks_skips_what_a_row_of_a_longer_shared_prefix_holds():
-    store, plain = kv_hf.PrefixStore(), kv_hf.PagedCache(FULL, page_size=PAGE)
-    first = kv_hf.PagedCache(FULL, page_size=PAGE, prefix_store=store)
-    rows = [text(1), [*text(1)[:20], *text(2)[20:]]]
-    feed(first, rows[:1], 0, 36)
-    store.add(first, [rows[0][:36]])
-    cache = first.fresh()
-    assert store.attach(cache, (), rows, [0, 0]) == 4 + PAGE
-    for start in range(20, 55, 7):
-        feed(cache, rows, start, start + 7)
-        cache.check_integrity()
-    feed(plain, rows, 0, 55)
-    assert same(dense(cache), dense(plain))
-
-
-def test_later_calls_share_and_compute_only_what_is_new():
-    model, store = shared_model("llama"), kv_hf.PrefixStore()
-    run(model, [SYSTEM + words(20, 2)], store)
-    assert store.stats().tokens_computed == store.stats().tokens == 220
-    pages = store.stats().pages
-    assert pages == (220 - 4) // PAGE
-    kept = [run(model, [SYSTEM + words(20, seed)], store).past_key_values for seed in range(3, 8)]
-    stats = store.stats()
-    assert (stats.rows, stats.rows_hit) == (6, 5)
-    assert stats.tokens_computed == 220 + 5 * (220 - 4 - 12 * PAGE)
-    first = kept[0]._group.rows[0].pages[:12]
-    assert all(cache._group.rows[0].pages[:12] == first for cache in kept)
-    pool = kept[0]._group.pool
-    assert set(first) <= pool.held(besides=kept[0]._group) and len(pool.owners) == 6
-
-
 @pytest.mark.parametrize("name", ["one row", "ragged", "a row that is a prefix"])
 def test_recent_tokens_of_a_shared_prompt_are_exact_as_without_sharing(name):
     """The store knows these tokens too, in pages: whoever asks for exact ones computes them."""
@@ -143,26 +111,6 @@ def test_sliding_layers_keep_their_pages_and_share_them(name):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 3], ids=["one row", "ragged rows"])
-@pytest.mark.parametrize("keys", ["exact", "int4"])
-def test_store_that_keeps_answers_knows_the_next_turn(rows, keys):
-    """The second turn of a chat begins with the first prompt and its answer: only what is new is computed."""
-    model, config = shared_model("llama"), {"keys": keys, "values": keys}
-    prompts = [SYSTEM[: 90 + 11 * row] for row in range(rows)]
-    for keep in (False, True):
-        store = kv_hf.PrefixStore(keep_answers=keep)
-        first = run(model, prompts, store, config=config, max_new_tokens=60)
-        said = [
-            [*prompt, *answer] for prompt, answer in zip(prompts, answers(first, 60), strict=True)
-        ]
-        before = store.stats()
-        second = run(model, [[*text, *words(20, 7)] for text in said], store, config=config)
-        after = store.stats()
-        computed = (after.tokens_computed - before.tokens_computed) / rows
-        assert computed < 20 + 2 * PAGE + 11 * (rows - 1) if keep else computed > 60
-        assert second.sequences.shape[1] == 90 + 11 * (rows - 1) + 60 + 20 + 24
-
-
 @pytest.mark.parametrize("place", ["in front of the layers", "behind attach"])
 def test_a_first_forward_that_no_layer_ran_leaves_no_prefix_in_the_cache(place, monkeypatch):
     """Its beginning would stand in front of whatever text comes next."""
@@ -186,10 +134,6 @@ def test_a_first_forward_that_no_layer_ran_leaves_no_prefix_in_the_cache(place, 
     other = batch([words(len(SYSTEM) + 9, 8)])
     found = model.generate(**other, past_key_values=cache, **GREEDY)
     assert torch.equal(found, model.generate(**other, **GREEDY))
-
-
-def answers(out, new):
-    return out.sequences[:, -new:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -268,10 +212,9 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)
     rows = Rows(RowSizes(2, 0, 0, None), pool)  # somebody who reads pages
-    pages = pool.allocate(4)
+    pages = pool.allocate(3)
     tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
     tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
-    assert tree.evict(-2) == tree.evict(0) == 0  # nothing is lacking
     assert tree.evict(1) == 1
     assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
     rows.adopt([Row(0, (pages[2],), 0)], 2)
@@ -435,7 +378,7 @@ def matrix(rows, columns, dtype=torch.float32):
     return torch.randn(rows, columns, generator=generator).to(dtype)
 
 
-SHAPES = [(576, 576), (1536, 576), (576, 1536), (4096, 64), (130, 127), (1, 20001), (20001, 1)]
+SHAPES = [(1536, 576), (576, 1536), (130, 127), (1, 20001), (20001, 1)]
 
 
 # -- samples -----------------------------------------------------------------------------------------------------
@@ -500,7 +443,6 @@ CHANGES = {
     "through .data": through_data,
     "assigned": assigned,
     "in place": lambda model: model.model.layers[0].self_attn.k_proj.weight.mul_(1.5),
-    "one number": lambda model: model.model.layers[0].self_attn.v_proj.weight.data[3, 4].add_(2),
     "buffer": lambda model: model.model.rotary_emb.inv_freq.data.mul_(0.5),
     "module": lambda model: setattr(model.model.layers[0].mlp, "up_proj", nn.Linear(64, 96, False)),
 }

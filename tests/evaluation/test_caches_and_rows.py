@@ -39,7 +39,7 @@ def filled(name, batch=2, length=150, steps=2):
 
 @pytest.mark.parametrize(
     ("name", "bits", "scale", "tail"),
-    [("dynamic", 32, 0, 0), ("quanto_int4", 4, 8, 2), ("hqq_int8", 8, 8, 2), ("hqq_int4", 4, 8, 2)],
+    [("dynamic", 32, 0, 0), ("quanto_int4", 4, 8, 2), ("hqq_int8", 8, 8, 2)],
 )
 def test_bytes_of_stock_caches_by_hand(name, bits, scale, tail):
     """160 tokens are encoded in groups of 64 with a scale and an offset each; the two behind them are exact."""

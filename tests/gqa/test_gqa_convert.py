@@ -422,9 +422,7 @@ DAMAGE = {
     "huge model": (config(num_hidden_layers=10**9), "num_hidden_layers must be a whole number from 1 to"),
     "other sizes": (config(hidden_size=48, head_dim=12), r"is \[.*\] of .*, and the config says \["),
     "float8": (tensors(lambda t: t.update({NAME: torch.zeros(32, 32).to(torch.float8_e4m3fn)})), "convert the unquantized checkpoint"),
-    "uint8": (tensors(lambda t: t.update({NAME: torch.zeros(32, 32, dtype=torch.uint8)})), "convert the unquantized checkpoint"),
     "no tensor": (tensors(lambda t: t.pop(NAME)), f"lacks '{NAME}'"),
-    "other shape": (tensors(lambda t: t.update({NAME: t[NAME][:-1].clone()})), rf"'{NAME}' is \[31, 32\] of torch.float32, and the config says"),
     "cut off": (lambda s: os.truncate(min(s.glob("model-*")), 100), "is damaged or cut off"),
     "no file": (lambda s: min(s.glob("model-*")).unlink(), "is not there"),
     "file outside": (index(lambda text: '{"weight_map": {"a": "../source/x"}}'), "has no weight_map"),
@@ -447,7 +445,6 @@ def test_checkpoints_that_are_not_converted(name, source):
     ("kv_heads", "options", "says"),
     [
         (3, {}, "must be 1 or 2: the model has 4 kv heads; got 3"),
-        (4, {}, "must be 1 or 2: the model has 4 kv heads; got 4"),
         ("2", {}, "; got '2'"),
         (2, {"method": "svd"}, "'svd' needs calibration text"),
         (2, {"calibration": "text"}, "'mean' reads no calibration text"),

@@ -8,7 +8,6 @@ from tiny_tokenizer import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kv_hf
-from kv_hf.gqa import svd
 from kv_hf.gqa.components import best_common, root
 from kv_hf.gqa.source import Source
 from kv_hf.gqa.structure import find_structure, split
@@ -142,18 +141,12 @@ def test_svd_loses_nothing_of_heads_that_are_turned_copies(tmp_path, family, gro
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
-def test_keys_behind_a_norm_begin_at_their_mean(tmp_path, family, monkeypatch):
+def test_keys_behind_a_norm_are_better_than_their_mean(tmp_path, family):
     source = tmp_path / "source"
     model_of(family).save_pretrained(source)
     exact = AutoModelForCausalLM.from_pretrained(source).eval()
     pooled, found = converted(source, 1, "mean"), converted(source, 1)
     assert off(found, exact) < 0.8 * off(pooled, exact)
-    monkeypatch.setattr(svd.Attention, "fit", lambda self, heads, _: self.written(heads))
-    kv_hf.convert_to_gqa(source, tmp_path / "begin", 1, method="svd", calibration=ids())
-    begin = tiny_mha.load(tmp_path / "begin")
-    for one, other in zip(pooled.model.layers, begin.model.layers, strict=True):
-        torch.testing.assert_close(one.self_attn.k_proj.weight, other.self_attn.k_proj.weight)
-        assert not torch.equal(one.self_attn.v_proj.weight, other.self_attn.v_proj.weight)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss (sinks, biases)"])

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from beside_stock import compare, pages, run
 from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -44,40 +41,20 @@ class StopsRows(StoppingCriteria):
         return torch.tensor([self.calls >= 5 + 7 * row for row in range(input_ids.shape[0])])
 
 
-class Shifts(LogitsProcessor):
-    """Prefer the token behind the last one."""
-
-    def __call__(self, input_ids, scores):
-        return scores + 2 * torch.nn.functional.one_hot(
-            (input_ids[:, -1] + 1) % scores.shape[-1], scores.shape[-1]
-        )
-
-
-def allowed(row, ids):
-    return [5, 6, 7, 9 + len(ids) % 5, 20 + row]
-
-
 # beams end at different lengths
 ENDS = {"eos_token_id": [5, 11, 17, 23, 31, 41, 53, 67]}
 SAMPLE = {"do_sample": True}
-MARK = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 # options of generate(); functions make what has a state
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4},
     "beams that end early": {**ENDS, "num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
-    "beams that never do": {**ENDS, "num_beams": 3, "early_stopping": "never", "length_penalty": -0.5},
     "several beams": {"num_beams": 4, "num_return_sequences": 4},
     "sampled beams": {**SAMPLE, "num_beams": 3, "temperature": 0.7, "top_k": 12},
     "samples": {**SAMPLE, "num_return_sequences": 3, "top_p": 0.8},
     "chunks of 7": {"prefill_chunk_size": 7},
     "chunks of 19": {"prefill_chunk_size": 19},
-    "penalties": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "bad_words_ids": [[5], [6, 7]]},
     "criteria": {"stopping_criteria": lambda: StoppingCriteriaList([StopsRows()])},
-    "processors": {"logits_processor": lambda: LogitsProcessorList([Shifts()]), "num_beams": 3},
-    "constrained": {"prefix_allowed_tokens_fn": lambda: allowed, "num_beams": 2},
-    "watermark": {"watermarking_config": transformers.WatermarkingConfig()},
-    "sampled watermark": {**SAMPLE, "watermarking_config": MARK},
 }  # fmt: skip
 # of one row
 SINGLE: dict[str, dict[str, Any]] = {

@@ -28,22 +28,19 @@ def lora(**options):
 METHODS = {
     "lora": lora,
     "dora": lambda: lora(use_dora=True),
-    "rslora": lambda: lora(use_rslora=True),
     "ia3": lambda: peft.IA3Config(**IA3, **CAUSAL),
-    "vera": lambda: peft.VeraConfig(r=8, target_modules=["q_proj", "o_proj"], init_weights=False, **CAUSAL),
     "modules to save": lambda: lora(modules_to_save=["embed_tokens"]),
     "adaption prompt": lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, **CAUSAL),
     "trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=[3, 4], init_weights=False, **CAUSAL),
     "prompt tuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=20, **CAUSAL),
     "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=20, encoder_hidden_size=32, **CAUSAL),
-    "multitask": lambda: peft.MultitaskPromptTuningConfig(num_virtual_tokens=20, num_tasks=2, **CAUSAL),
     "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=20, **CAUSAL),
 }  # fmt: skip
 BY_CALL = {
     "activated lora": lambda: lora(alora_invocation_tokens=[5, 6]),
     "poly": lambda: peft.PolyConfig(r=4, target_modules=PROJECTIONS, n_tasks=2, n_skills=2, init_weights=False, **CAUSAL),
 }  # fmt: skip
-VIRTUAL = ["prompt tuning", "p-tuning", "multitask", "prefix tuning"]
+VIRTUAL = ["prompt tuning", "p-tuning", "prefix tuning"]
 PADDED = left_padded([80, 57, 9])
 
 
@@ -68,9 +65,6 @@ def with_two():
 
 def generated(model, inputs, held=None, **options):
     """Generate with a DynamicCache, or with pages of these options."""
-    prompts = getattr(model, "_is_prompt_learning", False) and model.active_peft_config.peft_type
-    if prompts == peft.PeftType.MULTITASK_PROMPT_TUNING:
-        options["task_ids"] = torch.zeros(len(inputs["input_ids"]), dtype=torch.long)
     cache = None if held is None else pages(**held)
     return run(model, inputs, cache, **{"max_new_tokens": 24, **options})
 
@@ -134,7 +128,6 @@ CHANGES = {
     "disabled": (lambda model: model.base_model.disable_adapter_layers(), "this model has adapters disabled"),
     "scaling": (scale, "'a' active; the settings of these adapters differ"),
     "merged": (lambda model: model.merge_adapter(), "this model has adapter 'a' merged"),
-    "merged and unloaded": (lambda model: model.merge_and_unload(), "'a' active, this model has no adapter"),
     "unloaded": (lambda model: model.unload(), "'a' active, this model has no adapter"),
     "written through .data": (through_data, "other weights: .*lora_B.a.weight differs"),
 }  # fmt: skip

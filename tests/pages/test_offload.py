@@ -84,7 +84,6 @@ CALLS = {
     "int4": (*FIVE, RAGGED, "int4", {}, {}, {}),
     "exact in a budget": (five_layers, None, RAGGED, "exact", {}, {"device_bytes": 278_528}, {}),
     "int4 in a budget": (five_layers, None, RAGGED, "int4", {}, {"device_bytes": 52_224}, {}),
-    "formats by layer": (*FIVE, RAGGED, "int4", {"layers": {"0": "exact", "3": "int2"}}, {}, {}),
     "beams": (*FIVE, RAGGED, "int4", {}, {}, {"num_beams": 3, "num_return_sequences": 3}),
     "lookup": (*FIVE, LOOKED_UP, "int4", {}, {}, {"prompt_lookup_num_tokens": 4}),
     "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),
@@ -99,7 +98,6 @@ CALLS = {
     ),
     # heads of full attention are larger than those that the first layer lets expect
     "gemma4": (functools.partial(make_sliding, "gemma4_text", 40), FOUR, RAGGED, "int8", *[{}] * 3),
-    "mistral": (functools.partial(make_sliding, "mistral", 40), FOUR, RAGGED, "int8", {}, {}, {}),
 }
 
 

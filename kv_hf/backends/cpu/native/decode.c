@@ -3,9 +3,6 @@
 #include "numbers.h"
 
 #include <math.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define MAX_WORDS 64    /* words of a sum: 256 codes of 8 bits times LARGEST_INTEGER stay below 2^31 */
 #define WINDOW_TILE 64  /* exact tokens of a softmax step */
@@ -48,15 +45,7 @@ INLINE int is_integer(int format) { return format == INT8 || format == UINT8 || 
 /* Coefficients of a word and place: floats, or pairs of integers. */
 INLINE int steps_in_word(int format) { return is_integer(format) ? 2 : codes_in_word(format); }
 
-typedef struct {
-    const Decode *a;
-    Sizes z;
-    int64_t splits, partial_floats, scratch_floats;
-    float *partials;
-    atomic_int *done, failed;
-} Call;
-
-typedef void (*Merge)(const Call *, int64_t row, int64_t head, int64_t splits);
+typedef void (*Merge)(const Call *, int64_t row, int64_t block, int64_t splits);
 
 /* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. Into the second
  * cache: it takes more requests at a time than the nearest one.
@@ -89,53 +78,26 @@ static int by_mass(const void *a, const void *b) {
     return x->place < y->place ? -1 : 1;
 }
 
-/* The number of place `at` of x [n] if x were sorted with the largest first; changes the order of x. */
-static float nth_largest(float *x, int64_t n, int64_t at) {
+/* Bring the `most` of most mass to the front of x [n]. */
+static void best_first(Ranked *x, int64_t n, int64_t most) {
     int64_t low = 0, high = n - 1;
     while (low < high) {
-        float pivot = x[low + (high - low) / 2];
+        Ranked pivot = x[low + (high - low) / 2];
         int64_t i = low, j = high;
         while (i <= j) {
-            while (x[i] > pivot) i++;
-            while (x[j] < pivot) j--;
+            while (by_mass(x + i, &pivot) < 0) i++;
+            while (by_mass(&pivot, x + j) < 0) j--;
             if (i > j) break;
-            float other = x[i];
+            Ranked other = x[i];
             x[i++] = x[j], x[j--] = other;
         }
-        if (at <= j)
+        if (most - 1 <= j)
             high = j;
-        else if (at >= i)
+        else if (most - 1 >= i)
             low = i;
         else
             break;
     }
-    return x[at];
-}
-
-/* Mark the `most` pages of most mass, the first of equals. Their masses are at least 0; `rest` has room for as many. */
-static void mark_best(const float *mass, int64_t pages, int64_t most, float *rest, uint8_t *marks) {
-    memset(marks, 0, pages);
-    if (most <= 0) return;
-    if (most >= pages) {
-        memset(marks, 1, pages);
-        return;
-    }
-    memcpy(rest, mass, pages * sizeof(float));
-    float least = nth_largest(rest, pages, most - 1);
-    for (int64_t i = 0; i < pages; i++)
-        if (mass[i] > least) marks[i] = 1, most--;
-    for (int64_t i = 0; i < pages && most > 0; i++)
-        if (mass[i] == least) marks[i] = 1, most--;
-}
-
-/* Unmark pages beyond those of most mass with which `read` comes to `enough`. */
-static void unmark_beyond(const float *mass, int64_t pages, float read, float enough, Ranked *ranked, uint8_t *marks) {
-    int64_t count = 0, i = 0;
-    for (int64_t page = 0; page < pages; page++)
-        if (marks[page]) ranked[count++] = (Ranked){mass[page], (int32_t)page};
-    qsort(ranked, count, sizeof(Ranked), by_mass);
-    for (; i < count && read < enough; i++) read += ranked[i].mass;
-    for (; i < count; i++) marks[ranked[i].place] = 0;
 }
 
 #define CHOICE_PAGES 32 /* least pages of a task that estimates what attention finds in them */
@@ -149,8 +111,6 @@ typedef struct {
     int64_t pages, row_floats, per_task;
 } Choice;
 
-static int64_t pages_of(const Decode *a, int64_t row) { return ((const int32_t *)a->num_pages)[row]; }
-
 /* Pages that are read at most of a row, where pages of it are chosen: ReadBudget.most */
 static int64_t most_pages(const Choose *s, int64_t pages) {
     int64_t most = s->most ? s->most : pages;
@@ -161,7 +121,7 @@ static int64_t most_pages(const Choose *s, int64_t pages) {
 
 static int is_chosen_from(const Choose *s, int64_t row) {
     const Decode *a = &s->call;
-    int64_t pages = pages_of(a, row), tokens = pages * a->page_size + ((const int32_t *)a->exact_lens)[row];
+    int64_t pages = pages_of(a, row), tokens = pages * a->page_size + exact_of(a, row);
     return pages && tokens >= s->from_tokens && (s->top_p != 0 || most_pages(s, pages) < pages);
 }
 
@@ -179,14 +139,8 @@ static int read_all(const Choose *s, int64_t row) {
     return 1;
 }
 
-/* Token `slot` of a row and head of the window. */
-static const char *window_at(const Side *side, int64_t row, int64_t head, int64_t slot) {
-    int64_t from = row * side->window_row + head * side->window_head + slot * side->window_slot;
-    return (const char *)side->window + from * (side->window_dtype == F32 ? 4 : 2);
-}
-
 /* Bytes from one token of the window to the next. */
-static int64_t window_stride(const Side *side) { return side->window_slot * (side->window_dtype == F32 ? 4 : 2); }
+static int64_t window_stride(const Side *side) { return side->window_slot * bytes_of(side->window_dtype); }
 
 #define VNNI 0
 #if X86
@@ -221,7 +175,8 @@ END_TARGET
 #define VL 4
 #include "lanes.inc"
 
-static const Task tasks[] = BY_ISA(portable_task, avx2_task, avx512_task, vnni_task);
+static int (*const attends[])(const Call *, const Stretch *, float *, float *) =
+    BY_ISA(portable_attend, avx2_attend, avx512_attend, vnni_attend);
 static const Merge merges[] = BY_ISA(portable_merge, avx2_merge, avx512_merge, vnni_merge);
 static const Task choosers[] = BY_ISA(portable_choose_task, avx2_choose_task, avx512_choose_task, vnni_choose_task);
 
@@ -245,58 +200,97 @@ static int64_t joined_words(const Side *side, int64_t codes, int64_t lanes) {
     return joined == (int)side->format ? 0 : words_in(joined, codes) * lanes + 16;
 }
 
-/* The sizes of a step's scratch memory. */
-static void size_scratch(Call *call) {
-    const Decode *a = call->a;
-    Sizes *z = &call->z;
+/* The sizes of scratch memory; joined: words for whatever a choice puts together. Returns the floats of all. */
+static int64_t size_scratch(const Decode *a, Sizes *z, int64_t joined) {
     int64_t page = a->page_size;
     z->queries = a->group * a->q_len;
-    z->row = (a->keys.dim + 15) / 16 * 16;
-    z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
+    z->row = padded(a->keys.dim);
+    z->lanes = padded(largest_of(page, WINDOW_TILE));
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
-    z->joined = largest_of(z->joined, joined_words(&a->keys, a->keys.dim, page));
+    z->joined = largest_of(joined, joined_words(&a->keys, a->keys.dim, page));
     z->joined = largest_of(z->joined, joined_words(&a->values, page, a->values.dim));
-    call->scratch_floats = (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes +
-                           3 * z->scales + z->joined + 4 * largest_of(a->keys.dim, page) + 128;
+    return (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes + 3 * z->scales +
+           z->joined + 4 * largest_of(a->keys.dim, page) + 128;
+}
+
+/* Room for results of so many floats, and for `count` numbers of tasks that are done; 0 where memory is short. */
+static int make_room(Call *call, int64_t floats, int64_t count) {
+    call->partials = kv_hf_scratch(FOR_CALLS, floats + count);
+    if (!call->partials) return 0;
+    call->done = (atomic_int *)(call->partials + floats);
+    atomic_init(&call->failed, 0);
+    for (int64_t i = 0; i < count; i++) atomic_init(call->done + i, 0);
+    return 1;
+}
+
+#define WINDOW_SPLIT 256 /* exact tokens of a split */
+
+typedef struct {
+    int64_t pages, per_split, window;
+} Splits;
+
+/* Splits depend on the row and on the shape of the step alone, so that neither threads nor other rows change a result. */
+static Splits splits_of(const Call *call, int64_t row) {
+    int64_t pages = pages_of(call->a, row), page_size = call->a->page_size, window = WINDOW_SPLIT * call->factor;
+    int64_t tokens = (pages * page_size <= 8192 ? 256 : 1024) * call->factor, per = largest_of(tokens / page_size, 1);
+    return (Splits){(pages + per - 1) / per, per, (exact_of(call->a, row) + window - 1) / window};
+}
+
+static void attend_task(void *context, int64_t index) {
+    Call *call = context;
+    const Decode *a = call->a;
+    int64_t split = index % call->splits, pair = index / call->splits, row = pair / call->blocks;
+    Splits s = splits_of(call, row);
+    int64_t window = split - s.pages;
+    if (window >= s.window) return;
+    Stretch to = {.row = row, .block = pair % call->blocks, .is_window = window >= 0};
+    int64_t per = to.is_window ? WINDOW_SPLIT * call->factor : s.per_split;
+    to.first = (to.is_window ? window : split) * per;
+    to.last = smallest_of(to.first + per, to.is_window ? exact_of(a, row) : pages_of(a, row));
+    float *scratch = kv_hf_scratch(FOR_TASKS, call->scratch_floats);
+    int status = scratch ? call->attend(call, &to, call->partials + index * call->partial_floats, scratch) : NO_MEMORY;
+    if (status) atomic_store(&call->failed, status);
+    if (!scratch) return;
+    if (atomic_fetch_add(call->done + pair, 1) + 1 == s.pages + s.window) merges[a->isa](call, row, to.block, s.pages + s.window);
+}
+
+int64_t kv_hf_attend(Call *call) {
+    const Decode *a = call->a;
+    int64_t tokens = 0, pairs = a->rows * call->blocks;
+    call->splits = 1;
+    for (int64_t row = 0; row < a->rows; row++) {
+        Splits s = splits_of(call, row);
+        call->splits = largest_of(call->splits, s.pages + s.window);
+        tokens += pages_of(a, row) * a->page_size + exact_of(a, row);
+    }
+    call->partial_floats = padded(call->block * (call->width + 2));
+    if (!make_room(call, pairs * call->splits * call->partial_floats, pairs)) return NO_MEMORY;
+    for (int64_t row = 0; row < a->rows; row++) /* rows without any token have no task that could write */
+        for (int64_t block = 0; pages_of(a, row) + exact_of(a, row) == 0 && block < call->blocks; block++)
+            merges[a->isa](call, row, block, 0);
+    int64_t products = tokens * call->queries * (a->keys.dim + a->values.dim);
+    kv_hf_parallel(attend_task, call, pairs * call->splits, products > ALONE ? a->threads : 1);
+    return atomic_load(&call->failed);
 }
 
 /* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode(const Decode *a) {
-    Call call = {.a = a};
-    Sizes *z = &call.z;
-    int64_t page = a->page_size, tokens = 0;
-    size_scratch(&call);
-    for (int64_t row = 0; row < a->rows; row++) {
-        int64_t pages = ((const int32_t *)a->num_pages)[row], exact = ((const int32_t *)a->exact_lens)[row];
-        Splits s = splits_of(pages, exact, page, 1);
-        call.splits = largest_of(call.splits, s.pages + s.window);
-        tokens += pages * page + exact;
-    }
-    int64_t products = tokens * a->heads * z->queries * (a->keys.dim + a->values.dim);
-    call.partial_floats = z->queries * (a->values.dim + 2);
-    call.partial_floats += -call.partial_floats & 15;
-    int64_t pairs = a->rows * a->heads;
-    call.splits = largest_of(call.splits, 1);
-    call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
-    if (!call.partials) return NO_MEMORY;
-    call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
-    atomic_init(&call.failed, 0);
-    for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);
-    for (int64_t row = 0; row < a->rows; row++) /* rows without any token have no task that could write */
-        if (((const int32_t *)a->num_pages)[row] + ((const int32_t *)a->exact_lens)[row] == 0)
-            for (int64_t head = 0; head < a->heads; head++) merges[a->isa](&call, row, head, 0);
-    kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, products > ALONE ? a->threads : 1);
-    return atomic_load(&call.failed);
+    Sizes z;
+    Call call = {.a = a, .sizes = &z, .blocks = a->heads, .factor = 1, .dim = a->values.dim, .width = a->values.dim};
+    call.scratch_floats = size_scratch(a, &z, 0);
+    call.block = z.queries, call.queries = a->heads * z.queries;
+    call.attend = attends[a->isa];
+    return kv_hf_attend(&call);
 }
 
 /* Returns 0 or a number of enum Status. */
 int64_t kv_hf_choose_pages(const Choose *s) {
     const Decode *a = &s->call;
-    Choice choice = {.s = s, .call = {.a = a}};
+    Sizes z;
+    Choice choice = {.s = s, .call = {.a = a, .sizes = &z}};
     Call *call = &choice.call;
-    Sizes *z = &call->z;
-    z->joined = s->words * a->page_size; /* those that are read of a page, one behind the other */
-    size_scratch(call);
+    call->scratch_floats = size_scratch(a, &z, s->words * a->page_size); /* those that are read of a page, one behind the other */
+    call->block = z.queries, call->queries = a->heads * z.queries;
     int64_t pages = 0, tokens = 0;
     for (int64_t row = 0; row < a->rows; row++)
         if (is_chosen_from(s, row)) {
@@ -306,18 +300,13 @@ int64_t kv_hf_choose_pages(const Choose *s) {
             return NO_SUCH_PAGE;
         }
     if (!pages) return 0;
-    choice.pages = (pages + 15) / 16 * 16;
+    choice.pages = padded(pages);
     /* some tasks per thread; what a page gets depends on no other page */
     choice.per_task = largest_of(CHOICE_PAGES, pages * a->rows * a->heads / (4 * largest_of(1, a->threads)));
     call->splits = (pages + choice.per_task - 1) / choice.per_task + 1; /* and the window */
-    int64_t queries = a->heads * z->queries;
-    choice.row_floats = 2 * queries * (choice.pages + 16) + 4 * choice.pages;
-    call->partials = kv_hf_scratch(FOR_CALLS, a->rows * choice.row_floats + a->rows);
-    if (!call->partials) return NO_MEMORY;
-    call->done = (atomic_int *)(call->partials + a->rows * choice.row_floats);
-    atomic_init(&call->failed, 0);
-    for (int64_t row = 0; row < a->rows; row++) atomic_init(call->done + row, 0);
-    int64_t products = tokens * queries * a->keys.dim / 2;
+    choice.row_floats = 2 * call->queries * (choice.pages + 16) + 4 * choice.pages;
+    if (!make_room(call, a->rows * choice.row_floats, a->rows)) return NO_MEMORY;
+    int64_t products = tokens * call->queries * a->keys.dim / 2;
     kv_hf_parallel(choosers[a->isa], &choice, a->rows * a->heads * call->splits, products > ALONE ? a->threads : 1);
     return atomic_load(&call->failed);
 }

@@ -5,7 +5,6 @@
 #include "numbers.h"
 
 #include <math.h>
-#include <stdatomic.h>
 
 #define TILE 64              /* tokens of a product */
 #define TILE_ROWS (2 * TILE) /* tokens that gather before a product, in steps of at most TILE */
@@ -13,15 +12,10 @@
 #define BLOCK 64             /* queries of a task */
 #define MAX_RANGES 8
 
+/* Of a call, whose keys are latents and values RoPE keys. */
 typedef struct {
-    const Decode *a;          /* keys: latents, values: RoPE keys */
-    int64_t queries;          /* heads times q_len */
-    int64_t blocks, block;    /* tasks over queries, and the queries of one */
-    int64_t rank, dims;       /* floats of a latent, and of it and a RoPE key: multiples of 16 */
-    int64_t row;              /* floats from one query or token to the next */
-    int64_t splits, partial_floats, scratch_floats;
-    float *partials;
-    atomic_int *done, failed;
+    int64_t rank, dims; /* floats of a latent, and of it and a RoPE key: multiples of 16 */
+    int64_t row;        /* floats from one query or token to the next */
 } Latents;
 
 /* Memory that the next tile reads: fetched a few lines at a time while this one is multiplied. */
@@ -46,21 +40,6 @@ static void add_range(Prefetch *prefetch, const Side *side, int64_t page, int64_
     prefetch->end[prefetch->ranges++] = (const char *)side->codes + at * bytes + bytes * to / page;
     prefetch->lines += bytes * (to - from) / page / 64 + 2;
 }
-
-static Splits latent_splits(const Latents *call, int64_t row) {
-    const Decode *a = call->a;
-    int64_t pages = ((const int32_t *)a->num_pages)[row], exact = ((const int32_t *)a->exact_lens)[row];
-    return splits_of(pages, exact, a->page_size, call->blocks);
-}
-
-static int64_t queries_of(const Latents *call, int64_t block) {
-    int64_t rest = call->queries - block * call->block;
-    return rest < call->block ? rest : call->block;
-}
-
-typedef void (*Merge)(const Latents *, int64_t row, int64_t block, int64_t splits);
-
-static int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 /* Floats that the scales (or offsets) of a page take, or one of each for every channel. */
 static int64_t scales_of(const Side *side, int64_t page) {
@@ -90,38 +69,20 @@ END_TARGET
 #define VL 4
 #include "latent.inc"
 
-static const Task tasks[] = BY_ISA(latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task);
-static const Merge merges[] = BY_ISA(latent_portable_merge, latent_avx2_merge, latent_avx512_merge, latent_avx512_merge);
+static int (*const attends[])(const Call *, const Stretch *, float *, float *) =
+    BY_ISA(latent_portable_attend, latent_avx2_attend, latent_avx512_attend, latent_avx512_attend);
 
 /* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode_latent(const Decode *a) {
-    Latents call = {.a = a, .queries = a->group * a->q_len};
+    Latents z = {.rank = padded(a->keys.dim)};
+    z.dims = z.rank + padded(a->values.dim);
+    z.row = (z.dims / 16 | 1) * 16; /* as TILE_LANES */
+    Call call = {.a = a, .sizes = &z, .queries = a->group * a->q_len, .dim = a->keys.dim, .width = z.rank};
     call.blocks = (call.queries + BLOCK - 1) / BLOCK;
     call.block = ((call.queries + call.blocks - 1) / call.blocks + 3) / 4 * 4;
-    call.blocks = (call.queries + call.block - 1) / call.block;
-    call.rank = padded(a->keys.dim);
-    call.dims = call.rank + padded(a->values.dim);
-    call.row = (call.dims / 16 | 1) * 16; /* as TILE_LANES */
-    call.splits = 1;
-    for (int64_t row = 0; row < a->rows; row++) {
-        Splits s = latent_splits(&call, row);
-        call.splits = largest_of(call.splits, s.pages + s.window);
-    }
-    call.partial_floats = padded(call.block * (call.rank + 2));
-    call.scratch_floats = (call.block + TILE_ROWS) * call.row + 2 * call.block * TILE_LANES +
-                          2 * (scales_of(&a->keys, a->page_size) + scales_of(&a->values, a->page_size)) +
-                          2 * padded(a->keys.dim) + 64;
-    int64_t pairs = a->rows * call.blocks;
-    call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
-    if (!call.partials) return NO_MEMORY;
-    call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
-    atomic_init(&call.failed, 0);
-    for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);
-    for (int64_t row = 0; row < a->rows; row++) { /* rows without any token have no task that could write */
-        Splits s = latent_splits(&call, row);
-        if (s.pages + s.window == 0)
-            for (int64_t block = 0; block < call.blocks; block++) merges[a->isa](&call, row, block, 0);
-    }
-    kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, a->threads);
-    return atomic_load(&call.failed);
+    call.factor = call.blocks = (call.queries + call.block - 1) / call.block;
+    call.scratch_floats = (call.block + TILE_ROWS) * z.row + 2 * call.block * TILE_LANES +
+                          2 * (scales_of(&a->keys, a->page_size) + scales_of(&a->values, a->page_size)) + 2 * z.rank + 64;
+    call.attend = attends[a->isa];
+    return kv_hf_attend(&call);
 }

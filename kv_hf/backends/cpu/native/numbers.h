@@ -5,6 +5,7 @@
 
 #include "abi.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -49,6 +50,10 @@ float *kv_hf_scratch(int purpose, int64_t floats);
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 
+static inline int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t smallest_of(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t padded(int64_t numbers) { return (numbers + 15) / 16 * 16; } /* whole vectors of every instruction set */
+
 INLINE float half_to_float(uint16_t h) {
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
     float value;
@@ -85,6 +90,8 @@ INLINE uint16_t float_to_bfloat(float x) {
     if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+
+INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : 2; }
 
 INLINE float load_float(const void *from, int dtype, int64_t i) {
     if (dtype == F32) return ((const float *)from)[i];
@@ -141,24 +148,50 @@ INLINE int64_t words_in(int format, int64_t codes) { return codes * bits_of(form
 INLINE float top_code(int format) { return (float)((1u << bits_of(format)) - 1); }
 INLINE float middle_code(int format) { return 0.5f * top_code(format); }
 
-/* A step of attention in splits over tokens: what one covers. `merge_splits` of vectors.inc joins them. */
-#define WINDOW_SPLIT 256 /* exact tokens of a split */
+static inline int64_t pages_of(const Decode *a, int64_t row) { return ((const int32_t *)a->num_pages)[row]; }
+static inline int64_t exact_of(const Decode *a, int64_t row) { return ((const int32_t *)a->exact_lens)[row]; }
 
-typedef struct {
-    int64_t pages, per_split, window;
-} Splits;
-
-/* Splits depend on the row and on the shape of the step alone, so that neither threads nor other rows change a
- * result. `factor`: how many times more tokens than usual a split covers. */
-static inline Splits splits_of(int64_t pages, int64_t exact, int64_t page_size, int64_t factor) {
-    int64_t tokens = (pages * page_size <= 8192 ? 256 : 1024) * factor;
-    int64_t per = tokens > page_size ? tokens / page_size : 1;
-    return (Splits){(pages + per - 1) / per, per, (exact + WINDOW_SPLIT * factor - 1) / (WINDOW_SPLIT * factor)};
+/* Token `slot` of a row and head of the window. */
+static inline const char *window_at(const Side *side, int64_t row, int64_t head, int64_t slot) {
+    int64_t from = row * side->window_row + head * side->window_head + slot * side->window_slot;
+    return (const char *)side->window + from * bytes_of(side->window_dtype);
 }
+
+/* The mask's number for token 0 of a row and query number n, h * q_len + i. */
+static inline int64_t mask_from(const Decode *a, int64_t row, int64_t n) {
+    int64_t column = ((const int32_t *)a->padding)[row];
+    return row * a->mask_row + n / a->q_len * a->mask_head + n % a->q_len * a->mask_at + column;
+}
+
+/* -- a step in tasks: a block of a row's queries, and a split of its tokens -- */
+
+/* What a task attends to: pages `first` to `last` of a row, or slots of its window. */
+typedef struct {
+    int64_t row, block, is_window, first, last;
+} Stretch;
+
+/* A task's results are sums [queries, width], of which `dim` count, then the largest score and the total weight of each query. */
+typedef struct Call Call;
+struct Call {
+    const Decode *a;
+    const void *sizes;              /* that only `attend` knows */
+    int64_t queries, blocks, block; /* of a row; tasks over them, and the queries of one at most */
+    int64_t factor;                 /* how many times more tokens than usual a split covers */
+    int64_t dim, width;
+    int64_t splits, partial_floats, scratch_floats;
+    float *partials;
+    atomic_int *done, failed;
+    int (*attend)(const Call *, const Stretch *, float *partial, float *scratch); /* returns 0 or a number of enum Status */
+};
+
+static inline int64_t queries_of(const Call *call, int64_t block) {
+    return smallest_of(call->queries - block * call->block, call->block);
+}
+
+/* Run the tasks of a call, merge their results, and write them; returns 0 or a number of enum Status. */
+int64_t kv_hf_attend(Call *call);
 
 /* A page id that lies outside of the fields would be read (or written) as what lies behind them. */
 static inline int is_page(int64_t id, int64_t capacity) { return id >= 0 && id < capacity; }
-
-static inline int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #endif

@@ -7,9 +7,7 @@
 #include "numbers.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stddef.h>
-#include <stdlib.h>
 
 #define MAX_WORKERS 256
 

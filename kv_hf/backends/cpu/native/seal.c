@@ -10,7 +10,6 @@
 #include "numbers.h"
 
 #include <math.h>
-#include <stdatomic.h>
 
 /* Pages of one side to encode. */
 typedef struct {
@@ -83,11 +82,9 @@ typedef struct {
     SealCall calls[2];
 } WriteCall;
 
-static int64_t number_bytes(const Side *side) { return side->window_dtype == F32 ? 4 : 2; }
-
 /* One side's new tokens of one row and head. */
 static void append(const Write *a, const Side *side, const New *new, int64_t from, int64_t row, int64_t head) {
-    int64_t bytes = number_bytes(side), skip = ((const int32_t *)a->skips)[row], start = ((const int32_t *)a->starts)[row];
+    int64_t bytes = bytes_of(side->window_dtype), skip = ((const int32_t *)a->skips)[row], start = ((const int32_t *)a->starts)[row];
     int64_t count = a->q_len - skip, token = side->dim * bytes;
     const char *source = (const char *)from + (row * new->row + head * new->head + skip * new->at) * bytes;
     char *to = (char *)side->window + (row * side->window_row + head * side->window_head + start * side->window_slot) * bytes;
@@ -132,7 +129,7 @@ int64_t kv_hf_write(const Write *a) {
     WriteCall call = {.a = a};
     int64_t numbers = a->heads * (a->keys.dim + a->values.dim);
     if (a->keys_from) {
-        int64_t bytes = a->rows * a->q_len * numbers * number_bytes(&a->keys);
+        int64_t bytes = a->rows * a->q_len * numbers * bytes_of(a->keys.window_dtype);
         kv_hf_parallel(append_task, &call, pairs, bytes > APPEND_BYTES ? a->threads : 1);
     }
     if (!jobs) return 0;

@@ -236,6 +236,26 @@ def load_parts(pointers, CUT: tl.constexpr):
 
 
 @triton.jit
+def load_runs(where, inside, BITS: tl.constexpr, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
+    """Load a chunk's bytes, of both planes where codes of BITS bits lie in two, and unpack them to runs of numbers.
+
+    where: pointers to bytes of the first plane, read where `inside`.
+    """
+    CODE: tl.constexpr = OPERAND.side.code
+    LOW: tl.constexpr = low_plane(BITS)
+    # bytes of half of the first plane, and of the second
+    HALF: tl.constexpr = OPERAND.side.dim * LOW // 16
+    STEP: tl.constexpr = HALF * OPERAND.side.page if OPERAND.side.token_contiguous else HALF
+    x = tl.load(where, mask=inside, other=0)
+    if LOW > 0:
+        second = tl.load(where + STEP, mask=inside, other=0)
+        rest = tl.load(where + 2 * STEP, mask=inside, other=0)
+        return unpack_planes(x, second, rest, LOW, DTYPE, OPERAND.isa)
+    else:
+        return unpack(x, CODE, BITS, DTYPE, OPERAND.isa)
+
+
+@triton.jit
 def rescale(acc, keep):
     """Multiply every part of acc by keep [columns]."""
     new = ()
@@ -341,11 +361,6 @@ def _score_codes(
     """
     CUT: tl.constexpr = KEYS.cut
     OFFSETS: tl.constexpr = KEYS.offsets
-    CODE: tl.constexpr = KEYS.side.code
-    LOW: tl.constexpr = low_plane(KEYS.side.bits)
-    PLANE: tl.constexpr = (
-        KEYS.side.dim * LOW // 16
-    )  # bytes of half of the first plane, and of the second
     FIRST: tl.constexpr = PIECE * len(CUT.parts)
     DTYPE: tl.constexpr = query[0].dtype
     NUMBERS: tl.constexpr = tl.float32 if KEYS.fold == "element" else DTYPE
@@ -357,13 +372,7 @@ def _score_codes(
         lane = tl.arange(0, CUT.chunks[c].size)
         where = rows[:, None] + (CUT.chunks[c].byte + lane)[None, :]
         inside = below(lane, CUT.chunks[c].held)[None, :]
-        x = tl.load(where, mask=inside, other=0)
-        if LOW > 0:
-            second = tl.load(where + PLANE, mask=inside, other=0)
-            rest = tl.load(where + 2 * PLANE, mask=inside, other=0)
-            runs = unpack_planes(x, second, rest, LOW, NUMBERS, KEYS.isa)
-        else:
-            runs = unpack(x, CODE, CUT.chunks[c].bits, NUMBERS, KEYS.isa)
+        runs = load_runs(where, inside, CUT.chunks[c].bits, KEYS, NUMBERS)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
             k = runs[r]
@@ -531,21 +540,12 @@ def _add_codes(
     """
     CUT: tl.constexpr = VALUES.cut
     NUMBERS: tl.constexpr = tl.float32 if VALUES.fold == "element" else DTYPE
-    CODE: tl.constexpr = VALUES.side.code
-    LOW: tl.constexpr = low_plane(VALUES.side.bits)
-    PLANE: tl.constexpr = VALUES.side.page * (VALUES.side.dim * LOW // 16)
     new = ()
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         inside = below(lane, CUT.chunks[c].held)[:, None]
         where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.side.page)[:, None]
-        x = tl.load(where, mask=inside, other=0)
-        if LOW > 0:
-            second = tl.load(where + PLANE, mask=inside, other=0)
-            rest = tl.load(where + 2 * PLANE, mask=inside, other=0)
-            runs = unpack_planes(x, second, rest, LOW, NUMBERS, VALUES.isa)
-        else:
-            runs = unpack(x, CODE, VALUES.side.bits, NUMBERS, VALUES.isa)
+        runs = load_runs(where, inside, CUT.chunks[c].bits, VALUES, NUMBERS)
         for r in tl.static_range(len(runs)):
             v = runs[r]
             total = acc[CUT.chunks[c].first + r] * keep[None, :]

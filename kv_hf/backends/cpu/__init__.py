@@ -29,11 +29,9 @@ def load() -> Backend:
 def why_not(device: torch.device, spec: PageSpec) -> str | None:
     """Return why the C kernel cannot read such pages on `device`, or None."""
     unread = unread_formats(spec)
-    if unread:
-        return unread
     if device.type != "cpu":
-        return f"it runs on the CPU, the pages are on {device}"
-    return library.missing() or unsupported(spec)
+        return unread or f"it runs on the CPU, the pages are on {device}"
+    return unread or library.missing() or unsupported(spec)
 
 
 def unsupported(spec: PageSpec) -> str | None:

@@ -17,19 +17,8 @@ typedef struct {
     int64_t is_keys, heads, page_size;
     int64_t jobs; /* int32 [.., 3]: row, first slot, page id */
     double clip;
+    atomic_int *damaged, *failed; /* of the call */
 } Seal;
-
-typedef struct {
-    const Seal *a;
-    int64_t scratch_floats;
-    atomic_int damaged, failed;
-} SealCall;
-
-static inline int64_t seal_floats(const Side *side, int64_t page) {
-    return 2 * page * side->dim + 4 * side->dim + 4 * page;
-}
-
-INLINE float round_to_half(float x) { return half_to_float(float_to_half(x)); }
 
 /* e4m3 of |x| <= FLOAT8_TOP, to nearest even; vectors.inc decodes */
 INLINE uint32_t float_to_e4m3(float x) {
@@ -70,7 +59,7 @@ END_TARGET
 #define NAME(x) CAT(seal_portable_, x)
 #include "seal.inc"
 
-/* Task number job * heads + head seals that page and head of context, a SealCall; of each instruction set. */
+/* Task number job * heads + head seals that page and head of context, a Seal; of each instruction set. */
 static const Task seal_tasks[] = BY_ISA(seal_portable_task, seal_avx2_task, seal_avx512_task, seal_avx512_task);
 
 #define APPEND_BYTES 0x20000 /* that one thread copies sooner than another one is woken up */
@@ -79,7 +68,7 @@ static const Task seal_tasks[] = BY_ISA(seal_portable_task, seal_avx2_task, seal
 typedef struct {
     const Write *a;
     Seal seals[2];
-    SealCall calls[2];
+    atomic_int damaged, failed;
 } WriteCall;
 
 /* One side's new tokens of one row and head. */
@@ -104,8 +93,7 @@ static void append_task(void *context, int64_t index) {
 
 static void seal_task(void *context, int64_t index) {
     WriteCall *call = context;
-    const Write *a = call->a;
-    seal_tasks[a->isa](&call->calls[index & 1], index >> 1);
+    seal_tasks[call->a->isa](&call->seals[index & 1], index >> 1);
 }
 
 /* Returns 0 or a number of enum Status. */
@@ -133,17 +121,15 @@ int64_t kv_hf_write(const Write *a) {
         kv_hf_parallel(append_task, &call, pairs, bytes > APPEND_BYTES ? a->threads : 1);
     }
     if (!jobs) return 0;
+    atomic_init(&call.damaged, 0);
+    atomic_init(&call.failed, 0);
     for (int i = 0; i < 2; i++) {
-        const Side *side = i ? &a->values : &a->keys;
         const New *new = i ? &a->new_values : &a->new_keys;
-        call.seals[i] = (Seal){*side, new->is_keys, a->heads, a->page_size, a->jobs, new->clip};
-        call.calls[i].a = &call.seals[i];
-        call.calls[i].scratch_floats = seal_floats(side, a->page_size);
-        atomic_init(&call.calls[i].damaged, 0);
-        atomic_init(&call.calls[i].failed, 0);
+        call.seals[i] = (Seal){i ? a->values : a->keys, new->is_keys, a->heads, a->page_size, a->jobs, new->clip, &call.damaged,
+                               &call.failed};
     }
     numbers *= a->num_jobs * a->page_size;
     kv_hf_parallel(seal_task, &call, 2 * jobs, numbers > SEAL_NUMBERS ? a->threads : 1);
-    if (atomic_load(&call.calls[0].damaged) | atomic_load(&call.calls[1].damaged)) *(uint8_t *)a->damaged = 1;
-    return atomic_load(&call.calls[0].failed) | atomic_load(&call.calls[1].failed) ? NO_MEMORY : 0;
+    if (atomic_load(&call.damaged)) *(uint8_t *)a->damaged = 1;
+    return atomic_load(&call.failed) ? NO_MEMORY : 0;
 }

@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 from ...notices import warn_once
 from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
 from ...read_budget import NEWEST_PAGES
-from ...spec import PageSpec
+from ...spec import PageSpec, planes
 from ..base import AttentionCall
 from ..reference import selection
 from .dequant import dtype_of, number, run_unit, tile_unit, unpack
@@ -633,6 +633,8 @@ def choose_pages(call: AttentionCall) -> Choice:
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
     query, kv = call.query, call.kv
+    if len(planes(kv.spec.keys.scheme.bits)) > 1:
+        return _by_reference(call, f"no kernel reads words of {kv.spec.keys.scheme.name!r} keys")
     index = query.get_device()
     if query.stride(3) != 1:
         query = query.contiguous()
@@ -682,13 +684,17 @@ def choose_pages(call: AttentionCall) -> Choice:
         plan.last.launch(plan.rows, 1, 1, index, to_choose)
     except OutOfResources as error:
         plan.refused = True
-        warn_once(
-            f"read: triton: {error}",
-            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
-            f"refuses the kernel ({error})",
-        )
-        return selection.choose_pages(call)
+        return _by_reference(call, f"the GPU refuses the kernel ({error})")
     return chosen, pages
+
+
+def _by_reference(call: AttentionCall, reason: str) -> Choice:
+    warn_once(
+        f"read: triton: {reason}",
+        "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: "
+        f"{reason}",
+    )
+    return selection.choose_pages(call)
 
 
 def _prepare(call: AttentionCall, room: int) -> Plan:

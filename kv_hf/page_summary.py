@@ -14,8 +14,8 @@ from enum import IntEnum
 
 import torch
 
-from .formats import Scheme
-from .spec import LANES, SideSpec, planes
+from .formats.base import planes
+from .spec import LANES, SideSpec
 
 PART = 4  # one channel of so many is read token by token
 LEAST_WORDS = 2
@@ -28,11 +28,12 @@ MIDDLE_TOKENS = 4
 class Summary(IntEnum):
     """Where the range and the middle of a channel come from.
 
-    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS, and for codes in planes.
+    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS, and for codes of one
+        width in planes.
     SCALES: range and middle from the channel's scales and offsets (unsigned codes per channel).
     OFFSETS: the offset is the middle, the range that of the codes (8 bits).
     TOKENS: exact numbers; the middle is the mean of MIDDLE_TOKENS tokens.
-    ORDER: the page has wide channels, which are read, whichever they are; the rest as for SCALES.
+    ORDER: the page has wide channels, of which the widest are read, whichever they are; the rest as for SCALES.
     """
 
     ALL_CHANNELS = 0
@@ -45,7 +46,9 @@ class Summary(IntEnum):
 def summary_of(keys: SideSpec) -> Summary:
     """Return how pages of such keys are summed up."""
     scheme = keys.scheme
-    if len(planes(scheme.bits)) > 1:  # whose words hold a part of their channels' bits
+    if (
+        not scheme.wide and len(planes(scheme.bits)) > 1
+    ):  # whose words hold a part of their channels' bits
         return Summary.ALL_CHANNELS
     if keys.head_dim > MOST_CHANNELS or summary_words(keys) >= words_of(keys):
         return Summary.ALL_CHANNELS
@@ -57,7 +60,7 @@ def summary_of(keys: SideSpec) -> Summary:
         per_channel = scheme.scale_group[1] == 1 and scheme.offset_group == scheme.scale_group
         if not per_channel or scheme.scale_bits != 16:
             return Summary.ALL_CHANNELS
-        return Summary.ORDER if scheme.wide_channels else Summary.SCALES
+        return Summary.ORDER if scheme.wide else Summary.SCALES
     whole = (keys.page_size, keys.head_dim)
     if scheme.scale_group == whole and scheme.offset_group == (keys.page_size, 1):
         return Summary.OFFSETS
@@ -65,15 +68,19 @@ def summary_of(keys: SideSpec) -> Summary:
 
 
 def word_channels(keys: SideSpec) -> list[list[int]]:
-    """Return the channels (places, where pages have an order) of each word of a token's codes, wide words first."""
+    """Return the channels (places, where pages have an order) of each word of a token's codes, wide words first.
+
+    A word of a plane holds a part of their bits.
+    """
     words: list[list[int]] = []
     first = 0
     for bits, channels in keys.runs:
-        per_byte = max(1, 8 // bits)
-        run, bytes_ = channels // per_byte, max(1, min(4, 32 // bits))
-        for at in range(0, run, bytes_):
-            some = range(at, min(run, at + bytes_))
-            words.append([first + place * run + i for place in range(per_byte) for i in some])
+        for plane in planes(bits):
+            per_byte = max(1, 8 // plane)
+            run, bytes_ = channels // per_byte, max(1, min(4, 32 // plane))
+            for at in range(0, run, bytes_):
+                some = range(at, min(run, at + bytes_))
+                words.append([first + place * run + i for place in range(per_byte) for i in some])
         first += channels
     return words
 
@@ -84,10 +91,10 @@ def words_of(keys: SideSpec) -> int:
 
 
 def summary_words(keys: SideSpec) -> int:
-    """Return how many words of a token's codes are read: those of the wide channels, or a quarter of the channels."""
+    """Return how many words of a token's codes are read: those of the widest channels, or a quarter of the channels."""
     words = word_channels(keys)
-    if keys.scheme.wide_channels:
-        return sum(word[0] < keys.scheme.wide_channels for word in words)
+    if keys.scheme.wide:
+        return sum(word[0] < keys.scheme.wide[0][1] for word in words)
     quarter = -(-keys.head_dim // PART)
     return max(LEAST_WORDS, -(-quarter // len(words[0])))
 
@@ -96,7 +103,7 @@ def turned_by(keys: SideSpec) -> int:
     """Return how many words on the channels half a head from a word's lie, counted round; 0: not in one other word."""
     words = word_channels(keys)
     first, half = words[0], keys.head_dim // 2
-    apart = half % len(first) == 0 and half not in first and not keys.scheme.wide_channels
+    apart = half % len(first) == 0 and half not in first and not keys.scheme.wide
     return len(words) // 2 if apart and keys.head_dim % 2 == 0 else 0
 
 
@@ -105,9 +112,10 @@ def word_starts(keys: SideSpec) -> list[int]:
     starts: list[int] = []
     first = 0
     for bits, channels in keys.runs:
-        nbytes = channels * bits // 8
-        starts += range(first, first + nbytes, 4)
-        first += nbytes
+        for plane in planes(bits):
+            nbytes = channels * plane // 8
+            starts += range(first, first + nbytes, 4)
+            first += nbytes
     return starts
 
 
@@ -137,9 +145,9 @@ def part_bytes(keys: SideSpec) -> int:
     )
 
 
-def middle_code(scheme: Scheme) -> float:
-    """Return the code in the middle of an unsigned scheme's codes."""
-    return 0.5 * ((1 << scheme.bits) - 1)
+def middle_codes(keys: SideSpec) -> list[float]:
+    """Return the code in the middle of each channel's unsigned codes (each place's, where pages have an order)."""
+    return [0.5 * ((1 << bits) - 1) for bits, channels in keys.runs for _ in range(channels)]
 
 
 def spread(count: int, of: int) -> list[int]:

@@ -14,15 +14,11 @@ from typing import Any
 import torch
 
 from .formats import Scheme
+from .formats.base import planes
 from .row_pages import RowPages, page_use
 from .units import format_bytes
 
 TABLE_DTYPE = torch.int32
-
-
-def planes(bits: int) -> tuple[int, ...]:
-    """Return the bits of the planes that hold codes of so many bits, lowest first: those of 3 and 6 bits lie in two."""
-    return {3: (2, 1), 6: (4, 2)}.get(bits, (bits,))
 
 
 def order_dtype(head_dim: int) -> torch.dtype:
@@ -56,8 +52,8 @@ class SideSpec:
         offset [page_size / group tokens, head_dim / group channels]   float16
 
     Exact storage is `codes [page_size, head_dim]` in the model's dtype for both sides, without scales.
-    Where a scheme has wide channels, keys lie in the order of their page: the bytes of the wide channels' codes, those of the
-    others, and for either, scales and offsets at the channel's place in
+    Where a scheme has wide channels, keys lie in the order of their page: the bytes of the widest channels' codes, those of the
+    next, and for all of them, scales and offsets at the channel's place in
 
         order  [head_dim]   uint8 (int16 where head_dim is above 256): place -> channel of the model
 
@@ -106,12 +102,10 @@ class SideSpec:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(bits of a code, channels) of the runs of channels whose codes lie together: wide ones, then the others."""
-        scheme, dim = self.scheme, self.head_dim
-        bits = scheme.bits or 8 * self.dtype.itemsize
-        wide = scheme.wide_channels
-        both = (scheme.wide_bits, wide), (bits, dim - wide)
-        return tuple(run for run in both if run[1]) or ((bits, dim),)
+        """(bits of a code, channels) of the runs of channels whose codes lie together, the widest first."""
+        wide = self.scheme.wide
+        rest = self.head_dim - sum(channels for _, channels in wide)
+        return *wide, (self.scheme.bits or 8 * self.dtype.itemsize, rest)
 
     @property
     def token_bits(self) -> int:
@@ -141,7 +135,7 @@ class SideSpec:
             if group is not None:
                 shape = (heads, self.page_size // group[0], self.head_dim // group[1])
                 result[name] = (shape, self.scale_dtype)
-        if scheme.wide_channels:
+        if scheme.wide:
             result["order"] = ((heads, self.head_dim), order_dtype(self.head_dim))
         return result
 

@@ -14,7 +14,8 @@ import torch
 from ..checks import listed
 from ..formats import Scheme
 from ..read_budget import ReadBudget
-from ..spec import PageSpec, PageWrite, SideSpec, planes
+from ..formats.base import planes
+from ..spec import PageSpec, PageWrite, SideSpec
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -289,17 +290,15 @@ def in_known_groups(side: SideSpec) -> bool:
 
 
 def transformed(scheme: Scheme) -> bool:
-    """Say whether codes stand for rotated numbers, for channels of two widths, or lie in planes."""
-    return scheme.rotated or scheme.wide_channels > 0 or len(planes(scheme.bits)) > 1
+    """Say whether codes stand for rotated numbers, for channels of several widths, or lie in planes."""
+    return scheme.rotated or bool(scheme.wide) or len(planes(scheme.bits)) > 1
 
 
 def _words(scheme: Scheme) -> str:
     offset = "no offset" if scheme.offset_group is None else f"an offset {scheme.offset_group}"
     scale = "no scale" if scheme.scale_group is None else f"a scale {scheme.scale_group}"
     kind = f"{'rotated ' if scheme.rotated else ''}{scheme.code}"
-    wide = (
-        f" ({scheme.wide_bits} of {scheme.wide_channels} channels)" if scheme.wide_channels else ""
-    )
+    wide = "".join(f" ({bits} of {channels} channels)" for bits, channels in scheme.wide)
     return (
         f"{kind} codes of {scheme.bits} bits{wide} with {scale} and {offset} for groups of (tokens, channels), in "
         f"{scheme.scale_bits} bits"

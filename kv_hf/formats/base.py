@@ -5,7 +5,7 @@ Knows no page layout, no cache and no kernel.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,9 +139,9 @@ class Groups:
         scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
         rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/codec.py),
             which spreads a large channel over all others. Values only: what attention makes of them is rotated back once.
-        wide_bits: bits of a code of the wide channels, those whose pair has the largest range in each page and head; 0: there
-            are none. Keys only; a page then holds the order of its channels (quant/codec.py).
-        wide_part: part of the channels that are wide, at most where that is possible.
+        widths: (bits of a code, part of the channels) of the channels with more bits than the others, the widest first: those whose
+            pairs have the largest ranges in each page and head. Keys only; a page then holds the order of its channels
+            (quant/codec.py).
     """
 
     scale_group: tuple[int, int] | None
@@ -150,8 +150,7 @@ class Groups:
     clip: float = 1.0
     scale_bits: int = 16
     rotated: bool = False
-    wide_bits: int = 0
-    wide_part: float = 0.0
+    widths: tuple[tuple[int, float], ...] = ()
 
     def sized(self, size: int | None) -> "Groups":
         """Return these groups with what the option `group_size` says; None keeps them."""
@@ -168,15 +167,16 @@ class Scheme(Groups):
 
     Attributes:
         format: which encodes and decodes.
-        bits: bits of a code; 0 for exact storage.
-        wide_channels: how many channels are wide, set by `resolve`.
+        bits: bits of a code; 0 for exact storage. Where there are `widths`, of the channels that have none of these.
+        wide: (bits of a code, channels) of the channels in front of those, set by `resolve`. Where all channels get the same
+            bits there are none, and `bits` says how many.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
     keys, SageAttention (arXiv 2410.02367); rotation, QuaRot (arXiv 2404.00456).
     """
 
     format: Format
     bits: int
-    wide_channels: int = 0
+    wide: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for what, fits, rule in self._rules():
@@ -198,10 +198,12 @@ class Scheme(Groups):
             type(self.scale_bits) is int and self.scale_bits in SCALE_DTYPES,
             "16 or 32",
         )
-        wide = self.wide_bits in (4, 8) and self.wide_bits > self.bits
-        yield "wide_bits", wide or not self.wide_bits, f"4 or 8 and more than {self.bits}, or 0"
-        part = not self.wide_bits or (_is_number(self.wide_part) and 0 < self.wide_part < 1)
-        yield "wide_part", part, "between 0 and 1 where there are wide_bits"
+        widths = _are_widths(self.widths, self.bits)
+        yield (
+            "widths",
+            widths,
+            f"(bits, part) each, of falling bits above {self.bits}, parts of less than 1",
+        )
 
     @property
     def name(self) -> str:
@@ -228,14 +230,16 @@ class Scheme(Groups):
         return NATIVE_NUMBERS.get((self.code, self.bits))
 
     @property
-    def native_wide(self) -> int | None:
-        """The same number for the codes of wide channels; None where there are none."""
-        return NATIVE_NUMBERS.get((self.code, self.wide_bits))
+    def native_wide(self) -> tuple[tuple[int | None, int], ...]:
+        """(the same number, channels) of the channels of `wide`."""
+        return tuple(
+            (NATIVE_NUMBERS.get((self.code, bits)), channels) for bits, channels in self.wide
+        )
 
     @property
     def codes_per_byte(self) -> int:
         """Codes that share a byte (1 for 8-bit codes and for exact storage); those that fill whole bytes, of 3 and 6 bits."""
-        return math.lcm(8, self.bits) // self.bits if self.bits else 1
+        return _packed(self.bits, 8) if self.bits else 1
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -254,8 +258,9 @@ class Scheme(Groups):
         """
         if self.is_exact:
             return self
-        per_byte = self.codes_per_byte
-        if head_dim % per_byte:
+        cut = self._cut(head_dim)
+        if cut is None:
+            per_byte = min(_packed(bits, 8) for bits in self._all_bits)
             size = "kv_lora_rank" if where == "latent" else "head_dim"
             packs = f"packs {per_byte} channels into {'a byte' if 8 % self.bits == 0 else 'bytes'}"
             raise CacheOptionError(
@@ -266,23 +271,40 @@ class Scheme(Groups):
             None if group is None else self._sizes(group, page_size, head_dim, where)
             for group in (self.scale_group, self.offset_group)
         )
+        *wide, (bits, _) = cut
+        widths = self.widths if wide else ()
         return replace(
-            self, scale_group=scale, offset_group=offset, wide_channels=self._wide(head_dim)
+            self, scale_group=scale, offset_group=offset, bits=bits, widths=widths, wide=tuple(wide)
         )
 
-    def _wide(self, head_dim: int) -> int:
-        """Return how many of the channels are wide: at most the part, where both kinds of codes then fill whole words."""
-        if not self.wide_bits:
-            return 0
-        for unit in (32, 8):  # bits of a word that C reads, and of a byte
-            fit = [
-                wide
-                for wide in range(1, head_dim + 1)
-                if wide * self.wide_bits % unit == 0 and (head_dim - wide) * self.bits % unit == 0
-            ]
-            if fit:
-                return max((one for one in fit if one <= self.wide_part * head_dim), default=fit[0])
-        raise AssertionError("a head_dim that fills bytes has wide channels that do")
+    @property
+    def _all_bits(self) -> list[int]:
+        return [*(bits for bits, _ in self.widths), self.bits]
+
+    def _cut(self, head_dim: int) -> list[tuple[int, int]] | None:
+        """Return (bits, channels) of the runs of a head's channels, the widest first; None where none fill whole bytes.
+
+        Each run fills whole words of 32 bits, which C reads, or else bytes. All widths occur and take at most the bits that the
+        parts ask for; where that cannot be, as few more as can.
+        """
+        parts = [part for _, part in self.widths]
+        wanted = [part * head_dim for part in (*parts, 1 - sum(parts))]
+        asked = self._total(wanted)
+        for unit in (32, 8):
+            cuts = list(_fillings([_packed(bits, unit) for bits in self._all_bits], head_dim))
+            within = [cut for cut in cuts if all(cut) and self._total(cut) <= asked]
+            beyond = [cut for cut in cuts if self._total(cut) >= asked]
+            if within or beyond:
+                cut = min(
+                    within or beyond,
+                    key=lambda cut: (abs(asked - self._total(cut)), math.dist(cut, wanted)),
+                )
+                return [run for run in zip(self._all_bits, cut, strict=True) if run[1]]
+        return None
+
+    def _total(self, channels: Sequence[float]) -> float:
+        """Return the bits of a token's codes where so many channels have each number of bits."""
+        return sum(bits * some for bits, some in zip(self._all_bits, channels, strict=True))
 
     def _sizes(
         self, group: tuple[int, int], page_size: int, head_dim: int, where: str
@@ -301,6 +323,46 @@ class Scheme(Groups):
                 f"{where} format {self.name!r}: {what} must divide {size} {head_dim}, got {channels}"
             )
         return tokens, channels
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Return the bits of the planes that hold codes of so many bits, lowest first: those of 3 and 6 bits lie in two."""
+    return {3: (2, 1), 6: (4, 2)}.get(bits, (bits,))
+
+
+def _packed(bits: int, unit: int) -> int:
+    """Return how many codes fill whole units of so many bits in each of their planes."""
+    return max(unit // math.gcd(unit, plane) for plane in planes(bits))
+
+
+def _fillings(steps: list[int], channels: int) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes, multiples of these steps, that sum up to `channels`."""
+    first, *rest = steps
+    if not rest:
+        if channels % first == 0:
+            yield (channels,)
+        return
+    for size in range(0, channels + 1, first):
+        for others in _fillings(rest, channels - size):
+            yield (size, *others)
+
+
+def _are_widths(widths: object, bits: int) -> bool:
+    """Say whether these are Groups.widths in front of codes of so many bits."""
+    if not isinstance(widths, tuple):
+        return False
+    for one in widths[::-1]:
+        if (
+            not isinstance(one, tuple)
+            or len(one) != 2
+            or type(one[0]) is not int
+            or not _is_number(one[1])
+        ):
+            return False
+        if not (bits < one[0] <= 8 and 0 < one[1] < 1):
+            return False
+        bits = one[0]
+    return sum(part for _, part in widths) < 1
 
 
 def _is_number(value: object) -> bool:

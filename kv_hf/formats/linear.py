@@ -155,8 +155,8 @@ class RangeFormat(LinearFormat):
             numbers: [.., page_size, head_dim], fp32 and finite.
         Returns: codes like numbers, uint8; scale and offset [.., token groups, channel groups], the scheme's scale_dtype.
         """
-        if scheme.wide_channels:
-            return self._of_two_widths(numbers, scheme)
+        if scheme.wide:
+            return self._of_runs(numbers, scheme)
         groups = split(numbers, scheme.scale_group)
         if scheme.offset_group is None:
             return self._around_zero(groups, scheme)
@@ -176,16 +176,15 @@ class RangeFormat(LinearFormat):
         steps = groups / over_groups(divisor(scale)) + 0.5 * top
         return join(steps.round().clamp(0.0, top).to(torch.uint8)), scale, None
 
-    def _of_two_widths(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+    def _of_runs(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
         """Encode the wide channels, which come first, over all of their range, and the others as `scheme` says."""
-        wide, plain = (
-            replace(scheme, bits=bits, clip=clip, wide_bits=0, wide_channels=0)
-            for bits, clip in ((scheme.wide_bits, 1.0), (scheme.bits, scheme.clip))
-        )
-        first, rest = numbers.split(
-            [scheme.wide_channels, numbers.shape[-1] - scheme.wide_channels], -1
-        )
-        parts = [self.encode(first, wide)] + ([self.encode(rest, plain)] if rest.shape[-1] else [])
+        plain = replace(scheme, widths=(), wide=())
+        parts, first = [], 0
+        for bits, channels in scheme.wide:
+            run = numbers[..., first : first + channels]
+            parts.append(self.encode(run, replace(plain, bits=bits, clip=1.0)))
+            first += channels
+        parts.append(self.encode(numbers[..., first:], plain))
         codes, scale, offset = (torch.cat(each, -1) for each in zip(*parts, strict=True))
         return codes, scale, offset
 
@@ -271,6 +270,11 @@ def per_token(channels: int = WHOLE_HEAD, **rest: Any) -> Groups:
     return Groups((1, channels), (1, channels), "channels", **rest)
 
 
+def _around_0(clip: float = 1.0) -> Groups:
+    """Return groups of rotated values, which lie about 0, so that an offset would not improve them."""
+    return Groups((1, WHOLE_HEAD), axis="channels", clip=clip, rotated=True)
+
+
 # A scale per page and head, and an offset per channel: it removes the large constant that some models add to some channels
 _CENTERED = Groups((WHOLE_PAGE, WHOLE_HEAD), (WHOLE_PAGE, 1))
 _TOKEN = Groups((1, WHOLE_HEAD))
@@ -278,8 +282,6 @@ _BLOCKS = Groups((1, -128), axis="channels")
 _OF_8_BITS = {"keys": _CENTERED, "values": _TOKEN, "latent": _BLOCKS}
 # Four codes have to cover everything, so the outer 20 % of a key's range and 10 % of a value's saturate
 _KEYS_OF_2_BITS = per_channel(-32, clip=0.8)
-# Behind the rotation 3-bit numbers lie about 0, which an offset would not improve
-_AROUND_0 = Groups((1, WHOLE_HEAD), axis="channels", clip=0.9, rotated=True)
 
 # In this order everywhere. Latents of 4 and 2 bits are grouped as keys are: on latents made of real keys and values, groups
 # along the rank lose four times as much and more, unless all channels are alike (docs/mla.md). The channels of a `mixed`
@@ -301,9 +303,9 @@ SHIPPED: tuple[Format, ...] = (
         },
     ),
     Float8Format("fp8_ds_mla", 8, {"latent": Groups((1, 128), scale_bits=32)}, k_rope="exact"),
-    RangeFormat("int4_mixed", 4, {"keys": per_channel(wide_bits=8, wide_part=1 / 4)}),
-    RangeFormat("int2_mixed", 2, {"keys": per_channel(clip=0.9, wide_bits=4, wide_part=3 / 8)}),
-    RangeFormat("int4_rotated", 4, {"values": per_token(rotated=True)}),
-    RangeFormat("int3_rotated", 3, {"values": _AROUND_0}),
+    RangeFormat("int4_mixed", 3, {"keys": per_channel(widths=((6, 1 / 4), (4, 1 / 4)))}),
+    RangeFormat("int2_mixed", 2, {"keys": per_channel(clip=0.9, widths=((4, 3 / 8),))}),
+    RangeFormat("int4_rotated", 4, {"values": _around_0()}),
+    RangeFormat("int3_rotated", 3, {"values": _around_0(clip=0.9)}),
     RangeFormat("int2_rotated", 2, {"values": per_token(clip=0.8, rotated=True)}),
 )

@@ -16,13 +16,15 @@ same bits: stages of sums and differences of two numbers in fp32, in one order. 
 quantization, QuaRot (arXiv 2404.00456); here without signs, which gained nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
+from ..formats.base import planes
 from ..formats.checked import check_decoded, check_encoded
 from ..formats.linear import SCALE_MAX
-from ..spec import ROWS, SideSpec, order_dtype, planes
+from ..spec import ROWS, SideSpec, order_dtype
 
 
 def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -57,8 +59,8 @@ def quantize(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tens
     order = None
     if scheme.rotated:
         finite = rotate(finite) + 0.0
-    if scheme.wide_channels:
-        order = wide_first(finite, scheme.wide_channels)
+    if scheme.wide:
+        order = wide_first(finite, [channels for _, channels in scheme.wide])
         finite = reorder(finite, order)
     encoded = scheme.format.encode(finite, scheme)
     if scheme.native_number is None:  # another package's arithmetic
@@ -92,7 +94,7 @@ def dequantize(fields: Mapping[str, torch.Tensor], spec: SideSpec) -> torch.Tens
     x = scheme.format.decode(codes, fields.get("scale"), fields.get("offset"), scheme)
     if scheme.native_number is None:
         check_decoded(x, codes.shape, scheme)
-    if scheme.wide_channels:
+    if scheme.wide:
         x = restore(x, fields["order"])
     return unrotate(x) if scheme.rotated else x
 
@@ -211,22 +213,25 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def wide_first(numbers: torch.Tensor, wide: int) -> torch.Tensor:
-    """Return the order of each page and head: first the `wide` channels whose pairs have the largest range in the page.
+def wide_first(numbers: torch.Tensor, wide: Sequence[int]) -> torch.Tensor:
+    """Return the order of each page and head: first the wide channels, whose pairs have the largest ranges in the page.
 
     A pair is channel i and channel i + head_dim / 2, which RoPE rotates into each other: a query has the same energy in both,
     so that errors of both weigh the same, whichever of them happens to move within the page. The range of a pair is the
-    larger one of both over the page's tokens; of channels with equal ranges the first ones are wide.
+    larger one of both over the page's tokens; of channels with equal ranges the first ones are wide. Within a width channels
+    lie as in the model.
 
     Args:
         numbers: [pages, num_kv_heads, page_size, head_dim], fp32; head_dim is even.
+        wide: channels of each width, the widest first.
     Returns: [pages, num_kv_heads, head_dim], int64: place -> channel.
     """
     ranges = numbers.amax(-2) - numbers.amin(-2)
     ranges = torch.maximum(ranges, ranges.roll(ranges.shape[-1] // 2, -1))
-    largest = torch.argsort(ranges, dim=-1, descending=True, stable=True)[..., :wide]
-    is_wide = torch.zeros_like(ranges, dtype=torch.bool).scatter_(-1, largest, True)
-    return torch.argsort((~is_wide).to(torch.uint8), dim=-1, stable=True)
+    rank = torch.argsort(torch.argsort(ranges, dim=-1, descending=True, stable=True), dim=-1)
+    ends = torch.tensor(list(accumulate(wide)), device=ranges.device)
+    width = torch.bucketize(rank, ends, right=True)
+    return torch.argsort(width, dim=-1, stable=True)
 
 
 def reorder(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from ..page_summary import (
     MIDDLE_TOKENS,
     Summary,
-    middle_code,
+    middle_codes,
     part_fields,
     spread,
     summary_of,
@@ -78,7 +78,8 @@ def middles(fields: Fields, keys: torch.Tensor, spec: SideSpec) -> torch.Tensor:
         return fields["offset"].float()
     if kind in (Summary.SCALES, Summary.ORDER):
         # the middle of the codes, in each group of tokens
-        middle = fields["offset"].float() + middle_code(scheme) * fields["scale"].float()
+        codes = torch.tensor(middle_codes(spec), device=keys.device)
+        middle = fields["offset"].float() + codes * fields["scale"].float()
         if kind == Summary.ORDER:
             order = fields["order"].long()[:, :, None].expand_as(middle)
             middle = torch.zeros_like(middle).scatter(-1, order, middle)

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from ...spec import LANES, LATENT_SIDES, PageSpec, SideSpec, planes
+from ...formats.base import planes
+from ...spec import LANES, LATENT_SIDES, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
 from . import decode, library, write

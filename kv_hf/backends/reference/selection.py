@@ -133,7 +133,7 @@ def _read_channels(fields: dict[str, torch.Tensor], kv: PagedKV) -> torch.Tensor
     if kind == Summary.ALL_CHANNELS:
         return torch.ones(1, spec.num_kv_heads, spec.head_dim, dtype=torch.bool, device=kv.device)
     if kind == Summary.ORDER:
-        wide = fields["order"][..., : spec.scheme.wide_channels].long()
+        wide = fields["order"][..., : spec.scheme.wide[0][1]].long()
         read = torch.zeros(*wide.shape[:2], spec.head_dim, dtype=torch.bool, device=kv.device)
         return read.scatter(-1, wide, True)
     words = kv.words

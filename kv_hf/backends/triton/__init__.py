@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from ...spec import ROWS, PageSpec, SideSpec, planes
+from ...formats.base import planes
+from ...spec import ROWS, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, transformed, unread_formats, unread_groups
 from . import meta_params
 from .meta_params import MAX_PADDED, MIN_SIZE, Chunks, in_float32, latent_bytes

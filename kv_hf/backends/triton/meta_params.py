@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...formats.base import planes
 from ...formats.linear import Float8Format, SignedFormat
 from ...quant.codec import block
-from ...spec import PageSpec, SideSpec, planes
+from ...spec import PageSpec, SideSpec
 from ..base import AttentionCall
 
 

@@ -20,7 +20,8 @@ from triton.runtime.errors import OutOfResources
 from ...notices import warn_once
 from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
 from ...read_budget import NEWEST_PAGES
-from ...spec import PageSpec, planes
+from ...formats.base import planes
+from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
 from .dequant import dtype_of, number, run_unit, tile_unit, unpack

@@ -126,7 +126,7 @@ $(VENV)/.eval: $(VENV)/.installed $(VENV)/.weights
 
 GRID = $(BIN)/python scripts/accuracy_vs_memory.py --record
 # formats of our own, and what transformers and others offer beside them (transformers' quantized caches refuse sliding windows)
-OURS = paged_exact paged_fp8 paged_int8 paged_int6 paged_k8v4 paged_int4 paged_k5v3 paged_int3 paged_int2
+OURS = paged_exact paged_fp8 paged_int8 paged_int6 paged_k8v4 paged_int4 paged_int3 paged_int2
 PEERS = quantized_fp8 quanto_int4 quanto_int2 quanto_int4_channel quanto_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
 # caches that are asked for needles in 8,192 tokens
 LONG = '["dynamic", "paged_int8", "paged_fp8", "paged_k8v4", "paged_int4", "paged_int2"]'

@@ -3,10 +3,11 @@
 Knows no page layout, no cache and no kernel.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import dist, gcd, isclose
+from operator import mul
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..errors import CacheOptionError
 SIDES = ("keys", "values", "latent", "k_rope")
 WHOLE_PAGE = 0  # a group that spans all tokens of a page
 WHOLE_HEAD = 0  # a group that spans all channels of a head
+CODE_BITS = {1, 2, 3, 4, 6, 8}  # that a code may have
 SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
 # (arithmetic, bits of a code) -> the number by which C's enum Format and Triton know it; exact's 0 to 2 are the dtypes'
 NATIVE_NUMBERS = {
@@ -102,7 +104,8 @@ class Format(ABC):
         **rest: Any,
     ) -> "Scheme":
         """Return a scheme of this format; the arguments are attributes of `Groups`."""
-        return Scheme(scale_group, offset_group, **rest, format=self, bits=self.bits)
+        bits = rest["widths"][-1][0] if rest.get("widths") else self.bits
+        return Scheme(scale_group, offset_group, **rest, format=self, bits=bits)
 
     def __repr__(self) -> str:
         return self.name
@@ -139,9 +142,9 @@ class Groups:
         scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
         rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/codec.py),
             which spreads a large channel over all others. Values only: what attention makes of them is rotated back once.
-        widths: (bits of a code, part of the channels) of the channels with more bits than the others, the widest first: those whose
-            pairs have the largest ranges in each page and head. Keys only; a page then holds the order of its channels
-            (quant/codec.py).
+        widths: (bits of a code, part of the channels), the widest first, where not all channels get the format's bits: the channels
+            whose pairs have the largest ranges in a page and head get the most. Keys only; a page then holds the order of its
+            channels (quant/codec.py).
     """
 
     scale_group: tuple[int, int] | None
@@ -167,7 +170,7 @@ class Scheme(Groups):
 
     Attributes:
         format: which encodes and decodes.
-        bits: bits of a code; 0 for exact storage. Where there are `widths`, of the channels that have none of these.
+        bits: bits of a code; 0 for exact storage. Of several widths the least.
         wide: (bits of a code, channels) of the channels in front of those, set by `resolve`. Where all channels get the same
             bits there are none, and `bits` says how many.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
@@ -198,12 +201,8 @@ class Scheme(Groups):
             type(self.scale_bits) is int and self.scale_bits in SCALE_DTYPES,
             "16 or 32",
         )
-        widths = _are_widths(self.widths, self.bits)
-        yield (
-            "widths",
-            widths,
-            f"(bits, part) each, of falling bits above {self.bits}, parts of less than 1",
-        )
+        rule = "(bits, part) each, of falling bits, parts that add up to 1"
+        yield "widths", _are_widths(self.widths), rule
 
     @property
     def name(self) -> str:
@@ -260,7 +259,7 @@ class Scheme(Groups):
             return self
         cut = self._cut(head_dim)
         if cut is None:
-            per_byte = min(_packed(bits, 8) for bits in self._all_bits)
+            per_byte = min(_packed(bits, 8) for bits, _ in self._parts)
             size = "kv_lora_rank" if where == "latent" else "head_dim"
             packs = f"packs {per_byte} channels into {'a byte' if 8 % self.bits == 0 else 'bytes'}"
             raise CacheOptionError(
@@ -278,8 +277,8 @@ class Scheme(Groups):
         )
 
     @property
-    def _all_bits(self) -> list[int]:
-        return [*(bits for bits, _ in self.widths), self.bits]
+    def _parts(self) -> tuple[tuple[int, float], ...]:
+        return self.widths or ((self.bits, 1.0),)
 
     def _cut(self, head_dim: int) -> list[tuple[int, int]] | None:
         """Return (bits, channels) of the runs of a head's channels, the widest first; None where none fill whole bytes.
@@ -287,24 +286,17 @@ class Scheme(Groups):
         Each run fills whole words of 32 bits, which C reads, or else bytes. All widths occur and take at most the bits that the
         parts ask for; where that cannot be, as few more as can.
         """
-        parts = [part for _, part in self.widths]
-        wanted = [part * head_dim for part in (*parts, 1 - sum(parts))]
-        asked = self._total(wanted)
+        bits = [width for width, _ in self._parts]
+        wanted = [part * head_dim for _, part in self._parts]
         for unit in (32, 8):
-            cuts = list(_fillings([_packed(bits, unit) for bits in self._all_bits], head_dim))
-            within = [cut for cut in cuts if all(cut) and self._total(cut) <= asked]
-            beyond = [cut for cut in cuts if self._total(cut) >= asked]
+            cuts = list(_fillings([_packed(width, unit) for width in bits], head_dim))
+            more = {cut: sum(map(mul, bits, cut)) - sum(map(mul, bits, wanted)) for cut in cuts}
+            within = [cut for cut in cuts if all(cut) and more[cut] <= 0]
+            beyond = [cut for cut in cuts if more[cut] >= 0]
             if within or beyond:
-                cut = min(
-                    within or beyond,
-                    key=lambda cut: (abs(asked - self._total(cut)), math.dist(cut, wanted)),
-                )
-                return [run for run in zip(self._all_bits, cut, strict=True) if run[1]]
+                cut = min(within or beyond, key=lambda cut: (abs(more[cut]), dist(cut, wanted)))
+                return [run for run in zip(bits, cut, strict=True) if run[1]]
         return None
-
-    def _total(self, channels: Sequence[float]) -> float:
-        """Return the bits of a token's codes where so many channels have each number of bits."""
-        return sum(bits * some for bits, some in zip(self._all_bits, channels, strict=True))
 
     def _sizes(
         self, group: tuple[int, int], page_size: int, head_dim: int, where: str
@@ -332,7 +324,7 @@ def planes(bits: int) -> tuple[int, ...]:
 
 def _packed(bits: int, unit: int) -> int:
     """Return how many codes fill whole units of so many bits in each of their planes."""
-    return max(unit // math.gcd(unit, plane) for plane in planes(bits))
+    return max(unit // gcd(unit, plane) for plane in planes(bits))
 
 
 def _fillings(steps: list[int], channels: int) -> Iterator[tuple[int, ...]]:
@@ -347,22 +339,16 @@ def _fillings(steps: list[int], channels: int) -> Iterator[tuple[int, ...]]:
             yield (size, *others)
 
 
-def _are_widths(widths: object, bits: int) -> bool:
-    """Say whether these are Groups.widths in front of codes of so many bits."""
-    if not isinstance(widths, tuple):
+def _are_widths(widths: object) -> bool:
+    """Say whether these are Groups.widths."""
+    if not isinstance(widths, tuple) or not all(
+        isinstance(one, tuple) and len(one) == 2 and type(one[0]) is int and _is_number(one[1])
+        for one in widths
+    ):
         return False
-    for one in widths[::-1]:
-        if (
-            not isinstance(one, tuple)
-            or len(one) != 2
-            or type(one[0]) is not int
-            or not _is_number(one[1])
-        ):
-            return False
-        if not (bits < one[0] <= 8 and 0 < one[1] < 1):
-            return False
-        bits = one[0]
-    return sum(part for _, part in widths) < 1
+    bits, parts = [bits for bits, _ in widths], [part for _, part in widths]
+    falling = bits == sorted({*bits} & CODE_BITS, reverse=True)
+    return not widths or (falling and min(parts) > 0 and isclose(sum(parts), 1))
 
 
 def _is_number(value: object) -> bool:

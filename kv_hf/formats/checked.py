@@ -11,7 +11,7 @@ import torch
 
 from ..checks import listed
 from ..errors import CacheOptionError, first_line
-from .base import NATIVE_NUMBERS, SIDES, Format, Scheme
+from .base import CODE_BITS, NATIVE_NUMBERS, SIDES, Format, Scheme
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _CODES = sorted({code for code, _ in NATIVE_NUMBERS})  # by which kernels know arithmetics
@@ -34,7 +34,7 @@ def _rules(made: Format, k_ropes: Collection[str]) -> Iterator[tuple[str, bool, 
     letters = "lower-case letters, digits or underscores, a letter first"
     yield "name", isinstance(name, str) and bool(_NAME.fullmatch(name)), letters
     yield "name", name not in _CODES, f"none of {', '.join(_CODES)}, kernels' words for arithmetics"
-    yield "bits", type(bits) is int and bits in (1, 2, 3, 4, 6, 8), "1, 2, 3, 4, 6 or 8"
+    yield "bits", type(bits) is int and bits in CODE_BITS, "1, 2, 3, 4, 6 or 8"
     dtypes = (torch.uint8, torch.int8) if bits == 8 else (torch.uint8,)
     yield "code_dtype", made.code_dtype in dtypes, f"one of {listed(map(str, dtypes))}"
     is_list = isinstance(sides, (tuple, list)) and bool(sides)
@@ -63,7 +63,7 @@ def check_arithmetic(made: Format) -> None:
 def _scheme_of(made: Format, side: str) -> Scheme:
     """Return the default scheme of a side. Raises CacheOptionError unless it is one of this format."""
     scheme = made.scheme(side)
-    if not isinstance(scheme, Scheme) or scheme.format is not made or scheme.bits != made.bits:
+    if not isinstance(scheme, Scheme) or scheme.format is not made:
         raise CacheOptionError(
             f"format {made.name!r}: scheme({side!r}) must return self.made(..), got {scheme!r}"
         )

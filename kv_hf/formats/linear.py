@@ -270,42 +270,44 @@ def per_token(channels: int = WHOLE_HEAD, **rest: Any) -> Groups:
     return Groups((1, channels), (1, channels), "channels", **rest)
 
 
-def _around_0(clip: float = 1.0) -> Groups:
-    """Return groups of rotated values, which lie about 0, so that an offset would not improve them."""
-    return Groups((1, WHOLE_HEAD), axis="channels", clip=clip, rotated=True)
-
-
 # A scale per page and head, and an offset per channel: it removes the large constant that some models add to some channels
 _CENTERED = Groups((WHOLE_PAGE, WHOLE_HEAD), (WHOLE_PAGE, 1))
 _TOKEN = Groups((1, WHOLE_HEAD))
 _BLOCKS = Groups((1, -128), axis="channels")
 _OF_8_BITS = {"keys": _CENTERED, "values": _TOKEN, "latent": _BLOCKS}
-# Four codes have to cover everything, so the outer 20 % of a key's range and 10 % of a value's saturate
-_KEYS_OF_2_BITS = per_channel(-32, clip=0.8)
+# Four codes have to cover everything, so the outer parts of a range saturate: 10 % to 20 %
+_LATENTS_OF_2_BITS = per_channel(-32, clip=0.8)
+_KEYS_OF_3_BITS = per_channel(clip=0.9, widths=((4, 3 / 8), (2, 5 / 8)))
+# Rotated values lie about 0, so that an offset would not improve them
+_AROUND_0 = Groups((1, WHOLE_HEAD), axis="channels", rotated=True)
 
-# In this order everywhere. Latents of 4 and 2 bits are grouped as keys are: on latents made of real keys and values, groups
-# along the rank lose four times as much and more, unless all channels are alike (docs/mla.md). The channels of a `mixed`
-# format that are wide are chosen anew for each page and head. fp8_ds_mla is the record of DeepSeek's kernels, 656 bytes
-# for a rank of 512 and 64 bf16 RoPE channels (FlashMLA).
+# In this order everywhere. Latents are grouped as keys are: on latents made of real keys and values, groups along the rank
+# lose four times as much and more, unless all channels are alike (docs/mla.md). The channels that get more bits than others
+# are chosen anew for each page and head. fp8_ds_mla is the record of DeepSeek's kernels, 656 bytes for a rank of 512 and
+# 64 bf16 RoPE channels (FlashMLA).
 SHIPPED: tuple[Format, ...] = (
     Exact(),
     Float8Format("fp8", 8, _OF_8_BITS),
     SignedFormat("int8", 8, {**_OF_8_BITS, "k_rope": _CENTERED}),
     RangeFormat("int6", 6, {"keys": per_channel(), "values": per_token()}),
-    RangeFormat("int4", 4, {"keys": per_channel(), "values": per_token(), "latent": per_channel()}),
+    RangeFormat(
+        "int4",
+        4,
+        {
+            "keys": per_channel(widths=((6, 1 / 4), (4, 1 / 4), (3, 1 / 2))),
+            "values": _AROUND_0,
+            "latent": per_channel(),
+        },
+    ),
+    RangeFormat("int3", 3, {"keys": _KEYS_OF_3_BITS, "values": replace(_AROUND_0, clip=0.9)}),
     RangeFormat(
         "int2",
         2,
         {
-            "keys": _KEYS_OF_2_BITS,
-            "values": per_token(-32, clip=0.9),
-            "latent": _KEYS_OF_2_BITS,
+            "keys": _KEYS_OF_3_BITS,
+            "values": per_token(clip=0.8, rotated=True),
+            "latent": _LATENTS_OF_2_BITS,
         },
     ),
     Float8Format("fp8_ds_mla", 8, {"latent": Groups((1, 128), scale_bits=32)}, k_rope="exact"),
-    RangeFormat("int4_mixed", 3, {"keys": per_channel(widths=((6, 1 / 4), (4, 1 / 4)))}),
-    RangeFormat("int2_mixed", 2, {"keys": per_channel(clip=0.9, widths=((4, 3 / 8),))}),
-    RangeFormat("int4_rotated", 4, {"values": _around_0()}),
-    RangeFormat("int3_rotated", 3, {"values": _around_0(clip=0.9)}),
-    RangeFormat("int2_rotated", 2, {"values": per_token(clip=0.8, rotated=True)}),
 )

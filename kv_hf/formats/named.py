@@ -35,15 +35,6 @@ def cache_options(name: str) -> dict[str, Any]:
     return copy.deepcopy(dict(_caches[name]))
 
 
-def formats_named(name: str) -> str | None:
-    """Return "paged_int3 is keys='int2_mixed', values='int3_rotated'" for that name or "int3"; None for any other."""
-    for one in (name, f"paged_{name}"):
-        options = _caches.get(one, {})
-        if options.keys() >= {"keys", "values"}:
-            return f"{one} is {_words({side: options[side] for side in ('keys', 'values')})}"
-    return None
-
-
 def watch(changed: Callable[[], None]) -> None:
     """Have `changed` called whenever a name has come or gone."""
     if changed not in _watchers:

@@ -217,7 +217,7 @@ def decode(device: Device, shape: str, context: int, batch: int, dtype: str) -> 
     grid=[
         {
             "context": [8192, 16384, 32768],
-            "format": ["int4", "k5v3", "int8"],
+            "format": ["int4", "int3", "int8"],
             "read_tokens": 2048,
         }
     ],

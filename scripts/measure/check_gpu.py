@@ -37,7 +37,7 @@ from measure.shapes import captured, load
 from measure.steps import ALLOWED
 
 # formats of the doctor's trials: those that pages are sealed in and read by
-TRIED = ("paged_int4", "paged_int8", "paged_exact", "paged_k5v3", "latents in int4")
+TRIED = ("paged_int4", "paged_int8", "paged_exact", "paged_int3", "latents in int4")
 WARPS, STAGES = (1, 2, 4), (2, 3, 4)
 TIMES = (0.5, 1, 2, 4)  # the package's number of splits
 
@@ -94,7 +94,7 @@ def step_verdict(device: Device, model: str, mode: str) -> Verdict:
     "tuning",
     grid=[
         PAGES
-        | {"shape": "llama-8b", "dtype": "bfloat16", "format": ["int4", "int8", "exact", "k5v3"]}
+        | {"shape": "llama-8b", "dtype": "bfloat16", "format": ["int4", "int8", "exact", "int3"]}
         | size
         for size in SIZES
     ],

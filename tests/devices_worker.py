@@ -286,7 +286,7 @@ def keys_on_another_device_are_refused() -> None:
 
 # how a generation on two devices is compared with one on a single device; layer 1 of "gemma3_text" keeps transformers' sliding layer
 COMPARED: dict[str, dict[str, Any]] = {
-    "greedy_int4": {"name": "paged_int4"},
+    "greedy_k8v4": {"name": "paged_k8v4"},
     "int8_pages_and_recent_tokens": {
         "name": "paged_int8",
         "cache_config": {**KERNEL, "page_size": 32, "recent_tokens": 3},
@@ -294,7 +294,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "samples": {"do_sample": True, "num_return_sequences": 2},
     "chunked_prefill": {"name": "paged_int8", "prefill_chunk_size": 17},
     "hybrid_beams": {"family": "gemma3_text", "num_beams": 2},
-    "dense_attention": {"name": "paged_int4", "attention": "eager"},
+    "dense_attention": {"name": "paged_k8v4", "attention": "eager"},
 }
 CASES: dict[str, Callable[[], Any]] = {
     **{name: partial(compare, **options) for name, options in COMPARED.items()},

@@ -12,11 +12,14 @@ from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages as reference_pages
 from kv_hf.formats import (
+    RangeFormat,
     format_names,
     k_rope_name,
     k_rope_scheme,
     key_scheme,
     latent_scheme,
+    per_channel,
+    per_token,
     value_scheme,
 )
 from kv_hf.geometry import place_of
@@ -35,9 +38,30 @@ PAGE, SINKS, SLOTS = 16, 4, 40
 ROWS = [(5, 11), (2, 20), (0, 3), (1, 4), (0, 0)]
 LATENT_ROWS = [(3, 11), (9, 20), (0, 3), (1, 4), (0, 0)]
 # every format of keys and every format of values, each at least once
-PAIRS = tuple(zip_longest(format_names("keys"), reversed(format_names("values")), fillvalue="int4"))
+PAIRS = (
+    *zip_longest(format_names("keys"), reversed(format_names("values")), fillvalue="int4"),
+    ("plain4", "plain2"),
+    ("plain2", "plain4"),
+    ("int4", "int4"),
+)
 LATENTS = tuple(product(format_names("latent"), format_names("k_rope")))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# codes of one width, neither rotated nor around 0, as other packages may register them
+PLAIN = {
+    "plain4": RangeFormat("plain4", 4, {"keys": per_channel(), "values": per_token()}),
+    "plain2": RangeFormat(
+        "plain2", 2, {"keys": per_channel(-32, clip=0.8), "values": per_token(-32, clip=0.9)}
+    ),
+}
+
+
+def scheme_of(name, side, group=None):
+    """Return the scheme of keys or values in a format of PLAIN, a shipped or a registered one."""
+    if name in PLAIN:
+        return PLAIN[name].scheme(side, group)
+    return {"keys": key_scheme, "values": value_scheme}[side](name, group)
 
 
 def page_spec(
@@ -52,10 +76,10 @@ def page_spec(
     layout=ROWS_LAYOUT,
     groups=(None, None),
 ):
-    """Return pages of keys and values in shipped or registered formats."""
+    """Return pages of keys and values in formats that `scheme_of` takes."""
     return PageSpec.build(
-        key_scheme(keys, groups[0]),
-        value_scheme(values or keys, groups[1]),
+        scheme_of(keys, "keys", groups[0]),
+        scheme_of(values or keys, "values", groups[1]),
         num_kv_heads=heads,
         key_dim=key_dim,
         value_dim=value_dim or key_dim,

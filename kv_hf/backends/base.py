@@ -13,8 +13,8 @@ import torch
 
 from ..checks import listed
 from ..formats import Scheme
-from ..read_budget import ReadBudget
 from ..formats.base import planes
+from ..read_budget import ReadBudget
 from ..spec import PageSpec, PageWrite, SideSpec
 
 Pair = tuple[torch.Tensor, torch.Tensor]

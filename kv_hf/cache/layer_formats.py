@@ -127,17 +127,17 @@ def planned_specs(
 
 FEW = 2  # bits
 # of 20 facts that were planted in 2,048 tokens; a test compares the rows of results/long_context.jsonl
-FOUND = {"paged_int2": 14, "paged_int2:keys=int2,values=int2": 4, "dynamic": 20}
+FOUND = {"paged_int2": 14, "dynamic": 20}
 
 
 def warn_of_two_bits(layers: Sequence[LayerFormats]) -> None:
     """Warn once where keys and values of most layers have codes of 2 bits (latents: where these have)."""
-    named, plain, dynamic = FOUND.values()
+    found, dynamic = FOUND.values()
     if 2 * sum(map(_is_few, layers)) > len(layers):
         warn_once(
             "two bits",
             f"Keys and values of 2 bits lose single facts of a text: of 20 facts that were planted in 2,048 tokens (smollm2-135m) "
-            f"paged_int2 found {named}, keys and values in int2 {plain}, DynamicCache {dynamic}. int8 is the safe choice, int4 "
+            f"paged_int2 found {found}, DynamicCache {dynamic}. int8 is the safe choice, int4 "
             "where memory is short (docs/formats.md)",
         )
 

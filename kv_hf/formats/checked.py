@@ -139,10 +139,11 @@ def check_encoded(result: object, shape: torch.Size, scheme: Scheme) -> None:
                 scheme,
                 f"encode's {what} must be finite for finite numbers, got inf or nan in {given.dtype}",
             )
-    if scheme.bits < 8 and codes.device.type == "cpu" and codes.numel():
+    bits = max([scheme.bits, *(bits for bits, _ in scheme.wide)])
+    if bits < 8 and codes.device.type == "cpu" and codes.numel():
         largest = int(codes.max())
-        if largest >> scheme.bits:
-            raise _wrong(scheme, f"encode's codes must be below 2^{scheme.bits}, got {largest}")
+        if largest >> bits:
+            raise _wrong(scheme, f"encode's codes must be below 2^{bits}, got {largest}")
 
 
 def check_decoded(result: object, shape: torch.Size, scheme: Scheme) -> None:

@@ -70,7 +70,6 @@ def middles(fields: Fields, keys: torch.Tensor, spec: SideSpec) -> torch.Tensor:
         keys: what they decode to, [pages, heads, page_size, head_dim].
     Returns: [pages, heads, page_size or 1, head_dim], fp32.
     """
-    scheme = spec.scheme
     kind = summary_of(spec)
     if "middle" in fields:
         return fields["middle"].float()

@@ -199,21 +199,21 @@ def test_cache_config_keeps_its_layers_when_the_given_dict_changes():
 
 # -- names and dicts ---------------------------------------------------------------------------------------
 
-INT4 = {"keys": "int4", "values": "int4"}
+INT4 = {"keys": "int4", "values": "int4", "recent_tokens": 64}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        *((name, None, {"keys": one, "values": one}) for name, one in tiny_models.ONE_FORMAT.items()),
-        ("paged_int2", {}, {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
+        ("paged_int8", None, {"keys": "int8", "values": "int8"}),
+        ("paged_int6", {}, {"keys": "int6", "values": "int6", "latent": "int8"}),
         ("paged_k8v4", {}, {"keys": "int8", "values": "int4"}),
-        ("paged_int3", None, {"keys": "int2_mixed", "values": "int3_rotated"}),
-        ("paged_k5v3", None, {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),
-        ("paged_int4", {"keys": "int8", "page_size": 32}, {"keys": "int8", "values": "int4", "page_size": 32}),
-        ("paged_int2", INT4, INT4),
+        ("paged_int4", None, INT4),
+        ("paged_int3", None, {**INT4, "keys": "int3", "values": "int3"}),
+        ("paged_int4", {"keys": "int8", "page_size": 32}, {**INT4, "keys": "int8", "page_size": 32}),
+        ("paged_int2", {**INT4, "recent_tokens": 0}, {**INT4, "recent_tokens": 0}),
         ("paged_int4", CacheConfig(page_size=32), {**INT4, "page_size": 32}),
-        ("paged_int4", CacheConfig(values="int8"), {"values": "int8"}),
+        ("paged_int4", CacheConfig(values="int8"), {"values": "int8", "recent_tokens": 64}),
     ],
     ids=str,
 )  # fmt: skip
@@ -224,18 +224,18 @@ def test_from_options_takes_what_is_given_and_the_rest_from_the_name(name, optio
 def test_a_name_may_bring_a_format_of_latents_that_other_models_have():
     model = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=32, vocab_size=9)
     for options in ({}, {"keys": "int4"}, {"values": "int4"}):
-        held = kv_hf.PagedCache.from_implementation(model, "paged_int2", options)
-        assert held.report()[0].keys == options.get("keys", "int2_mixed")
+        held = kv_hf.PagedCache.from_implementation(model, "paged_int6", options)
+        assert held.report()[0].keys == options.get("keys", "int6")
     with pytest.raises(CacheOptionError, match="latent='int2' is for models with multi-head"):
         kv_hf.PagedCache.from_implementation(model, "paged_int4", {"latent": "int2"})
 
 
 def test_parts_of_an_option_stand_beside_those_of_the_name():
     """Where one names the format of latents, and another that of RoPE keys."""
-    config = CacheConfig.from_options("paged_int2", {"latent": {"k_rope": "exact"}})
-    assert config.latent == {"format": "int2", "k_rope": "exact"}
-    assert CacheConfig.from_options("paged_int2", {"latent": {}}).latent == {"format": "int2"}
-    assert CacheConfig.from_options("paged_int2", {"latent": "int8"}).latent == "int8"
+    config = CacheConfig.from_options("paged_int6", {"latent": {"k_rope": "exact"}})
+    assert config.latent == {"format": "int8", "k_rope": "exact"}
+    assert CacheConfig.from_options("paged_int6", {"latent": {}}).latent == {"format": "int8"}
+    assert CacheConfig.from_options("paged_int6", {"latent": "int4"}).latent == "int4"
     joined = CacheConfig.from_arguments(
         "int8", None, {"read": {"from": 512}}, {"read": {"tokens": 256}}
     )
@@ -405,7 +405,9 @@ def asked(model, **options):
 @pytest.mark.parametrize("name", [None, "paged_int4"])
 def test_generate_takes_a_cache_config(name):
     model = tiny_models.shared_model("llama")
-    assert asked(model, cache_implementation=name, cache_config=GIVEN) == GIVEN
+    recent = 0 if name is None else 64  # of the name
+    expected = replace(GIVEN, recent_tokens=recent)
+    assert asked(model, cache_implementation=name, cache_config=GIVEN) == expected
     given = CacheConfig(keys="int8", values="int8", cross_attention="same")
     model, source = tiny_encoders.shared_model("t5"), tiny_encoders.sources([5])
     assert kv_hf.PagedEncoderDecoderCache(model.config, given).options == given

@@ -42,8 +42,8 @@ STRESSES = {
     "bias of slow channels": key_bias(10, (15, 31)),
     "bias of fast channels": key_bias(1, (0, 16)),
 }
-# times the usual divergence; int6 loses 3 bits to 16-bit scales there, which is just short of a wider format
-MOST = {("values x1e-6", "paged_int6"): 20}
+# times the usual divergence; 16-bit scales lose digits there, which is just short of a wider format
+MOST = {("values x1e-6", f"paged_{name}"): 40 for name in ("int6", "k8v4", "int4")}
 LOUD = value_channel(100, layers=[1])
 
 
@@ -62,7 +62,9 @@ def words(rows, length, seed=1):
 
 
 def cache_of(name="paged_int4", **options):
-    return kv_hf.PagedCache.from_implementation(plain().config, name, options)
+    return kv_hf.PagedCache.from_implementation(
+        plain().config, name, {"recent_tokens": 0} | options
+    )
 
 
 @torch.no_grad()
@@ -120,7 +122,7 @@ def test_no_stress_triples_the_divergence(stress, name):
 @pytest.mark.parametrize(
     ("stress", "name", "least"),
     [
-        ("value channel x100", "paged_int4", 40),
+        ("value channel x100", "paged_int4", 20),
         ("value channel x100", "paged_int8", 400),
         ("rope pairs x50", "paged_int8", 100),
         ("values x1e-6", "paged_int8", 4000),
@@ -185,7 +187,7 @@ def test_a_copy_made_before_the_first_page_follows_the_cache_that_brings_it():
     torch.testing.assert_close(other.paged_layers[1].values, held.paged_layers[1].values)
 
 
-@pytest.mark.parametrize("options", [{}, {"page_size": 16, "values": "int3_rotated"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"page_size": 16, "values": "int3"}], ids=str)
 def test_widened_caches_pickle_and_save(options, tmp_path):
     """3 bits of 16 tokens fill no whole words: their wider pages stayed in that layout, and with the reference kernel until a load."""
     ids = words(2, PROMPT + 3 * PAGE)
@@ -283,8 +285,7 @@ def test_warning_quotes_the_rows():
 
 # options -> parts of what is said, at the first use alone; None where nothing is
 SAID = {
-    "two sides": (TWO_BITS, ("paged_int2 found 14", "in int2 4", "DynamicCache 20", "2,048 tokens (smollm2-135m)", "int8 is the safe choice")),
-    "another pair": ({"keys": "int2", "values": "int2_rotated"}, ("of 20 facts", "paged_int2 found 14")),
+    "two sides": (TWO_BITS, ("of 20 facts", "paged_int2 found 14", "DynamicCache 20", "2,048 tokens (smollm2-135m)", "int8 is the safe choice")),
     "int2 values": ({"keys": "int4", "values": "int2"}, None),
     "int2 keys": ({"keys": "int2", "values": "int4"}, None),
     "half of the layers": ({**TWO_BITS, "layers": {"0": "int4"}}, None),

@@ -43,7 +43,7 @@ PROMPTS = [
 CACHES = (
     "paged_int4:page_size=16",
     "paged_int2:page_size=16,sink_tokens=0",
-    "paged_int4:page_size=16,read.tokens=36,read.from=50",
+    "paged_int4:page_size=16,recent_tokens=0,read.tokens=36,read.from=50",
     "quanto_int4:q_group_size=16,residual_length=20",
     "quantized_fp8",
 )
@@ -272,14 +272,17 @@ def test_command_line_runs_lm_eval_with_our_class(tasks, folder, tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["kv-hf"])
     arguments = f"pretrained={folder},cache_implementation=paged_int4"
     asked = ["lm-eval", "--model", "kv_hf", "--device", "cpu", "--batch_size", "2"]
-    asked += ["--model_args", f"{arguments},cache_config=keys=int8;page_size=16,dtype=float32"]
+    asked += [
+        "--model_args",
+        f"{arguments},cache_config=keys=int8;page_size=16;recent_tokens=0,dtype=float32",
+    ]
     asked += ["--include_path", str(tasks), "--tasks", "tiny_choice,tiny_generate"]
     assert kv_hf_cli.main([*asked, "--limit", "2", "--output_path", str(tmp_path / "out")]) == 0
     (saved,) = (tmp_path / "out").rglob("results*.json")
     results = json.loads(saved.read_text())
     assert results["config"]["model"] == "kv_hf"
     how = results["config"]["kv_cache"]
-    assert how["cache"] == "paged_int4:keys=int8,page_size=16"
+    assert how["cache"] == "paged_int4:keys=int8,page_size=16,recent_tokens=0"
     assert how["versions"]["kv_hf"] == kv_hf.__version__
     assert how["bytes_per_token"] > 0 and 0.5 < how["encoded_share"] < 1
     # the second question has 30 + 13 words and its longest choice 25, of which the last is not read

@@ -26,10 +26,10 @@ FIELDS = {
     ("fp8", "values"): [((2, 128, 64), U8), ((2, 64, 1), F16)],
     ("int8", "keys"): [((2, 64, 128), I8), ((2, 1, 1), F16), ((2, 1, 128), F16)],
     ("int8", "values"): [((2, 128, 64), I8), ((2, 64, 1), F16)],
-    ("int4", "keys"): [((2, 64, 64), U8), ((2, 1, 128), F16), ((2, 1, 128), F16)],
-    ("int4", "values"): [((2, 64, 64), U8), ((2, 64, 1), F16), ((2, 64, 1), F16)],
-    ("int2", "keys"): [((2, 64, 32), U8), ((2, 2, 128), F16), ((2, 2, 128), F16)],
-    ("int2", "values"): [((2, 32, 64), U8), ((2, 64, 4), F16), ((2, 64, 4), F16)],
+    ("plain4", "keys"): [((2, 64, 64), U8), ((2, 1, 128), F16), ((2, 1, 128), F16)],
+    ("plain4", "values"): [((2, 64, 64), U8), ((2, 64, 1), F16), ((2, 64, 1), F16)],
+    ("plain2", "keys"): [((2, 64, 32), U8), ((2, 2, 128), F16), ((2, 2, 128), F16)],
+    ("plain2", "values"): [((2, 32, 64), U8), ((2, 64, 4), F16), ((2, 64, 4), F16)],
 }
 
 
@@ -63,12 +63,12 @@ BITS = {
     # keys: one scale per page and head, one offset per channel; values: one scale per token
     ("int8", "fp8", 128): (8 + 16 / 8192 + 16 / 64, 8 + 16 / 128),
     # scale and offset of keys per channel of 64 tokens; of values per token
-    ("int4", "int4", 128): (4.5, 4.25),
-    ("int2", "int2", 64): (3, 3),
-    # and the order of the channels of a page
-    ("int2_mixed", "int2_rotated", 64): (3.125, 2.5),
-    ("int2_mixed", "int2_rotated", 128): (3.375, 2.25),
-    ("int4_mixed", "int3_rotated", 128): (5.625, 3.125),
+    ("int6", "int6", 128): (6.5, 6.25),
+    # and the order of the channels of a page; values around 0 have no offset
+    ("int4", "int4", 64): (4.625, 4.25),
+    ("int2", "int2", 64): (3.125, 2.5),
+    ("int3", "int2", 128): (3.375, 2.25),
+    ("int4", "int3", 128): (4.625, 3.125),
 }
 
 
@@ -84,8 +84,8 @@ def test_bits_per_element_is_what_the_readme_states():
     [
         (("int4", "int4"), (65, 64), "keys .*'int4'.* multiple of 2, got 65.*int8"),
         (("int4", "int4"), (64, 31), "values .*'int4'.* multiple of 2, got 31"),
-        (("int2", "int2"), (66, 64), "keys .*'int2'.* multiple of 4, got 66"),
-        (("int4", "int3_rotated"), (64, 12), "'int3_rotated'.* multiple of 8, got 12"),
+        (("plain2", "int2"), (66, 64), "keys .*'plain2'.* multiple of 4, got 66"),
+        (("int4", "int3"), (64, 12), "'int3'.* multiple of 8, got 12"),
     ],
 )
 def test_build_refuses_head_dims_that_do_not_pack(names, dims, says):
@@ -103,8 +103,8 @@ def test_build_takes_any_head_dim_where_a_code_is_a_byte(name):
     ("page_size", "head_dim", "tokens", "channels"),
     [(64, 128, 32, 32), (32, 64, 32, 32), (16, 128, 16, 32), (64, 80, 32, 20), (64, 16, 32, 16)],
 )
-def test_build_fits_int2s_default_groups_to_page_and_head(page_size, head_dim, tokens, channels):
-    spec = make_spec("int2", key_dim=head_dim, page_size=page_size)
+def test_build_fits_default_groups_to_page_and_head(page_size, head_dim, tokens, channels):
+    spec = make_spec("plain2", key_dim=head_dim, page_size=page_size)
     assert (spec.keys.scheme.scale_group, spec.keys.scheme.offset_group) == ((tokens, 1),) * 2
     assert (spec.values.scheme.scale_group, spec.values.scheme.offset_group) == ((1, channels),) * 2
 

@@ -199,7 +199,7 @@ def test_bad_arguments_are_named():
 
 def test_a_quantized_conversation_goes_on_over_its_pages():
     """As a loop of one's own with one cache does, which reads the turns before from pages."""
-    chat = make_chat(cache="paged_int4")
+    chat = make_chat(cache="paged_int4", recent_tokens=0)
     options = {"keys": "int4", "page_size": 16, "on_edit": "crop"}
     cache, messages = kv_hf.PagedCache(chat.model.config, **options), []
     for text in ("Four score and seven years ago", "our fathers brought forth"):

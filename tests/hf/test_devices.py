@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 # `make test` runs these, `make test-all` the others too
-QUICK = ("greedy_int4", "crop_select_and_copy", "keys_on_another_device_are_refused")
+QUICK = ("greedy_k8v4", "crop_select_and_copy", "keys_on_another_device_are_refused")
 
 
 @functools.cache

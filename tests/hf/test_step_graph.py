@@ -55,7 +55,8 @@ def both(model, inputs, implementation="paged_exact", new=80, **options):
 RECENT = {"recent_tokens": 20}
 CAPTURED = [
     *((family, "paged_exact", {}, 79) for family in FAMILIES),
-    *(("llama", f"paged_{name}", {}, 79) for name in ("int4", "fp8")),
+    ("llama", "paged_int4", {"recent_tokens": 0}, 79),
+    ("llama", "paged_fp8", {}, 79),
     *((family, "paged_exact", {}, 40) for family in ("mistral", "gpt_oss")),
     *((family, "paged_exact", RECENT, 40) for family in ("gemma3_text", "deepseek_v3")),
 ]

@@ -83,7 +83,7 @@ CALLS = {
     "exact": (*FIVE, RAGGED, "exact", {}, {}, {}),
     "int4": (*FIVE, RAGGED, "int4", {}, {}, {}),
     "exact in a budget": (five_layers, None, RAGGED, "exact", {}, {"device_bytes": 278_528}, {}),
-    "int4 in a budget": (five_layers, None, RAGGED, "int4", {}, {"device_bytes": 52_224}, {}),
+    "int4 in a budget": (five_layers, None, RAGGED, "int4", {}, {"device_bytes": 28_000}, {}),
     "beams": (*FIVE, RAGGED, "int4", {}, {}, {"num_beams": 3, "num_return_sequences": 3}),
     "lookup": (*FIVE, LOOKED_UP, "int4", {}, {}, {"prompt_lookup_num_tokens": 4}),
     "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),

@@ -51,8 +51,7 @@ def generate(**options):
     [
         (kv_hf.CacheConfig, {"kernel": "cuda"}, "one of auto, .*'cuda' .did you mean 'triton'"),
         (kv_hf.CacheConfig, {"kernel": "cpu"}, "got 'cpu' .did you mean 'c'"),
-        (kv_hf.CacheConfig, {"keys": "int3"}, "'int3'; the cache paged_int3 is keys='int2_mixed'"),
-        (kv_hf.CacheConfig, {"values": "paged_int4"}, "is keys='int4', values='int4'"),
+        (kv_hf.CacheConfig, {"values": "paged_int4"}, "'paged_int4' .did you mean 'int4'"),
         (generate, {"cache_implementation": "4bit"}, "got '4bit' .did you mean 'paged_int4'"),
         (
             generate,

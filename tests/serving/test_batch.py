@@ -377,7 +377,7 @@ def test_a_kept_manager_of_another_cache_is_refused():
 def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
     model, texts = make_model("llama"), prompts((90, 70, 150))
     whole = batching(max_batch_tokens=1024, allow_block_sharing=False)
-    for name in ("paged_int8", "paged_int4", "paged_int3", "paged_int2", "paged_k5v3", "paged_fp8"):
+    for name in ("paged_int8", "paged_int4", "paged_int3", "paged_int2", "paged_fp8"):
         generation = config(name, new=12)
         assert answers(model, texts, generation, whole) == alone(model, texts, generation)
 

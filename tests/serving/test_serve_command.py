@@ -222,8 +222,8 @@ def test_request_has_no_more_memory_than_the_server_gives():
     """Another cache keeps the bounds, one of transformers' is refused beside them, and windows end where a text ends."""
     model = shared_model("llama")
     one = served(model, '{"max_pages": 5, "page_size": 16, "recent_tokens": 2}')
-    config = prepared(one, cache_implementation="paged_int4", cache_config={"read": 64})
-    assert config.cache_implementation == "paged_int4"
+    config = prepared(one, cache_implementation="paged_k8v4", cache_config={"read": 64})
+    assert config.cache_implementation == "paged_k8v4"
     assert config.cache_config == {"max_pages": 5, "page_size": 16, "read": 64}
     assert 10 + config.max_new_tokens == 4 + 6 * 16
     with pytest.raises(

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
+from ...formats.base import planes
 from ...notices import warn_once
 from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
 from ...read_budget import NEWEST_PAGES
-from ...formats.base import planes
 from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection

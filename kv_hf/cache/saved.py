@@ -51,7 +51,7 @@ from .layer import PagedLayer
 from .origin import check_token_ids
 from .report import tensor_bytes
 
-FORMAT, VERSION = "kv_hf.PagedCache", "6"
+FORMAT, VERSION = "kv_hf.PagedCache", "7"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_SIZE = 1 << 16  # kv heads, channels of a head

@@ -410,7 +410,9 @@ def test_choose_puts_the_widest_pairs_first_and_keeps_the_order_of_channels():
     x = torch.zeros(1, 2, 4, 8)
     x[0, 0, 1] = torch.tensor([1.0, 5, 2, 0, 4, 0, 3, 0])  # pairs (0, 4), (1, 5), (2, 6), (3, 7)
     x[0, 1, 1] = 3.0  # all alike: the first ones
-    assert wide_first(x, 4).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]]
+    alike = [0, 1, 2, 3, 4, 5, 6, 7]
+    assert wide_first(x, [4]).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], alike]]
+    assert wide_first(x, [2, 4]).tolist() == [[[1, 5, 0, 2, 4, 6, 3, 7], alike]]
 
 
 @pytest.mark.parametrize("layout", [ROWS, LANES])
@@ -432,7 +434,7 @@ def test_pages_hold_what_the_formats_say(keys, values, dim, layout):
             step = fields["scale"].float()  # of all channels of a token
         else:
             scale = fields["scale"].float()
-            step = restore(scale, fields["order"])
+            step = restore(scale, fields["order"]) if "order" in fields else scale
         bits = 3 if side.scheme.clip < 1 else 1  # numbers beyond a clipped range saturate
         assert (error.abs() <= 0.51 * bits * step + 1e-4).all()
 
@@ -442,5 +444,13 @@ def test_bad_sides_are_refused():
         value_scheme("int2_mixed")
     with pytest.raises(CacheOptionError, match="'int2_rotated' is for values, not for keys"):
         key_scheme("int2_rotated")
-    with pytest.raises(CacheOptionError, match="wide_bits must be 4 or 8"):
-        replace(key_scheme("int2_mixed"), wide_bits=3)
+    for widths in (
+        ((2, 0.5),),
+        ((4, 0.5), (6, 0.1)),
+        ((4, 0.5), (3, 0.5)),
+        ((4,),),
+        ((4, "half"),),
+        4,
+    ):
+        with pytest.raises(CacheOptionError, match="widths must be "):
+            replace(key_scheme("int2_mixed"), widths=widths)

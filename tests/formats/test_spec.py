@@ -68,7 +68,8 @@ BITS = {
     # and the order of the channels of a page
     ("int2_mixed", "int2_rotated", 64): (3.125, 2.5),
     ("int2_mixed", "int2_rotated", 128): (3.375, 2.25),
-    ("int4_mixed", "int3_rotated", 128): (5.625, 3.125),
+    ("int4_mixed", "int3_rotated", 128): (4.625, 3.125),
+    ("int4_mixed", "int4_rotated", 64): (4.625, 4.25),
 }
 
 

@@ -40,7 +40,12 @@ from kv_hf.spec import LANES, PageFields
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
-GROUPED = [("int4", "int2"), ("int2", "int4"), ("int2_mixed", "int2_rotated")]
+GROUPED = [
+    ("int4", "int2"),
+    ("int2", "int4"),
+    ("int2_mixed", "int2_rotated"),
+    ("int4_mixed", "int4"),
+]
 
 
 def guarded_fields(thing):

@@ -151,7 +151,7 @@ def test_words_that_rope_turns_into_each_other(keys):
             turned = {(channel + dim // 2) % dim for channel in word}
             if turn:
                 assert turned == set(words[(at + turn) % len(words)])
-            elif not spec.scheme.wide_channels:  # whose places are of any channel
+            elif not spec.scheme.wide:  # whose places are of any channel
                 assert turned == set(word) or turned not in map(set, words)
     assert bool(turn) == (keys in ("exact", "int8", "fp8"))
 
@@ -224,7 +224,7 @@ BUDGETS = [
 def test_c_follows_every_budget_and_group():
     """Groups smaller than a vector had no mass. The words that are read of a page and codes of 3 bits share scratch memory."""
     some = [long_kv("int4", budget=budget) for budget in BUDGETS]
-    for group, keys in product((1, 8, 16, 32), ("int4", "int2", "int2_mixed")):
+    for group, keys in product((1, 8, 16, 32), ("int4", "int2", "int4_mixed", "int2_mixed")):
         some.append(long_kv(keys, page=64, slots=88, key_group=group))
     options = {"rows": ROWS, "heads": 1, "page": 64, "slots": 88, "layout": LANES}
     wide = make_kv("exact", "int3_rotated", key_dim=256, value_dim=64, **options)

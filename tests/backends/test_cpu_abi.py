@@ -37,8 +37,8 @@ def fields_of(header, struct):
     """Return (name, type) of each field of a block, those of blocks within one by one."""
     body = re.search(rf"typedef struct {{([^}}]*)}} {struct};", header)[1]
     found = []
-    for kind, names in re.findall(r"^ +(\w+) ([\w, ]+);", body, re.M):
-        for name in names.split(", "):
+    for kind, names, many in re.findall(r"^ +(\w+) ([\w, ]+)(\[MOST_WIDE\])?;", body, re.M):
+        for name in [f"{names}.{i}" for i in range(abi.MOST_WIDE)] if many else names.split(", "):
             inner = [("", kind)] if kind in ("int64_t", "double") else fields_of(header, kind)
             found += [(f"{name}.{one}" if one else name, type_) for one, type_ in inner]
     return found
@@ -98,5 +98,5 @@ def test_constants_are_those_of_the_header(header):
         "FLOAT8_MANTISSA": mantissa, "FLOAT8_BIAS": bias, "FLOAT8_LEAST_NORMAL": 2.0 ** (1 - bias),
         "FLOAT8_LIFT": 2.0 ** (127 - bias), "FLOAT8_ROUNDER": 2.0 ** (24 - bias - mantissa),
         "MOST_CHANNELS": MOST_CHANNELS, "MOST_WORDS": MOST_CHANNELS // PART, "RANGED_PAGES": RANGED_PAGES,
-        "MIDDLE_TOKENS": MIDDLE_TOKENS, "NEWEST_PAGES": NEWEST_PAGES,
+        "MIDDLE_TOKENS": MIDDLE_TOKENS, "NEWEST_PAGES": NEWEST_PAGES, "MOST_WIDE": abi.MOST_WIDE,
     }  # fmt: skip

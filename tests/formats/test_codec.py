@@ -410,7 +410,9 @@ def test_choose_puts_the_widest_pairs_first_and_keeps_the_order_of_channels():
     x = torch.zeros(1, 2, 4, 8)
     x[0, 0, 1] = torch.tensor([1.0, 5, 2, 0, 4, 0, 3, 0])  # pairs (0, 4), (1, 5), (2, 6), (3, 7)
     x[0, 1, 1] = 3.0  # all alike: the first ones
-    assert wide_first(x, [4]).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]]
+    alike = [0, 1, 2, 3, 4, 5, 6, 7]
+    assert wide_first(x, [4]).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], alike]]
+    assert wide_first(x, [2, 4]).tolist() == [[[1, 5, 0, 2, 4, 6, 3, 7], alike]]
 
 
 @pytest.mark.parametrize("layout", [ROWS, LANES])

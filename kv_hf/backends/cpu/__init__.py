@@ -10,7 +10,7 @@ from ...spec import LANES, LATENT_SIDES, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
 from . import decode, library, write
-from .abi import DTYPES
+from .abi import DTYPES, MOST_WIDE
 
 MAX_ORDERED = 256  # channels of a head whose order C reads
 
@@ -58,18 +58,19 @@ def unsupported(spec: PageSpec) -> str | None:
 
 def _reads(side: SideSpec) -> bool:
     """Say whether C reads the groups of a side: those of all kernels, of any number of bits; rotated values, values around 0,
-    keys of two widths; and scales of single tokens without a common offset."""
+    keys of several widths; and scales of single tokens without a common offset."""
     scheme = side.scheme
     unsigned, in_planes = scheme.code == "unsigned", len(planes(scheme.bits)) > 1
-    if in_planes and (scheme.wide_channels or side.side in LATENT_SIDES):
+    if in_planes and side.side in LATENT_SIDES:
         return False
     plain = scheme
     if side.side == "values":
         plain = replace(plain, rotated=False)
         if unsigned and scheme.offset_group is None:
             plain = replace(plain, offset_group=scheme.scale_group)
-    if side.head_dim <= MAX_ORDERED:
-        plain = replace(plain, wide_bits=0, wide_channels=0)
+    known = len(scheme.wide) <= MOST_WIDE and None not in dict(scheme.native_wide)
+    if known and side.head_dim <= MAX_ORDERED:
+        plain = replace(plain, widths=(), wide=())
     if in_planes:  # which are put together
         plain = replace(plain, bits=4)
     if in_known_groups(replace(side, scheme=plain)):

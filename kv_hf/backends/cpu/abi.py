@@ -7,7 +7,8 @@ from enum import IntEnum
 import torch
 
 # of the library that was built from the header of these definitions, and of no other: a digest of the header's text
-ABI = 1420307457
+ABI = 423507798
+MOST_WIDE = 2  # widths of codes in front of those of the other channels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
 DOUBLES = ("softmax_scale", "softcap", "clip", "share", "top_p")  # all other fields are int64_t
 
@@ -93,7 +94,7 @@ def _within(fields: str, names: str) -> str:
 
 
 _SIDE = (
-    "format dim rotated wide wide_format group_tokens scale_channels scale_dtype codes_stride scale_stride offset_stride "
+    "format dim rotated wide.0.format wide.0.channels wide.1.format wide.1.channels group_tokens scale_channels scale_dtype codes_stride scale_stride offset_stride "
     "window_dtype window_row window_head window_slot codes scale offset order order_stride window"
 )
 _NEW = "is_keys row head at clip"

@@ -12,7 +12,7 @@ import torch
 from ...errors import CacheMismatchError
 from ...quant.codec import block
 from ...spec import PageFields, PageSpec, SideSpec
-from .abi import ABI, DTYPES, Part, Status
+from .abi import ABI, DTYPES, MOST_WIDE, Part, Status
 
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")  # by abi.Isa
 # a lesser instruction set than the processor has, by a word or its number; "none": no library at all
@@ -185,13 +185,13 @@ def side_fields(
     order = fields.get("order")
     row, head, slot, _ = window.stride()
     groups = scheme.scale_group or (0, 1)
+    wide = [number or 0 for run in (*scheme.native_wide, *[(0, 0)] * MOST_WIDE) for number in run]
     dtype = DTYPES[spec.dtype]
     return (
         dtype if scheme.is_exact else scheme.native_number or 0,
         spec.head_dim,
         block(spec.head_dim) if scheme.rotated else 0,
-        scheme.wide_channels,
-        scheme.native_wide or 0,
+        *wide[: 2 * MOST_WIDE],
         groups[0],
         groups[1],
         DTYPES[spec.scale_dtype],

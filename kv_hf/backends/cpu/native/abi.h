@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 1420307457
+#define KV_HF_ABI 423507798
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, UINT6 = 9, NUM_FORMATS = 10 };
 
@@ -29,6 +29,7 @@ enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8
 #define RANGED_PAGES 8
 #define MIDDLE_TOKENS 4
 #define NEWEST_PAGES 1
+#define MOST_WIDE 2 /* widths of codes in front of those of the other channels */
 
 enum MaskKind { MASK_NONE = 0, MASK_BOOL = 1, MASK_FLOAT = 2 };
 
@@ -39,11 +40,17 @@ enum Isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_VNNI = 3, NUM_ISA
 /* What a call returns where something is wrong; a decode's output is then not complete. */
 enum Status { NO_MEMORY = -1, NO_SUCH_PAGE = -2, NO_SUCH_SLOT = -3 };
 
+/* Channels whose codes lie together. */
+typedef struct {
+    int64_t format, channels;
+} Run;
+_Static_assert(sizeof(Run) == 16, "fields of 64 bits");
+
 /* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16 or fp32. */
 typedef struct {
     int64_t format, dim;
     int64_t rotated; /* channels that a Hadamard transform takes together (see quant/codec.py), or 0 */
-    int64_t wide, wide_format; /* channels in front, of their page's order, with codes of this format; 0: none */
+    Run wide[MOST_WIDE]; /* in front of the others, of their page's order, the widest first; without channels: none */
     int64_t group_tokens; /* tokens that share a scale or an offset */
     int64_t scale_channels; /* channels that share a scale */
     int64_t scale_dtype; /* of scales and offsets: F16, or F32 for latents */
@@ -54,7 +61,7 @@ typedef struct {
     int64_t order, order_stride; /* place -> channel, uint8 per page and head, where there are wide channels */
     int64_t window; /* pointer to the exact tokens */
 } Side;
-_Static_assert(sizeof(Side) == 168, "fields of 64 bits");
+_Static_assert(sizeof(Side) == 184, "fields of 64 bits");
 
 /* Attention of the newest tokens. */
 typedef struct {
@@ -74,7 +81,7 @@ typedef struct {
     int64_t sink_logits; /* float [heads * group], or 0 */
     int64_t threads;
 } Decode;
-_Static_assert(sizeof(Decode) == 600, "fields of 64 bits");
+_Static_assert(sizeof(Decode) == 632, "fields of 64 bits");
 
 /* New tokens of one side, [rows, heads, q_len, dim] in the window's dtype; strides in elements. */
 typedef struct {
@@ -96,7 +103,7 @@ typedef struct {
     int64_t damaged; /* uint8, set to 1 where a number had to be made finite */
     int64_t threads;
 } Write;
-_Static_assert(sizeof(Write) == 536, "fields of 64 bits");
+_Static_assert(sizeof(Write) == 568, "fields of 64 bits");
 
 /* The choice of the pages that a step reads; no values, mask or sliding window. */
 typedef struct {
@@ -112,6 +119,6 @@ typedef struct {
     int64_t table, width; /* int32 [rows, width], written */
     int64_t counts; /* int32 [rows], written */
 } Choose;
-_Static_assert(sizeof(Choose) == 696, "fields of 64 bits");
+_Static_assert(sizeof(Choose) == 728, "fields of 64 bits");
 
 #endif

@@ -13,7 +13,7 @@ typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
-    int64_t scales, joined;   /* floats of scratch */
+    int64_t scales, taken;    /* floats of scratch */
 } Sizes;
 
 /* Four rows of four floats, which become columns. */
@@ -32,6 +32,7 @@ typedef uint32_t __attribute__((may_alias)) Bits;
 /* A sum over words for 4 rows of coefficients at most. */
 typedef struct {
     const uint32_t *words; /* the word of r = 0 and lane 0 */
+    int64_t half;          /* words from one half of a low plane to the next, and on to the high plane */
     int64_t num_words, stride; /* stride: lanes of the whole page */
     int64_t next_page;         /* how many words further on the next page lies, which is fetched meanwhile */
     int64_t run;               /* coefficients of one place */
@@ -40,7 +41,7 @@ typedef struct {
 } Sum;
 
 /* Whether codes are summed as integers. */
-INLINE int is_integer(int format) { return format == INT8 || format == UINT8 || format == UINT4 || format == UINT2; }
+INLINE int is_integer(int format) { return format == INT8 || is_unsigned(format); }
 
 /* Coefficients of a word and place: floats, or pairs of integers. */
 INLINE int steps_in_word(int format) { return is_integer(format) ? 2 : codes_in_word(format); }
@@ -63,7 +64,7 @@ INLINE void fetch(const void *from, int64_t bytes, int now) {
 static void fetch_scales(const Side *side, int64_t at, int now) {
     if (side->scale) fetch((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2, now);
     if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2, now);
-    if (side->wide) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride, now);
+    if (side->order) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride, now);
 }
 
 typedef struct {
@@ -194,23 +195,16 @@ int64_t kv_hf_isa(void) {
 
 int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
-/* Words of scratch where the planes of a page and head are put together: `lanes` runs of `codes` codes. */
-static int64_t joined_words(const Side *side, int64_t codes, int64_t lanes) {
-    int joined = joined_format((int)side->format);
-    return joined == (int)side->format ? 0 : words_in(joined, codes) * lanes + 16;
-}
-
-/* The sizes of scratch memory; joined: words for whatever a choice puts together. Returns the floats of all. */
-static int64_t size_scratch(const Decode *a, Sizes *z, int64_t joined) {
+/* The sizes of scratch memory; taken: words of a page that a choice reads. Returns the floats of all. */
+static int64_t size_scratch(const Decode *a, Sizes *z, int64_t taken) {
     int64_t page = a->page_size;
     z->queries = a->group * a->q_len;
     z->row = padded(a->keys.dim);
     z->lanes = padded(largest_of(page, WINDOW_TILE));
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
-    z->joined = largest_of(joined, joined_words(&a->keys, a->keys.dim, page));
-    z->joined = largest_of(z->joined, joined_words(&a->values, page, a->values.dim));
+    z->taken = taken;
     return (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes + 3 * z->scales +
-           z->joined + 4 * largest_of(a->keys.dim, page) + 128;
+           z->taken + 4 * (largest_of(a->keys.dim, page) + 16 * RUNS) + 64;
 }
 
 /* Room for results of so many floats, and for `count` numbers of tasks that are done; 0 where memory is short. */
@@ -289,7 +283,7 @@ int64_t kv_hf_choose_pages(const Choose *s) {
     Sizes z;
     Choice choice = {.s = s, .call = {.a = a, .sizes = &z}};
     Call *call = &choice.call;
-    call->scratch_floats = size_scratch(a, &z, s->words * a->page_size); /* those that are read of a page, one behind the other */
+    call->scratch_floats = size_scratch(a, &z, s->words * a->page_size);
     call->block = z.queries, call->queries = a->heads * z.queries;
     int64_t pages = 0, tokens = 0;
     for (int64_t row = 0; row < a->rows; row++)

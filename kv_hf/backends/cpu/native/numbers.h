@@ -131,8 +131,11 @@ INLINE int is_unsigned(int format) {
     return format == UINT8 || format == UINT6 || format == UINT4 || format == UINT3 || format == UINT2;
 }
 
-/* codes of a byte; where there are planes: of a byte of their low bits */
-INLINE int places_of(int format) { return low_plane(format) == UINT4 ? 2 : low_plane(format) == UINT2 ? 4 : 1; }
+/* codes of a byte; where there are planes: once they are put together */
+INLINE int places_of(int format) { return joined_format(format) == UINT4 ? 2 : format == UINT2 ? 4 : 1; }
+
+/* Words of codes that are put together from one word of each half of the low plane and one of the high plane. */
+INLINE int parts_of(int format) { return has_planes(format) ? 4 : 1; }
 
 /* Neighbouring codes in a word (codes of other places lie a run further on). */
 INLINE int codes_in_word(int format) { return format == F32 ? 1 : format <= F16 ? 2 : 4; }
@@ -144,9 +147,24 @@ INLINE int bits_of(int format) {
 
 INLINE int64_t words_in(int format, int64_t codes) { return codes * bits_of(format) / 32; }
 
+/* Words of codes; where there are planes: of the high plane. */
+INLINE int64_t steps_over(int format, int64_t codes) {
+    return codes / (codes_in_word(format) * places_of(format) * parts_of(format));
+}
+
 /* The largest code of a format without a sign, and the one in the middle, page_summary.middle_code: 0 where there are no offsets. */
 INLINE float top_code(int format) { return (float)((1u << bits_of(format)) - 1); }
 INLINE float middle_code(int format) { return 0.5f * top_code(format); }
+
+#define RUNS (MOST_WIDE + 1)
+
+/* Run number i of a side's channels; the last one holds those that are not wide. */
+static inline Run run_of(const Side *side, int i) {
+    if (i < MOST_WIDE) return side->wide[i];
+    Run rest = {side->format, side->dim};
+    for (i = 0; i < MOST_WIDE; i++) rest.channels -= side->wide[i].channels;
+    return rest;
+}
 
 static inline int64_t pages_of(const Decode *a, int64_t row) { return ((const int32_t *)a->num_pages)[row]; }
 static inline int64_t exact_of(const Decode *a, int64_t row) { return ((const int32_t *)a->exact_lens)[row]; }

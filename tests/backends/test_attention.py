@@ -41,10 +41,10 @@ from kv_hf.spec import ROWS as ROWS_LAYOUT
 
 FP32, BF16, FP16 = DTYPES["fp32"], DTYPES["bf16"], DTYPES["fp16"]
 GROUPED = [
-    ("int4", "int2"),
-    ("int2", "int4"),
-    ("int2_mixed", "int2_rotated"),
-    ("int4_mixed", "int4"),
+    ("plain4", "plain2"),
+    ("plain2", "plain4"),
+    ("int3", "int2"),
+    ("int4", "plain4"),
 ]
 
 
@@ -469,7 +469,7 @@ def exact_and_allowed(query, kv, scale, integers):
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["int8", "int4", "int2", "int4_mixed", "int2_mixed"])
+@pytest.mark.parametrize("name", ["int8", "plain4", "plain2", "int4", "int3"])
 def test_kernel_keeps_its_digits_beside_outlier_channels(c_kernel, side, dtype, name):
     """int4 keys with a channel of 1,000 times and fp16 queries were once wrong by 3 %: coefficients were rounded
     to 15 bits of the largest, whatever that left of the others."""
@@ -481,7 +481,7 @@ def test_kernel_keeps_its_digits_beside_outlier_channels(c_kernel, side, dtype, 
         assert float(((out - expected).abs() / allowed).max()) <= 1, size
 
 
-@pytest.mark.parametrize("name", ["int4", "int4_mixed"])
+@pytest.mark.parametrize("name", ["plain4", "int4"])
 def test_kernel_rounds_each_query_by_itself(c_kernel, name):
     """Of the queries of a kv head some become one integer for each coefficient and others two: the same bits as alone."""
     kv = planted_kv(name, FP16, 1_000, "keys")

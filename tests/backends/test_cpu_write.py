@@ -108,7 +108,7 @@ def specs(dtype, layout=LANES):
     """Pages of every format of keys, values and latents; third bits fill no words of 16 tokens, as lanes have them."""
     own = {"dtype": dtype, "layout": layout}
     for pair in PAIRS:
-        if pair[1] != "int3_rotated" or layout != LANES:
+        if pair[1] != "int3" or layout != LANES:
             yield make_spec(*pair, **own)
     yield make_spec("int4", "int8", dims=(128, 64), **own)
     for latent, k_rope in LATENTS:
@@ -226,7 +226,7 @@ REFUSED = [
 
 
 def test_write_pair_refuses_what_does_not_fit_before_it_writes(isa):
-    spec = make_spec("int2_mixed")
+    spec = make_spec("int3")
     one, untouched = Inputs(spec), Inputs(spec)
     good = dict(vars(one))
     for change, says in REFUSED:

@@ -7,10 +7,10 @@ from enum import IntEnum
 import torch
 
 # of the library that was built from the header of these definitions, and of no other: a digest of the header's text
-ABI = 423507798
+ABI = 1263763672
 MOST_WIDE = 2  # widths of codes in front of those of the other channels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
-DOUBLES = ("softmax_scale", "softcap", "clip", "share", "top_p")  # all other fields are int64_t
+DOUBLES = ("softmax_scale", "softcap", "clip", "share")  # all other fields are int64_t
 
 
 class MaskKind(IntEnum):
@@ -115,7 +115,7 @@ WRITE = Struct(
 )
 CHOOSE = Struct(
     call=_within("call", " ".join(DECODE.whole.names)),
-    budget="summary words turn most from_tokens share top_p",
+    budget="summary words turn most from_tokens share",
     index="held middles",
     choice="table width counts",
 )

@@ -68,7 +68,7 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     block = take_block(kv.launches, name, CHOOSE.count)
     pages = _marked(kv)
     if _pack(block, "kv_hf_choose_pages", call, query, pages, None, None, budget):
-        of_budget = budget.pages or 0, budget.from_tokens, budget.share or 0.0, budget.top_p or 0.0
+        of_budget = budget.pages or 0, budget.from_tokens, budget.share or 0.0
         _BUDGET.pack_into(block.memory, _BUDGET.at, *_summary(kv.spec), *of_budget)
         index = kv.words, pages[0].get("middle")
         pointers = [0 if one is None else one.data_ptr() for one in index]

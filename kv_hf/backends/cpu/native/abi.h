@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 423507798
+#define KV_HF_ABI 1263763672
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, UINT6 = 9, NUM_FORMATS = 10 };
 
@@ -113,12 +113,12 @@ typedef struct {
     int64_t turn; /* words from one to the one that RoPE turns with it, counted round; 0: none */
     int64_t most; /* pages that are read of a row; 0: no bound */
     int64_t from_tokens; /* tokens of a row from which on pages are chosen */
-    double share, top_p; /* 0: none */
+    double share; /* or 0 */
     int64_t held; /* int32 [heads, words]: the words of a token's codes that are there, the keys being an index; 0: all */
     int64_t middles; /* of the channels of an index of exact keys, [pages, heads, dim] in the window's dtype, or 0 */
     int64_t table, width; /* int32 [rows, width], written */
     int64_t counts; /* int32 [rows], written */
 } Choose;
-_Static_assert(sizeof(Choose) == 728, "fields of 64 bits");
+_Static_assert(sizeof(Choose) == 720, "fields of 64 bits");
 
 #endif

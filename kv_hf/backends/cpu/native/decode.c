@@ -73,10 +73,8 @@ typedef struct {
 } Ranked;
 
 /* More mass first, then the first of equals. */
-static int by_mass(const void *a, const void *b) {
-    const Ranked *x = a, *y = b;
-    if (x->mass != y->mass) return x->mass > y->mass ? -1 : 1;
-    return x->place < y->place ? -1 : 1;
+static int is_before(const Ranked *x, const Ranked *y) {
+    return x->mass != y->mass ? x->mass > y->mass : x->place < y->place;
 }
 
 /* Bring the `most` of most mass to the front of x [n]. */
@@ -86,8 +84,8 @@ static void best_first(Ranked *x, int64_t n, int64_t most) {
         Ranked pivot = x[low + (high - low) / 2];
         int64_t i = low, j = high;
         while (i <= j) {
-            while (by_mass(x + i, &pivot) < 0) i++;
-            while (by_mass(&pivot, x + j) < 0) j--;
+            while (is_before(x + i, &pivot)) i++;
+            while (is_before(&pivot, x + j)) j--;
             if (i > j) break;
             Ranked other = x[i];
             x[i++] = x[j], x[j--] = other;
@@ -123,7 +121,7 @@ static int64_t most_pages(const Choose *s, int64_t pages) {
 static int is_chosen_from(const Choose *s, int64_t row) {
     const Decode *a = &s->call;
     int64_t pages = pages_of(a, row), tokens = pages * a->page_size + exact_of(a, row);
-    return pages && tokens >= s->from_tokens && (s->top_p != 0 || most_pages(s, pages) < pages);
+    return pages && tokens >= s->from_tokens && most_pages(s, pages) < pages;
 }
 
 /* Let a row be read as a whole; 0 where the table of choices has no room for it. */

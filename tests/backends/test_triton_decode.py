@@ -12,6 +12,7 @@ import paged_inputs
 import pytest
 import torch
 from paged_inputs import (
+    PLAIN,
     ROWS,
     assert_within,
     exact_attention,
@@ -35,9 +36,9 @@ pytestmark = runs_kernels
 FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row, for cases that need no more
 FP32 = torch.float32
 NAMES = format_names("keys", "values")
-MIXED = ("int2_mixed", "int4_mixed")
-ROTATED = ("int2_rotated", "int3_rotated", "int4_rotated")
-PAIRS = [*((keys, "exact") for keys in MIXED), *(("int4", values) for values in ROTATED)]
+MIXED = ("int3", "int4")  # keys of several widths
+ROTATED = ("int2", "int3", "int4")  # values
+PAIRS = [*((keys, "exact") for keys in MIXED), *(("plain4", values) for values in ROTATED)]
 
 
 def check(query, kv, splits=2, kernel=attend, **options):
@@ -105,30 +106,36 @@ def case(made, splits=2, **options):
 def formats():
     for keys, values in product(NAMES, NAMES):
         yield case(partial(pages, keys, values, poison=True))
-    for name, dim in product(NAMES, (16, 64, 80, 96, 128)):
+    for name, dim in product((*NAMES, *PLAIN), (16, 64, 80, 96, 128)):
         yield case(partial(pages, name, key_dim=dim, q_len=1))
     for name, (key_dim, value_dim) in product(NAMES, ((128, 64), (64, 128), (80, 32))):
         yield case(partial(pages, name, key_dim=key_dim, value_dim=value_dim, q_len=1))
 
 
 def sizes():
-    """Pages of 128 tokens are two tiles, and four where the keys' scales change every 32 tokens (int2).
+    """Pages of 128 tokens are two tiles, and four where the keys' scales change every 32 tokens (plain2).
 
     8 heads of 16 queries are four blocks of 32 columns; 3 of 3 leave columns unused.
     """
-    for name, page in (("exact", 32), ("int8", 64), ("int4", 128), ("int2", 128)):
+    for name, page in (
+        ("exact", 32),
+        ("int8", 64),
+        ("plain4", 128),
+        ("plain2", 128),
+        ("int4", 128),
+    ):
         held = {"page": page, "slots": page + 20, "rows": [(3, page + 7), (0, 2)]}
         yield case(partial(pages, name, **held))
     for group, q_len in ((1, 16), (3, 3), (8, 1), (8, 16)):
         yield case(partial(pages, q_len=q_len, group=group))
     groups = [{"key_group": 8, "page": 32}, {"value_group": 32}, {"value_group": 8}]
-    for name, given in product(("int6", "int4", "int2"), groups):
+    for name, given in product(("int6", *PLAIN), groups):
         yield case(partial(pages, name, q_len=1, **{"slots": 80, **given}))
 
 
 def mixed_and_rotated():
     """Rotated blocks of 16 to 128 channels, which at 80 and 96 lie across the runs of a byte."""
-    for (keys, values), dim in product(PAIRS, (16, 64, 80, 96, 128)):
+    for (keys, values), dim in product(PAIRS, (16, 48, 64, 80, 96, 128)):
         held = {"key_dim": dim, "value_group": None if values == "exact" else dim}
         held |= {"heads": 2 if keys in MIXED else 1, "shuffle": 1, "poison": True, "q_len": 1}
         yield case(partial(pages, keys, values, **held))
@@ -249,7 +256,7 @@ def test_decode_reads_no_page_for_a_split_without_tiles():
     query, kv = pages(rows=[(0, 7), (2, 5)], heads=2)
     moved = [
         {
-            n: torch.cat([torch.full_like(t[:1], float("nan") if n != "codes" else 0), t])
+            n: torch.cat([torch.full_like(t[:1], float("nan") if t.is_floating_point() else 0), t])
             for n, t in one.items()
         }
         for one in (kv.key_pages, kv.value_pages)
@@ -300,7 +307,7 @@ def test_decode_keeps_queries_in_range(size):
 def test_compiled_decode_errs_no_more_than_float16(keys, values):
     """The NVIDIA branch: PTX unpacking, codes as float16 subnormals, scales as powers of two, float16 products."""
     options = {"heads": 1, "dtype": torch.float16, "rows": [(5, 0), (2, 0), (3, 2)], "sinks": 0}
-    kv = make_kv(keys, values, value_group=64 if values in ROTATED else None, **options)
+    kv = make_kv(keys, values, **options)
     check(make_query(kv, 3, dtype=torch.float16), kv)
 
 
@@ -316,7 +323,7 @@ def check_scaled(query, kv, key_size, value_size):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("sizes", [(1e-4, 1e-4), (1e3, 1e3), (1e-4, 1e3)], ids=str)
-@pytest.mark.parametrize("name", slow_but(["int4"], ["int4", "fp8", "int8", "int2"]))
+@pytest.mark.parametrize("name", slow_but(["int4"], ["int4", "fp8", "int8", "int2", *PLAIN]))
 def test_compiled_decode_keeps_small_and_large_numbers_in_float16(name, sizes):
     """Weights times the scales of small values vanish in float16 unless they are scaled up, and large ones overflow."""
     kv = make_kv(name, heads=1, dtype=torch.float16, rows=[(6, 0)], sinks=0)

@@ -49,6 +49,7 @@ def generate(name, kernel, compiled=False):
         if latent:
             cache = kv_hf.PagedCache(model.config, latent=latent, **options)
         else:
+            options["recent_tokens"] = 0
             cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{name}", options)
         how = CompileConfig(backend="eager", mode=None, fullgraph=True)
         how._compile_all_devices = True
@@ -98,7 +99,7 @@ def read_in_part(options, kernel):
 
 
 QUICK = [("int4", True), ("int3", False), ("latent int8", False)]
-OTHERS = [(name, False) for name in ("exact", "fp8", "int8", "int2", "k5v3", "latent int4")]
+OTHERS = [(name, False) for name in ("exact", "fp8", "int8", "int6", "int2", "latent int4")]
 
 
 @pytest.mark.parametrize(("name", "compiled"), slow_but(QUICK, [*QUICK, ("exact", True), *OTHERS]))

@@ -57,7 +57,7 @@ def pretend(monkeypatch, **changes):
 def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch):
     """Codes of three bits that are not rotated, rotated ones of other arithmetic, and rotated keys."""
     pretend(monkeypatch)
-    spec = spec_of("int8", "int3_rotated")
+    spec = spec_of("int8", "int3")
     for side, changes in (
         ("values", {"rotated": False}),
         ("values", {"format": get_format("int8")}),
@@ -74,8 +74,6 @@ def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkey
     for name, dim in product(format_names("keys", "values"), (64, 128, 256)):
         pretend(monkeypatch)
         assert why_not(CUDA, spec_of(name, key_dim=dim, dtype=dtype)) is None
-    for keys, values in product(("int2_mixed", "int4_mixed"), ("int2_rotated", "int3_rotated")):
-        assert why_not(CUDA, spec_of(keys, values, dtype=dtype)) is None
     for name, page, rank in product(format_names("latent"), (16, 64, 256), (128, 512)):
         if dtype == torch.float32 and name == "fp8_ds_mla":
             continue

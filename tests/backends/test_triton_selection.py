@@ -16,7 +16,7 @@ from kv_hf.backends.reference import selection as reference
 from kv_hf.quant.codec import decode
 from kv_hf.read_budget import ReadBudget
 
-FORMATS = ("exact", "fp8", "int8", "int4", "int2", "int4_mixed", "int2_mixed")
+FORMATS = ("exact", "fp8", "int8", "plain4", "plain2", "int4", "int3")
 ROWS = [(21, 7), (9, 20), (0, 3), (0, 0), (2, 6)]
 SOME = ReadBudget(pages=5, from_tokens=64)
 SCALE = 0.2
@@ -71,9 +71,12 @@ def check(asked, kernel=choose, whole=None):
     return table, counts
 
 
-SIZES = [(keys, 64) for keys in FORMATS] + [("exact", 128), ("int4", 80), ("int2_mixed", 128)]
+SIZES = [(keys, 64) for keys in FORMATS] + [("exact", 128), ("plain4", 80), ("int4", 128)]
 OTHER_SIZES = [
-    (keys, dim) for keys in FORMATS for dim in (16, 80, 96, 128, 256) if (keys, dim) not in SIZES
+    (keys, dim)
+    for keys in FORMATS
+    for dim in (16, 48, 80, 96, 128, 256)
+    if (keys, dim) not in SIZES
 ]
 
 
@@ -95,9 +98,9 @@ def test_choice_is_the_references(keys, dim):
 
 
 PAGES = [
-    ("int4", {"page": 64, "slots": 80}), ("int8", {"page": 128, "slots": 140}), ("exact", {"page": 32, "slots": 50}),
-    ("int2", {"page": 16, "key_group": 8}), ("int2_mixed", {"page": 32, "slots": 50, "key_group": 16}),
-    ("int4_mixed", {"page": 32, "slots": 50, "key_group": 8}),
+    ("plain4", {"page": 64, "slots": 80}), ("int8", {"page": 128, "slots": 140}), ("exact", {"page": 32, "slots": 50}),
+    ("plain2", {"page": 16, "key_group": 8}), ("int3", {"page": 32, "slots": 50, "key_group": 16}),
+    ("int4", {"page": 32, "slots": 50, "key_group": 8}),
 ]  # fmt: skip
 
 
@@ -107,14 +110,14 @@ def test_choice_of_every_page_size_group_and_dtype():
     for keys, options in PAGES:
         kv = kv_of(keys, rows=[(19, 3), (7, 9)], heads=1, **options)
         check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
-    for keys in ("exact", "int4", "int4_mixed"):
+    for keys in ("exact", "plain4", "int4"):
         kv = kv_of(keys, dtype=torch.float16)
         check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
 
 
 @runs_kernels
 @pytest.mark.compiled
-@pytest.mark.parametrize("keys", slow_but(("fp8", "int4", "int2_mixed"), FORMATS))
+@pytest.mark.parametrize("keys", slow_but(("fp8", "plain4", "int4"), FORMATS))
 def test_compiled_choice_is_the_references(keys):
     kv = kv_of(keys, dtype=torch.float16, rows=[(9, 7), (2, 6)], heads=1)
     check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))

@@ -15,11 +15,12 @@ from ptx_memory import WARP
 from ptx_text import SIZES, Address, Instruction, Kernel, PtxError, Register
 
 Step = Callable[[Any, Any], None]
-FLOATS = {
+NUMBERS = {
     "f16": "f2",
     "f16x2": "f2",
     "bf16": "u2",
     "bf16x2": "u2",
+    "s16x2": "i2",
     "e4m3x2": "u1",
     "f32": "f4",
     "f64": "f8",
@@ -30,7 +31,7 @@ def code_of(kind: str) -> str:
     """Return numpy's type of a PTX type; packed types have that of their halves."""
     if kind == "pred":
         return "?"
-    return FLOATS.get(kind) or ("i" if kind[0] == "s" else "u") + str(SIZES[kind])
+    return NUMBERS.get(kind) or ("i" if kind[0] == "s" else "u") + str(SIZES[kind])
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ def convert(one: Instruction, kernel: Kernel) -> Step:
     code = code_of(to)
 
     def number(x):
-        if of in FLOATS and to not in FLOATS:
+        if of in NUMBERS and to not in NUMBERS:
             return to_integer(x, code)
         x = np.trunc(x) if "rzi" in one.parts else x
         return to_bf16(x) if to.startswith("bf16") else x.astype(code)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # bytes that a number of each type takes, by its name's parts
-SIZES = {"pred": 1, "bf16": 2, "f16x2": 4, "bf16x2": 4, "e4m3x2": 2}
+SIZES = {"pred": 1, "bf16": 2, "f16x2": 4, "bf16x2": 4, "s16x2": 4, "e4m3x2": 2}
 SIZES |= {f"{kind}{8 * size}": size for kind in "bsuf" for size in (1, 2, 4, 8)}
 STATEMENT = re.compile(
     r"\s*(?:(?P<label>[\w$]+)\s*:(?!:)|(?P<open>\{)|(?P<close>\})|\.(?:loc|file|pragma)[^\n]*|(?P<text>[^;]+);)"

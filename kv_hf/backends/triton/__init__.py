@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from ...formats.base import planes
 from ...spec import ROWS, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, transformed, unread_formats, unread_groups
 from . import meta_params
@@ -73,18 +72,18 @@ def _why_not_sizes(spec: PageSpec) -> str | None:
 
 
 def _reads(side: SideSpec) -> bool:
-    """Say whether the kernels read the groups of a side: those of all kernels, codes in planes, rotated values, keys of two widths."""
+    """Say whether the kernels read the groups of a side: those of all kernels, codes in planes, rotated values, keys of several widths."""
     scheme = side.scheme
     if not transformed(scheme):
         return in_known_groups(side)
-    plain = replace(scheme, bits=2, rotated=False, wide_bits=0, wide_channels=0)
+    plain = replace(scheme, bits=2, rotated=False, widths=(), wide=())
     if scheme.rotated and scheme.offset_group is None:  # codes around 0
         plain = replace(plain, offset_group=scheme.scale_group)
     if scheme.code != "unsigned" or not in_known_groups(replace(side, scheme=plain)):
         return False
     if side.side == "keys":
-        return not scheme.rotated and not (scheme.wide_channels and len(planes(scheme.bits)) > 1)
-    return side.side == "values" and not scheme.wide_channels
+        return not scheme.rotated and None not in dict(scheme.native_wide)
+    return side.side == "values" and not scheme.wide
 
 
 def _why_not_latents(spec: PageSpec) -> str | None:

@@ -48,6 +48,15 @@ def below(lane, HELD: tl.constexpr):
 
 
 @triton.jit
+def top_codes(place, SIDE: tl.constexpr):
+    """Return the largest code at each place of a SideLayout's order, fp32."""
+    top = tl.full(place.shape, SIDE.runs[0].top, tl.float32)
+    for run in tl.static_range(1, len(SIDE.runs)):
+        top = tl.where(place < SIDE.runs[run].place, top, SIDE.runs[run].top)
+    return top
+
+
+@triton.jit
 def row_of(tensor, row, head):
     """Return the pointer to token 0 of a Strided, of one row (int64) and head."""
     return tensor.pointer + row * tensor.row + head * tensor.head
@@ -99,8 +108,8 @@ UNIT = 2.0**-24
 @triton.constexpr_function
 def run_unit(RUN, BITS, ISA):
     """Return what the codes of run `RUN` are multiplied by, relative to `tile_unit`."""
-    if BITS == 3:  # unpacked from bytes of two codes of four bits (see `pair_planes`)
-        return 16.0 if ISA > 0 and RUN >= 4 else 1.0
+    if BITS == 3:  # unpacked from bytes of two codes of four bits (see `_pair_planes`)
+        return 16.0 if ISA > 0 and RUN >= 2 else 1.0
     if BITS == 6:  # from bytes of one code
         return 1.0
     return 2.0 ** (RUN * BITS) if ISA > 0 and BITS < 8 else 1.0
@@ -108,7 +117,7 @@ def run_unit(RUN, BITS, ISA):
 
 @triton.constexpr_function
 def tile_unit(BITS, ISA):
-    """Return what all codes of a tile are multiplied by."""
+    """Return what all codes of a tile are multiplied by; unsigned ones of all bits by the same."""
     return UNIT if ISA > 0 and BITS < 8 else 1.0
 
 
@@ -249,65 +258,51 @@ def _take_place(PLACE, BITS):
 
 @triton.constexpr_function
 def low_plane(BITS):
-    """Return the bits of the first of the two planes (spec.planes) of codes of BITS bits; 0 where they lie in one."""
+    """Return the bits of the first of the two planes (formats.base.planes) of codes of BITS bits; 0 where they lie in one."""
     return {3: 2, 6: 4}.get(BITS, 0)
 
 
 @triton.jit
-def unpack_planes(first, second, rest, LOW: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    """Unpack codes of 3 or 6 bits into 8 or 4 runs of numbers, as `unpack` does.
+def unpack_planes(low, even, odd, LOW: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """Unpack codes of 3 or 6 bits into 4 or 2 runs of numbers, as `unpack` does: one of each code of a byte of the first plane.
 
     Args:
-        first, second: uint8 tiles of the plane of the low LOW bits, of which a byte holds every second run: the bytes of the
-            even runs, and of the odd ones.
-        rest: of the plane of the other bits, of which a byte holds all runs.
-    """
-    a, b = pair_planes(first, rest, LOW, 0, ISA)
-    c, d = pair_planes(second, rest, LOW, 1, ISA)
-    a = unpack(a, "unsigned", 2 * LOW, DTYPE, ISA)
-    b = unpack(b, "unsigned", 2 * LOW, DTYPE, ISA)
-    c = unpack(c, "unsigned", 2 * LOW, DTYPE, ISA)
-    d = unpack(d, "unsigned", 2 * LOW, DTYPE, ISA)
-    runs = ()
-    for run in tl.static_range(len(a)):
-        runs = runs + (a[run], c[run], b[run], d[run])
-    return runs
-
-
-@triton.jit
-def pair_planes(low, high, LOW: tl.constexpr, ODD: tl.constexpr, ISA: tl.constexpr):
-    """Put the high bits of codes above their LOW low ones: the bytes of the even places of `low`, and of the odd ones.
-
-    Args:
-        low: uint8, the low bits of 8 / LOW codes, which become codes of 2 * LOW bits.
-        high: uint8, the high bits, LOW / 2 each, of twice as many, of which those at ODD, ODD + 2, .. belong to `low`.
+        low: uint8, the LOW low bits of 8 / LOW codes each.
+        even, odd: uint8, the other bits of twice as many codes, where the first, third, .. belong to `low`, or the second,
+            fourth, ..; the other one is 0.
     """
     if ISA > 0:
-        return tl.inline_asm_elementwise(
-            _pair_planes(LOW, ODD), "=&r,=&r,r,r", args=[low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        a, b = tl.inline_asm_elementwise(
+            _pair_planes(LOW), "=&r,=&r,r,r,r", args=[low, even, odd], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )  # fmt: skip
     else:
         KEEP: tl.constexpr = 0x33 if LOW == 2 else 0x0F
         TOP: tl.constexpr = 0x44 if LOW == 2 else 0x30
-        high = high >> (ODD * LOW // 2)
-        return (low & KEEP) | ((high << LOW) & TOP), ((low >> LOW) & KEEP) | (high & TOP)
+        high = even | (odd >> (LOW // 2))
+        a, b = (low & KEEP) | ((high << LOW) & TOP), ((low >> LOW) & KEEP) | (high & TOP)
+    a = unpack(a, "unsigned", 2 * LOW, DTYPE, ISA)
+    b = unpack(b, "unsigned", 2 * LOW, DTYPE, ISA)
+    runs = ()
+    for run in tl.static_range(len(a)):
+        runs = runs + (a[run], b[run])
+    return runs
 
 
 @triton.constexpr_function
-def _pair_planes(LOW, ODD):
-    """PTX of `pair_planes` for four bytes at once."""
+def _pair_planes(LOW):
+    """PTX that puts the high bits of codes above their low ones, for four bytes at once: those of even places, and of odd ones."""
     keep, top = (0x33333333, 0x44444444) if LOW == 2 else (0x0F0F0F0F, 0x30303030)
-    shift = ODD * LOW // 2
     return f"""{{
-        .reg .b32 a, b;
+        .reg .b32 a, b, c;
+        shr.u32 c, $4, {LOW // 2};
+        or.b32 c, c, $3;
         and.b32 a, $2, {keep:#x};
-        and.b32 b, $3, {top >> LOW << shift:#x};
-        shl.b32 b, b, {LOW - shift};
+        shl.b32 b, c, {LOW};
+        and.b32 b, b, {top:#x};
         or.b32 $0, a, b;
         shr.u32 a, $2, {LOW};
         and.b32 a, a, {keep:#x};
-        and.b32 b, $3, {top << shift & 0xFFFFFFFF:#x};
-        shr.u32 b, b, {shift};
+        and.b32 b, c, {top:#x};
         or.b32 $1, a, b;
         }}"""
 

@@ -3,8 +3,8 @@
 docs/kernels.md has the algebra. Tokens (of keys) or channels (of values) lie on the rows of the matrix products, query columns on
 their columns, which costs half the products of the usual order for 8 columns or fewer. A meta_params.Cut says what is loaded
 and multiplied at once: chunks of a token's bytes, and parts of its channels. Sizes are powers of two; what does not
-exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of two widths lie in an order of their page, the wide
-channels first: the query is gathered anew for each tile. Knows nothing of rows and splits.
+exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of several widths lie in an order of their page, the
+widest first: the query is gathered anew for each tile. Knows nothing of rows and splits.
 """
 
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def attend_heads(
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
-    if KEYS.side.wide == 0:
+    if len(KEYS.side.runs) == 1:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
         whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
     lane = tl.arange(0, TILE)
@@ -111,7 +111,7 @@ def attend_heads(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         tile_q = q
-        if KEYS.side.wide > 0:
+        if len(KEYS.side.runs) > 1:
             tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
         key_factors = load_key_factors(keys, next_block, next_token, KEYS)
         value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
@@ -236,21 +236,35 @@ def load_parts(pointers, CUT: tl.constexpr):
 
 
 @triton.jit
-def load_runs(where, inside, BITS: tl.constexpr, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
-    """Load a chunk's bytes, of both planes where codes of BITS bits lie in two, and unpack them to runs of numbers.
+def load_runs(
+    pointers, lane, CUT: tl.constexpr, NUMBER: tl.constexpr, STEP: tl.constexpr, OPERAND: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Load a chunk's bytes, of both planes where its codes lie in two, and unpack them to runs of numbers.
 
-    where: pointers to bytes of the first plane, read where `inside`.
+    Args:
+        pointers: to the first byte of tokens, whose bytes lie STEP apart; lane: numbers of bytes of chunk NUMBER of CUT. Both
+            are broadcast.
     """
+    CHUNK: tl.constexpr = CUT.chunks[NUMBER]
     CODE: tl.constexpr = OPERAND.side.code
+    BITS: tl.constexpr = CHUNK.bits
     LOW: tl.constexpr = low_plane(BITS)
-    # bytes of half of the first plane, and of the second
-    HALF: tl.constexpr = OPERAND.side.dim * LOW // 16
-    STEP: tl.constexpr = HALF * OPERAND.side.page if OPERAND.side.token_contiguous else HALF
-    x = tl.load(where, mask=inside, other=0)
+    inside = below(lane, CHUNK.held)
+    x = tl.load(pointers + (CHUNK.byte + lane) * STEP, mask=inside, other=0)
     if LOW > 0:
-        second = tl.load(where + STEP, mask=inside, other=0)
-        rest = tl.load(where + 2 * STEP, mask=inside, other=0)
-        return unpack_planes(x, second, rest, LOW, DTYPE, OPERAND.isa)
+        even = tl.zeros(x.shape, tl.uint8)
+        odd = even
+        # equal for both halves, so that one load serves the chunks of both
+        second = pointers + (CHUNK.second + CHUNK.start % CHUNK.half + lane) * STEP
+        if CHUNK.start + CHUNK.held <= CHUNK.half:
+            even = tl.load(second, mask=inside, other=0)
+        elif CHUNK.start >= CHUNK.half:
+            odd = tl.load(second, mask=inside, other=0)
+        else:
+            byte = CHUNK.start + lane
+            even = tl.load(second, mask=inside & (byte < CHUNK.half), other=0)
+            odd = tl.load(second - CHUNK.half * STEP, mask=inside & (byte >= CHUNK.half), other=0)
+        return unpack_planes(x, even, odd, LOW, DTYPE, OPERAND.isa)
     else:
         return unpack(x, CODE, BITS, DTYPE, OPERAND.isa)
 
@@ -285,7 +299,7 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
         keys: Fields; FOLD "page": one scale and DIM offsets per block; else DIM of each per token group.
         block: page * heads + head; token: first token of the tile in its page.
     Returns: offsets (each part of KEYS.offsets), scales (fold "page": one; "tile": each part), channels (each part, of
-        keys of two widths); empty tuples where there are none.
+        keys of several widths); empty tuples where there are none.
     """
     CUT: tl.constexpr = KEYS.cut
     OFFSETS: tl.constexpr = KEYS.offsets
@@ -305,7 +319,7 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
                 scales = scales + load_parts(keys.scale + first, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
-    if KEYS.side.wide > 0:
+    if len(KEYS.side.runs) > 1:
         channels = load_parts(keys.order + block * KEYS.side.dim, CUT)
     return offsets, scales, channels
 
@@ -370,9 +384,8 @@ def _score_codes(
     added = tl.zeros([query[0].shape[1]], tl.float32)
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
-        where = rows[:, None] + (CUT.chunks[c].byte + lane)[None, :]
         inside = below(lane, CUT.chunks[c].held)[None, :]
-        runs = load_runs(where, inside, CUT.chunks[c].bits, KEYS, NUMBERS)
+        runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, NUMBERS)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
             k = runs[r]
@@ -381,7 +394,7 @@ def _score_codes(
                 at = (group * KEYS.side.dim)[:, None] + channel[None, :]
                 k = _scaled(k, keys, at, inside, KEYS)
             elif KEYS.fold == "tile":
-                if KEYS.side.wide > 0:
+                if len(KEYS.side.runs) > 1:
                     # summed across threads: as a product of equal rows, gathered queries would go through shared memory
                     # twice
                     o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
@@ -391,7 +404,7 @@ def _score_codes(
             scores = tl.dot(k.to(DTYPE), q, scores, input_precision="ieee")
     if KEYS.fold != "element":
         bias = tl.broadcast_to(added[None, :], shape)
-        if KEYS.side.wide == 0:
+        if len(KEYS.side.runs) == 1:
             # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
             bias = tl.zeros(shape, tl.float32)
             for p in tl.static_range(len(OFFSETS.parts)):
@@ -399,9 +412,7 @@ def _score_codes(
                 equal = tl.broadcast_to(o[None, :], [rows.shape[0], OFFSETS.parts[p].size])
                 bias = tl.dot(equal, whole_query[p], bias, input_precision="ieee")
         unit = scales[0]
-        if (
-            KEYS.fold == "tile"
-        ):  # codes of eight bits lie in the same subnormals as those of four and of two
+        if KEYS.fold == "tile":
             unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.side.bits, KEYS.isa), tl.float32)
         scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
     return scores
@@ -544,8 +555,7 @@ def _add_codes(
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         inside = below(lane, CUT.chunks[c].held)[:, None]
-        where = codes[None, :] + ((CUT.chunks[c].byte + lane) * VALUES.side.page)[:, None]
-        runs = load_runs(where, inside, CUT.chunks[c].bits, VALUES, NUMBERS)
+        runs = load_runs(codes[None, :], lane[:, None], CUT, c, VALUES.side.page, VALUES, NUMBERS)
         for r in tl.static_range(len(runs)):
             v = runs[r]
             total = acc[CUT.chunks[c].first + r] * keep[None, :]

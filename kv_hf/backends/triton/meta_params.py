@@ -5,9 +5,9 @@ and `shared_memory`, which ask torch, through the module: tests patch them. Warp
 come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,7 @@ from ..base import AttentionCall
 class Plane(NamedTuple):
     """A plane of codes in a token's bytes.
 
-    Of keys of two widths the wide channels have one, and the others; codes of 3 and 6 bits have one of their low bits, and
-    one of the others.
+    Keys of several widths have planes for each; codes of 3 and 6 bits have one of their low bits, and one of the others.
 
     Attributes:
         bits, low: how many of a code's bits, from which one on.
@@ -37,20 +36,32 @@ class Plane(NamedTuple):
     byte: int
 
 
+class Run(NamedTuple):
+    """Channels, or places of an order, whose codes have the same bits.
+
+    Attributes:
+        place, places: the first, and how many; top: the largest code.
+    """
+
+    place: int
+    places: int
+    top: float
+
+
 class SideLayout(NamedTuple):
     """Codes, scales and offsets of one side of a page.
 
     Attributes:
         heads, page, dim: kv heads, tokens of a page and channels.
-        code, bits: as in formats.Scheme.
+        code, bits: as in formats.Scheme; bits of the last run.
         scale_tokens, scale_channels: one scale belongs to so many.
         offset_tokens, offset_channels: the same of offsets; 0 where there is none.
         token_contiguous: as in SideSpec.
         places: tokens whose codes share a word (SideSpec.token_words), or 1.
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
-        wide: places in front whose codes have more bits; the channels of such a page have an order of their own. 0: no order.
-        top, wide_top: the largest code, and that at these places; clip: part of a range that codes span, but all of it there.
+        clip: part of a range that codes of the last run span, but all of it in front.
+        runs: the widest first; of several the channels of each page have an order of their own.
         planes: of codes, in a token's bytes.
     """
 
@@ -67,10 +78,8 @@ class SideLayout(NamedTuple):
     places: int
     size: int
     rotated: int
-    wide: int
-    top: float
-    wide_top: float
     clip: float
+    runs: tuple[Run, ...]
     planes: tuple[Plane, ...]
 
 
@@ -90,22 +99,23 @@ def side_layout(spec: SideSpec) -> SideLayout:
         16 // scheme.bits if spec.token_words else 1,
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
-        scheme.wide_channels,
-        TOPS.get(scheme.code, float((1 << scheme.bits) - 1)),
-        float((1 << scheme.wide_bits) - 1),
         scheme.clip,
-        tuple(_planes(spec)),
+        *_runs(spec),
     )
 
 
-def _planes(spec: SideSpec) -> Iterator[Plane]:
+def _runs(spec: SideSpec) -> tuple[tuple[Run, ...], tuple[Plane, ...]]:
+    runs: list[Run] = []
+    lie: list[Plane] = []
     place = byte = 0
     for bits, places in spec.runs:
         low = 0
         for plane in planes(bits):
-            yield Plane(plane, low, place, places, byte)
+            lie.append(Plane(plane, low, place, places, byte))
             low, byte = low + plane, byte + places * plane // 8
+        runs.append(Run(place, places, TOPS.get(spec.scheme.code, float((1 << bits) - 1))))
         place += places
+    return tuple(runs), tuple(lie)
 
 
 class Part(NamedTuple):
@@ -125,7 +135,9 @@ class Chunk(NamedTuple):
 
     Attributes:
         bits: of a code.
-        byte, held, size: as `Part.place` and so on, in bytes.
+        byte, held, size: as `Part.place` and so on, in bytes; of codes in planes, those of the first plane.
+        start: number of the first byte in its plane; second, half: where the second plane begins, and its bytes. A code at
+            byte i of the first plane has its other bits at byte i, or i - half.
         first: number of the part that the first codes of the bytes are; those of the other codes follow.
     """
 
@@ -133,6 +145,9 @@ class Chunk(NamedTuple):
     byte: int
     held: int
     size: int
+    start: int
+    second: int
+    half: int
     first: int
 
 
@@ -145,7 +160,7 @@ class Cut(NamedTuple):
     @classmethod
     def of(
         cls,
-        runs: Iterable[tuple[int, int]],
+        runs: Sequence[tuple[int, int]],
         pieces: Callable[[int], tuple[tuple[int, int, int], ...]],
     ) -> "Cut":
         """Cut runs of channels (SideSpec.runs); pieces: (start, held, size) of so many bytes or numbers."""
@@ -155,16 +170,26 @@ class Cut(NamedTuple):
         for bits, channels in runs:
             each = codes_of_bytes(bits)
             width = channels // each
-            for start, held, size in pieces(width):
-                found.append(Chunk(bits, byte + start, held, size, len(parts)))
-                parts += [Part(place + run * width + start, held, size) for run in range(each)]
-            place, byte = place + channels, byte + width
+            # each part of keys in an order has numbers of its own to gather: fewer parts there
+            count = 1 if len(runs) > 1 else cuts_of_plane(bits, channels)
+            for number, (start, held, size) in product(range(count), pieces(width // count)):
+                at = number * (width // count) + start
+                found.append(
+                    Chunk(bits, byte + at, held, size, at, byte + width, width // 2, len(parts))
+                )
+                parts += [Part(place + run * width + at, held, size) for run in range(each)]
+            place, byte = place + channels, byte + channels * bits // 8
         return cls(tuple(found), tuple(parts))
 
 
 def codes_of_bytes(bits: int) -> int:
-    """Return the codes that a byte of each plane holds; 1 of numbers."""
-    return math.lcm(8, bits) // bits
+    """Return the codes that a byte of their first plane holds; 1 of numbers."""
+    return max(1, 8 // planes(bits)[0])
+
+
+def cuts_of_plane(bits: int, channels: int) -> int:
+    """Return in how many pieces the bytes of a run's first plane are cut: halves, which share those of the second, if they fill products."""
+    return len(planes(bits)) if channels // codes_of_bytes(bits) >= 2 * MIN_SIZE else 1
 
 
 class Operand(NamedTuple):
@@ -260,12 +285,13 @@ def column_block(spec: PageSpec, group: int, chunk: bool, isa: int) -> int:
     """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape) or 16.
 
     More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
-    read the same pages from the second-level cache issue no more instructions altogether. Chunks of every length share one
-    variant.
+    read the same pages from the second-level cache issue no more instructions altogether, and fewer where the query is gathered
+    for each page. Chunks of every length share one variant.
     """
     if isa == HIP or spec.is_latent:
         return MAX_COLUMNS
-    most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
+    narrow = max(side.head_dim for side in spec.sides) <= 128
+    most = MAX_COLUMNS if narrow and not spec.keys.scheme.wide else 8
     return most if chunk else min(max(8, power_of_two(group)), most)
 
 
@@ -349,7 +375,7 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
     return Operand(
         side=layout, tile=tile, fold=fold, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
         lift=0, boost=1.0, dtype=dtype, isa=0 if queries.full or fold == "element" else queries.isa, cut=cut,
-        offsets=cut if layout.wide else whole(side),
+        offsets=cut if scheme.wide else whole(side),
     )  # fmt: skip
 
 
@@ -357,7 +383,8 @@ def _values_of(spec: PageSpec, queries: Queries) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
     side = spec.values
     scheme, layout = side.scheme, side_layout(side)
-    code, width = scheme.code, side.head_dim // codes_of_bytes(side.runs[0][0])
+    code, (bits, channels) = scheme.code, side.runs[0]
+    width = channels // codes_of_bytes(bits) // cuts_of_plane(bits, channels)
     group = layout.scale_channels
     fold, pieces = "none" if scheme.is_exact else "token", chunks
     if group % width and not scheme.is_exact:
@@ -610,10 +637,10 @@ def launch_parameters(spec: PageSpec, queries: Queries) -> tuple[int, int]:
         num_warps = 1
     else:
         num_warps = 2
-    # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
-    gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
     # one warp hides more behind its own instructions: two stages were up to 8 % faster on an H100 (results/gpu/tuning.jsonl)
-    two = num_warps == 1 or queries.isa == HIP or (dim > 128 and two_bits) or gathered
+    two = num_warps == 1 or queries.isa == HIP
+    # gathered queries, two bits at 256 channels: the third stage costs registers that are not there
+    two = two or bool(spec.keys.scheme.wide) or (dim > 128 and two_bits)
     num_stages = 2 if two else 3
     return num_warps, num_stages
 

@@ -22,7 +22,16 @@ import triton.language as tl
 
 from ...spec import PageWrite, SideSpec
 from ..base import PagedKV, Pair, contiguous_pair
-from .dequant import MAGIC, SCALE_MAX, float_to_float8, move_to_block, number, row_of, unrotate
+from .dequant import (
+    MAGIC,
+    SCALE_MAX,
+    float_to_float8,
+    move_to_block,
+    number,
+    row_of,
+    top_codes,
+    unrotate,
+)
 from .direct import SPECIALIZED, Fields, Kernel, Strided, kept, rows_of
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two, side_layout
 
@@ -86,7 +95,7 @@ def _extremes(source, slot_stride, channel, inside, TOKENS: tl.constexpr, ROWS: 
 
 @triton.jit
 def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, TALL: tl.constexpr):
-    """Write which channel lies at which place: the wide ones in front, either kind in the order of the model's channels."""
+    """Write which channel lies at which place: the widest in front, those of a run in the order of the model's channels."""
     DIM: tl.constexpr = SIDE.dim
     PAGE: tl.constexpr = SIDE.page
     low, high = _extremes(source, slot_stride, lane, lane < DIM, PAGE, TALL)
@@ -95,12 +104,14 @@ def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, TALL: tl
     size = tl.where(lane < DIM, size, 0.0)
     # bits of numbers from 0 on are in their order; of channels with equal ranges the first ones are wide
     rank = (size.to(tl.int32, bitcast=True).to(tl.int64) << 32) - lane
-    least = tl.sum(tl.where(lane == SIDE.wide - 1, tl.sort(rank, descending=True), 0), 0)
-    is_wide = (rank >= least).to(tl.int32)
-    before = tl.cumsum(is_wide, 0) - is_wide  # wide channels in front of each
-    place = tl.where(is_wide > 0, before, SIDE.wide + lane - before)
-    order = fields.order + place
-    tl.store(order, lane.to(order.dtype.element_ty), mask=lane < DIM)
+    ranks = tl.sort(rank, descending=True)
+    run = tl.zeros_like(lane)
+    for at in tl.static_range(1, len(SIDE.runs)):
+        first = tl.sum(tl.where(lane == SIDE.runs[at].place, ranks, 0), 0)
+        run += (rank <= first).to(tl.int32)
+    channel = tl.sort(run * lane.shape[0] + lane) % lane.shape[0]
+    order = fields.order + lane
+    tl.store(order, channel.to(order.dtype.element_ty), mask=lane < DIM)
 
 
 @triton.jit
@@ -116,14 +127,16 @@ def _write_ranges(
         low, high = _extremes(first, slot_stride, channel, real, TOKENS, ROWS)
         at = group * SIDE.dim + place
         if SIDE.code == "unsigned":
-            cut = tl.where(place < SIDE.wide, 0.0, 0.5 * (1.0 - SIDE.clip))
+            cut = tl.where(
+                place < SIDE.runs[len(SIDE.runs) - 1].place, 0.0, 0.5 * (1.0 - SIDE.clip)
+            )
             s, o = _spread(low, high, top, cut, DTYPE)
             tl.store(fields.scale + at, s, mask=real)
         else:
             o = (0.5 * low + 0.5 * high).to(DTYPE)
             # rounding keeps the order of numbers: none is further from the offset than one of these
             far = tl.maximum(high - o.to(tl.float32), o.to(tl.float32) - low)
-            tl.store(fields.scale, _scale(tl.max(far, 0), SIDE.top, DTYPE))
+            tl.store(fields.scale, _scale(tl.max(far, 0), SIDE.runs[0].top, DTYPE))
         tl.store(fields.offset + at, o, mask=real)
 
 
@@ -156,19 +169,19 @@ def _steps_by_token(x, token, fields, SIDE: tl.constexpr):
     if SIDE.offset_tokens > 0:
         low = tl.min(tl.where(own, x, float("inf")), 2)
         high = tl.max(tl.where(own, x, float("-inf")), 2)
-        s, o = _spread(low, high, SIDE.top, 0.5 * (1.0 - SIDE.clip), DTYPE)
+        s, o = _spread(low, high, SIDE.runs[0].top, 0.5 * (1.0 - SIDE.clip), DTYPE)
         tl.store(fields.offset + at, o, mask=held)
         x = x - o.to(tl.float32)[:, :, None]
     else:
         most = tl.max(tl.where(own, tl.abs(x), 0.0), 2)
         if SIDE.code == "unsigned":  # around 0
-            s = _scale(most * SIDE.clip, 0.5 * SIDE.top, DTYPE)
+            s = _scale(most * SIDE.clip, 0.5 * SIDE.runs[0].top, DTYPE)
         else:
-            s = _scale(most, SIDE.top, DTYPE)
+            s = _scale(most, SIDE.runs[0].top, DTYPE)
     tl.store(fields.scale + at, s, mask=held)
     x = _steps(x, s[:, :, None])
     if SIDE.code == "unsigned" and SIDE.offset_tokens == 0:
-        x += 0.5 * SIDE.top
+        x += 0.5 * SIDE.runs[0].top
     return tl.reshape(x, shape)
 
 
@@ -182,7 +195,7 @@ def _codes(steps, top, SIDE: tl.constexpr):
     if SIDE.code == "unsigned":
         steps = tl.maximum(steps, 0.0)
     else:
-        steps = tl.maximum(steps, -SIDE.top)
+        steps = tl.maximum(steps, -SIDE.runs[0].top)
     steps = tl.minimum(steps, top[None, :])
     if SIDE.code == "float8":
         return float_to_float8(steps)
@@ -248,9 +261,9 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     lane = tl.arange(0, LANES)
     place = lane // GROUP_LANES * GROUP + lane % GROUP_LANES
     real = (lane % GROUP_LANES < GROUP) & (place < SIDE.dim)
-    top = tl.where(place < SIDE.wide, SIDE.wide_top, SIDE.top)
+    top = top_codes(place, SIDE)
     channel = place
-    if SIDE.wide > 0:
+    if len(SIDE.runs) > 1:
         _write_order(source, slot_stride, fields, lane, SIDE, TALL)
         tl.debug_barrier()  # other threads read it than wrote it
         channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
@@ -441,7 +454,7 @@ def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.conste
             # a scale rounded up may push the largest code just past float16's range
             x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
         channel = place
-        if SIDE.wide > 0:
+        if len(SIDE.runs) > 1:
             channel = tl.load(fields.order + place, mask=inside, other=0).to(tl.int32)
         x = x.to(target.dtype.element_ty)
         tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])

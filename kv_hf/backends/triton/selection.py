@@ -24,7 +24,7 @@ from ...read_budget import NEWEST_PAGES
 from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
-from .dequant import dtype_of, number, run_unit, tile_unit, unpack
+from .dequant import dtype_of, number, run_unit, tile_unit, top_codes
 from .direct import (
     SPECIALIZED,
     At,
@@ -36,9 +36,11 @@ from .direct import (
     queries_of,
     rows_of,
 )
-from .heads import ROWS, attend_window, columns_of, query_units
+from .heads import ROWS, attend_window, columns_of, load_runs, query_units
 from .meta_params import (
     HIP,
+    Chunk,
+    Cut,
     ExactWindow,
     Queries,
     SideLayout,
@@ -80,10 +82,10 @@ class KeyWords(NamedTuple):
     Attributes:
         side: where the keys of whole pages lie.
         indexed: whether the pages are an index, which holds the words that are read one after the other.
-        row: bytes or numbers of a token, as far as they are there.
+        row: bytes or numbers of a token, as far as they are there; cut: where those are that are read.
         group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
         bits: of a code; runs: codes of a byte; width: bytes or numbers of a run.
-        part: bytes or numbers of a word; words: words of the section.
+        part: bytes or numbers of a word; words: words of the section. Of codes in planes all these are of the first plane.
         turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
         pages: pages of a tile.
@@ -93,6 +95,7 @@ class KeyWords(NamedTuple):
     side: SideLayout
     indexed: bool
     row: int
+    cut: Cut
     group: int
     bits: int
     runs: int
@@ -112,15 +115,21 @@ def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     keys, side = spec.keys, side_layout(spec.keys)
     bits, channels = keys.runs[0]
     runs = codes_of_bytes(bits)
-    section = [word for word in word_channels(keys) if word[0] < channels]
-    part = len(section[0]) // runs
-    read = min(summary_words(keys), len(section))
+    row, width = side.size, channels // runs
+    part = len(word_channels(keys)[0]) // runs
+    words, second = -(-width // part), width
+    read = min(summary_words(keys), words)
+    if indexed:  # whole words, one after the other
+        size = 1 if keys.scheme.bits else keys.dtype.itemsize
+        row, second = 4 * summary_words(keys) // size, 4 * words
     dtype = compute_types(spec, queries.full)[0]
     # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
     pages = NUM_WARPS if queries.full else max(NUM_WARPS, TILE_TOKENS // side.page)
+    slots = max(power_of_two(read), MIN_DEPTH // part)
+    chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
     return KeyWords(
-        side=side, indexed=indexed, row=read * part if indexed else side.size, group=side.offset_tokens or side.page,
-        bits=bits, runs=runs, width=channels // runs, part=part, words=len(section), turn=turned_by(keys), read=read, slots=max(power_of_two(read), MIN_DEPTH // part),
+        side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
+        bits=bits, runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
         pages=pages, dtype=dtype, isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
@@ -232,7 +241,7 @@ def _gather(queries, real, shrink, channel, inside, order, KEYS: tl.constexpr):
     """
     DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
     channel = tl.broadcast_to(channel[None, :], [order.shape[0], channel.shape[0]])
-    if KEYS.side.wide > 0:
+    if len(KEYS.side.runs) > 1:
         channel = tl.load(order[:, None] + channel, mask=inside[None, :], other=0).to(tl.int32)
     held = inside[None, :, None] & real[None, None, :]
     x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
@@ -287,7 +296,7 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
         base = tl.load(keys.offset + at, mask=inside[None, :], other=0.0).to(DTYPE)
         if SIDE.code == "unsigned":
             steps = tl.load(keys.scale + at, mask=inside[None, :], other=0.0).to(DTYPE)
-            middle = 0.5 * ((1 << SIDE.bits) - 1)
+            middle = 0.5 * top_codes(channel, SIDE)
             to_middle = tl.where(_is_read(words, channel, KEYS), 0.0, middle).to(DTYPE)
             base = tl.fma(steps, tl.broadcast_to(to_middle[None, :], steps.shape), base)
         rows = tl.broadcast_to(base[:, None, :], [UNITS, ROWS, CHANNELS])
@@ -308,16 +317,15 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
     COLUMNS: tl.constexpr = whole_query.shape[2]
     DTYPE: tl.constexpr = whole_query.dtype
     CODE: tl.constexpr = KEYS.side.code
-    BITS: tl.constexpr = KEYS.bits
     place, _ = _places(words, KEYS)
     stored = place
     if KEYS.indexed:
         slot = tl.minimum(tl.arange(0, KEYS.slots), KEYS.read - 1)
         stored = slot[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
-    within = (tl.arange(0, TOKENS) * KEYS.row)[:, None, None] + stored[None, :, :]
-    start = unit * (TOKENS * KEYS.row)
-    x = tl.load(keys.codes + (start[:, None, None, None] + within[None, :, :, :]))
-    runs = unpack(tl.reshape(x, [UNITS, TOKENS, DEPTH]), CODE, BITS, DTYPE, KEYS.isa)
+    token = unit[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    pointers = (keys.codes + token * KEYS.row)[:, :, None, None]
+    CUT: tl.constexpr = KEYS.cut
+    runs = load_runs(pointers, stored[None, None, :, :], CUT, 0, 1, KEYS, DTYPE)
     products = tl.zeros([UNITS, TOKENS, COLUMNS], tl.float32)
     by = tl.full([1], 1.0, tl.float32)
     if CODE == "unsigned":
@@ -331,9 +339,11 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
             at = (r * KEYS.width + place)[None, :, :]
             at = (unit * KEYS.side.dim)[:, None, None] + at
             steps = tl.reshape(tl.load(keys.scale + at), [UNITS, DEPTH]).to(DTYPE)
-            q = (q * (1.0 / run_unit(r, BITS, KEYS.isa))).to(DTYPE) * steps[:, :, None]
+            q = (q * (1.0 / run_unit(r, KEYS.bits, KEYS.isa))).to(DTYPE) * steps[:, :, None]
         q = tl.broadcast_to(q, [UNITS, DEPTH, COLUMNS])
-        products = tl.dot(runs[r], q, products, input_precision="ieee")
+        products = tl.dot(
+            tl.reshape(runs[r], [UNITS, TOKENS, DEPTH]), q, products, input_precision="ieee"
+        )
     bias = tl.zeros([UNITS, COLUMNS], tl.float32)
     if CODE != "none" or KEYS.read < KEYS.words:
         bias = _bias(keys, unit, whole_query, words, KEYS)
@@ -370,7 +380,7 @@ def _score_pages(
     if begin < end:
         number = tl.arange(0, PAGES * GROUPS)
         words = _choose_words(keys, held_words, table, pages, head, KEYS)
-        if KEYS.side.wide == 0:
+        if len(KEYS.side.runs) == 1:
             order = keys.order + tl.zeros([1], tl.int32)
             read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
         for tile in tl.range(begin, end, num_stages=STAGES):
@@ -379,7 +389,7 @@ def _score_pages(
             block = (
                 tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * KEYS.side.heads + head
             )
-            if KEYS.side.wide > 0:
+            if len(KEYS.side.runs) > 1:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
@@ -634,7 +644,7 @@ def choose_pages(call: AttentionCall) -> Choice:
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
     query, kv = call.query, call.kv
-    if len(planes(kv.spec.keys.scheme.bits)) > 1:
+    if not kv.spec.keys.scheme.wide and len(planes(kv.spec.keys.scheme.bits)) > 1:
         return _by_reference(call, f"no kernel reads words of {kv.spec.keys.scheme.name!r} keys")
     index = query.get_device()
     if query.stride(3) != 1:

@@ -57,7 +57,7 @@ OTHER_CACHE_WORDS = {
 }
 # names that options once had, or have in other caches -> the option that says it here
 OTHER_OPTION_NAMES = {
-    **dict.fromkeys(("read_tokens", "read_share", "read_top_p", "read_from"), "read"),
+    **dict.fromkeys(("read_tokens", "read_share", "read_from"), "read"),
     **dict.fromkeys(("bits", "nbits"), "keys"),  # of transformers' quantized caches
     **dict.fromkeys(("k_rope", "mla"), "latent"),
     "offload_dir": "offload",
@@ -183,8 +183,8 @@ def _read(name: str, value: Any) -> Any:
         )
     if held.keys() <= {"from"}:
         raise CacheOptionError(
-            f"{name}={value!r} bounds nothing: 'from' says from how many tokens on a step reads a part; give 'tokens', 'share' "
-            "or 'mass' as well"
+            f"{name}={value!r} bounds nothing: 'from' says from how many tokens on a step reads a part; give 'tokens' or 'share' "
+            "as well"
         )
     return held
 
@@ -201,7 +201,7 @@ _LATENT = {
     "k_rope": _by(check_format, "k_rope"),
     "decode": _choice("auto", "absorb", "expand"),
 }
-_READ = {"tokens": _LENGTH, "share": _part, "mass": _part, "from": _LENGTH}
+_READ = {"tokens": _LENGTH, "share": _part, "from": _LENGTH}
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,8 @@ class CacheConfig:
         read: what a decode step reads at most of each row in layers with full attention: tokens, a number or "2k", or a share
             of the row's pages, between 0 and 1. The step reads the sinks, the exact tokens, the newest page, and those pages
             that matter most to it (docs/long_context.md). Nothing is evicted. None: everything is read. A mapping says more:
-            {"tokens": "2k", "mass": 0.95, "from": "8k"}, or "share" in place of "tokens". "mass" is the part of the attention mass,
-            between 0 and 1, at which a step reads no further pages, alone or within a bound; "from" the tokens of a row from which
-            on a step reads a part (4096), while shorter rows are read as a whole. It is held as a mapping; see `budget`.
+            {"tokens": "2k", "from": "8k"}, or "share" in place of "tokens"; "from" the tokens of a row from which on a step reads a
+            part (4096), while shorter rows are read as a whole. It is held as a mapping; see `budget`.
     """
 
     keys: str = _option("exact", _by(check_format, "keys"), "request")
@@ -457,7 +456,7 @@ class CacheConfig:
         tokens, kept = self.read.get("tokens"), self.sink_tokens + self.recent_tokens
         pages = None if tokens is None else pages_for(tokens, kept, self.page_size)
         first = self.read.get("from", READ_FROM)
-        return ReadBudget(pages, self.read.get("share"), self.read.get("mass"), first)
+        return ReadBudget(pages, self.read.get("share"), first)
 
     def check_reads(self, model_type: Any, windows: list[int | None], latent: bool) -> None:
         """Raise CacheOptionError where steps are to read a part, and a model has no layer that can be read in part.

@@ -21,14 +21,12 @@ class ReadBudget:
     Attributes:
         pages: most pages of a row that are read, or None.
         share: most pages of a row that are read, as a part of those it has, between 0 and 1, or None.
-        top_p: part of the estimated attention mass, between 0 and 1, at which no further page is read, or None.
         from_tokens: tokens of a row, those of the query included, from which on pages are chosen.
-    Sources: choosing pages by what a step asks, Quest (arXiv 2406.10774); a threshold on the mass, Twilight (arXiv 2502.02770).
+    Source: choosing pages by what a step asks, Quest (arXiv 2406.10774).
     """
 
     pages: int | None = None
     share: float | None = None
-    top_p: float | None = None
     from_tokens: int = READ_FROM
 
     def most(self, pages: int) -> int:
@@ -53,7 +51,7 @@ class ReadBudget:
         """Say whether any row of up to `pages` pages and `seen` columns may be read in part."""
         if not pages or seen < self.from_tokens:
             return False
-        return self.top_p is not None or self.most(pages) < pages
+        return self.most(pages) < pages
 
 
 def share_of(share: float, pages: int) -> int:

@@ -22,6 +22,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import kv_hf
 from kv_hf.backends import dispatch
 from kv_hf.backends.base import Backend
+from kv_hf.read_budget import ReadBudget
 from measure.family_models import TEXT_IDS, twin
 
 Outcome = dict[str, Any]
@@ -305,6 +306,12 @@ def after(subject: Subject, kind: str) -> Outcome:
     return forwards(subject, "dynamic", model=subject.model)
 
 
+def reading(subject: Subject, kind: str) -> Outcome:
+    """Pages are chosen, and none is left out: what attention reads of them has to be right."""
+    with patch.object(ReadBudget, "chooses", lambda budget, pages, seen: pages > 0):
+        return generate(subject, kind, cache_config={"read": {"tokens": 10**6, "from": 48}})
+
+
 SHOWN = (torch.arange(LENGTHS[0]) >= LENGTHS[0] - torch.tensor(LENGTHS)[:, None]).long()
 PHRASE = text(1, 25).repeat(1, 7)[:, : LENGTHS[0]]  # comes again and again
 OPERATIONS: dict[str, Callable[[Subject, str], Outcome]] = {
@@ -325,7 +332,6 @@ OPERATIONS: dict[str, Callable[[Subject, str], Outcome]] = {
     "prefix": prefix,
     "max_length": partial(generate, cache_config={"max_length": 256}),
     "offload": partial(generate, cache_config={"offload": "disk"}),
-    # pages are chosen, and hardly any is left out: what attention reads of them has to be right
-    "reading": partial(generate, cache_config={"read": {"mass": 1 - 1e-6, "from": 48}}),
+    "reading": reading,
     "after": after,
 }

@@ -7,25 +7,17 @@ one text: let caches vary fastest.
 import functools
 import gc
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from statistics import fmean
+from collections.abc import Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from kv_hf.backends import dispatch
-from kv_hf.backends.base import AttentionCall
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.models import LoadedModel, TextSettings, revision_of
 from kv_hf.evaluation.needles import needle_grid
 from kv_hf.formats import cache_names
-from kv_hf.geometry import Geometry
 from kv_hf.read_budget import ReadBudget
 from kv_hf.texts import load_text, text_names
 from measure.models.packaged import packaged_model, resolve_model
@@ -127,7 +119,6 @@ def needle(
 
 
 PARTS = [f"read={tokens}" for tokens in (1024, 2048, 4096)]
-PARTS += [f"read.mass={part}" for part in (0.8, 0.9, 0.95, 0.99)]
 
 
 @quality(
@@ -142,46 +133,15 @@ PARTS += [f"read.mass={part}" for part in (0.8, 0.9, 0.95, 0.99)]
             "cache": ["paged_int4", *(f"paged_int4:{part}" for part in PARTS)],
         }
     ],
-    columns="kl_mean kl_low kl_high top1 tokens_read_mean",
+    columns="kl_mean kl_low kl_high top1",
 )
 def reading(device: Device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
-    """Distances where a decode step reads a part of a long text; tokens are counted where a share of the mass decides."""
-    loaded = held(model, dtype, device)
+    """Distances where a decode step reads a part of a long text."""
     base, given = parse_cache_name(cache)
     options = CacheConfig.from_options(base, given)
-    read, budget = options.read or {}, options.budget or ReadBudget()
-    settings, counts = TextSettings(**text), list[int]()
-    counted = "mass" in read
-    name = f"{cache},kernel=c" if counted else cache
-    with counted_pages(counts) if counted else nullcontext():
-        row = loaded.accuracy(name, settings)
-    row |= {
+    found = {
         "cache": cache,
-        "read_tokens": read.get("tokens"),
-        "read_top_p": budget.top_p,
-        "read_from": budget.from_tokens,
+        "read_tokens": (options.read or {}).get("tokens"),
+        "read_from": (options.budget or ReadBudget()).from_tokens,
     }
-    if counted:
-        places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
-        exact = map(places.exact, range(settings.prompt + 1, settings.window + 1))
-        tokens = places.page_size * torch.tensor(counts, dtype=torch.float64) + fmean(exact)
-        row |= {
-            "tokens_read_mean": float(tokens.mean()),
-            "tokens_read_p10": float(tokens.quantile(0.1)),
-            "tokens_read_p90": float(tokens.quantile(0.9)),
-        }
-    return [row]
-
-
-@contextmanager
-def counted_pages(found: list[int]) -> Iterator[None]:
-    """Let every cache that is made have the C kernel; append to `found` how many pages each of its choices takes."""
-    own = dispatch.load("c")
-
-    def counted(call: AttentionCall) -> tuple[Tensor, Tensor]:
-        table, counts = own.choose_pages(call)
-        found.extend(counts.tolist())
-        return table, counts
-
-    with patch.object(dispatch, "load", lambda name: replace(own, choose_pages=counted)):
-        yield
+    return [held(model, dtype, device).accuracy(cache, TextSettings(**text)) | found]

@@ -344,8 +344,7 @@ def pages_of(copies):
         ("exact", {}),
         ("int4", {}),
         ("int4", {"read": {"share": 0.4, "from": 64}}),
-        ("int4", {"read": {"mass": 0.7, "from": 64}}),
-        ("int4", {"read": {"tokens": 100, "mass": 0.7, "from": 64}}),
+        ("int4", {"read": {"tokens": 100, "from": 64}}),
     ],
     ids=str,
 )

@@ -43,7 +43,7 @@ def behind(model, ids, cache, prompt):
     return torch.cat([logits for _, logits in decoded(model, ids, cache, prompt)])
 
 
-@pytest.mark.parametrize("amount", ["read.tokens=36", "read.mass=0.6"])
+@pytest.mark.parametrize("amount", ["read.tokens=36", "read.share=0.6"])
 def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
     """Each token has a choice of its own from so many tokens on; before that, chunks are as long as pages allow."""
     # fp32 noise alone can flip a rounded code

@@ -167,8 +167,8 @@ def test_options_reach_the_cache():
     options = kind.make(config, 10).options
     found = (options.keys, options.values, options.page_size, options.sink_tokens)
     assert found == ("int8", "int4", 32, 0)
-    parts = {"layers": {"0": "int8", "1": "fp8"}, "read": {"tokens": 2048, "mass": 0.9}}
-    name = "paged_int4:layers.0=int8,layers.1=fp8,read.tokens=2048,read.mass=0.9"
+    parts = {"layers": {"0": "int8", "1": "fp8"}, "read": {"tokens": 2048, "from": 8192}}
+    name = "paged_int4:layers.0=int8,layers.1=fp8,read.tokens=2048,read.from=8192"
     assert chosen_cache("paged_int4", parts).name == name
     assert parse_cache_name(name) == ("paged_int4", parts)
     assert chosen_cache("hqq_int4", {"residual_length": 20}).name == "hqq_int4:residual_length=20"

@@ -15,7 +15,6 @@ from measure.runner import FAILED, WORKLOADS, run
 from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 
-from kv_hf.backends.cpu import library
 from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import format_names, get_format
@@ -183,15 +182,10 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     assert again == rows and not outcome.failed
 
 
-@pytest.mark.skipif(library.missing() is not None, reason="the C kernel is not there")
-def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
+def test_steps_that_read_a_part_lose_more(model, tmp_path):
     long = {"text": "code", "windows": 1, "window": 600, "prompt": 536}
-    parts = ("read.tokens=200", "read.mass=0.5", "read.mass=0.999")
-    caches = ["paged_exact", *(f"paged_exact:read.from=300,{part}" for part in parts)]
+    caches = ["paged_exact", "paged_exact:read.from=300,read.tokens=200"]
     rows, outcome = rows_of("reading", tmp_path / "rows.jsonl", model, caches, **long)
     assert not outcome.failed and [row["cache"] for row in rows] == caches
-    dense, tokens, half, most = rows
+    dense, tokens = rows
     assert dense["kl_mean"] < 1e-6 < 1e-3 < tokens["kl_mean"] and tokens["read_tokens"] == 200
-    assert half["kl_mean"] > most["kl_mean"] and half["read_top_p"] == 0.5
-    assert 64 + 4 <= half["tokens_read_p10"] <= half["tokens_read_mean"] <= half["tokens_read_p90"]
-    assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600

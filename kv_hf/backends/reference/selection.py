@@ -22,19 +22,15 @@ def choose_pages(call: AttentionCall) -> Choice:
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32; entries past a row's
         last page are 0.
     """
-    mass, window = page_mass(call)
-    return choose_by_mass(mass, window, call.kv)
+    return choose_by_mass(page_mass(call), call.kv)
 
 
-def page_mass(
-    call: AttentionCall, *, whole_keys: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention mass of each page, and of what is read anyway, summed over query heads and queries.
+def page_mass(call: AttentionCall, *, whole_keys: bool = False) -> torch.Tensor:
+    """Return the attention mass of each page, summed over query heads and queries; the window has the rest.
 
     Args:
         whole_keys: take the pages' keys as they are stored, not what stands for them: the true masses.
-    Returns: [rows, columns of the block table] and [rows], fp32; their sum over a row is num_heads * q_len (0 of a row
-        without tokens).
+    Returns: [rows, columns of the block table], fp32; the sum over a row is at most num_heads * q_len.
     """
     query, kv = call.query, call.kv
     rows, num_heads, q_len, _ = query.shape
@@ -49,15 +45,14 @@ def page_mass(
         rest = torch.logaddexp(rest, logits)
     whole = torch.logaddexp(torch.logsumexp(pages, -1, keepdim=True), rest)
     whole = whole.masked_fill(whole == float("-inf"), 0.0)
-    return (pages - whole).exp().sum((1, 2)), (rest - whole).exp().sum((1, 2, 3))
+    return (pages - whole).exp().sum((1, 2))
 
 
-def choose_by_mass(mass: torch.Tensor, window: torch.Tensor, kv: PagedKV) -> Choice:
+def choose_by_mass(mass: torch.Tensor, kv: PagedKV) -> Choice:
     """Return the choice that masses of pages lead to; see `choose_pages`.
 
     Args:
         mass: [rows, columns of the block table], fp32.
-        window: [rows], fp32, mass that is read anyway.
     """
     budget = kv.budget
     assert budget is not None
@@ -69,28 +64,19 @@ def choose_by_mass(mass: torch.Tensor, window: torch.Tensor, kv: PagedKV) -> Cho
     for row, (pages, exact) in enumerate(zip(counts, kv.exact_lens.tolist(), strict=True)):
         places = list(range(pages))
         if pages * kv.page_size + exact >= budget.from_tokens:
-            places = _best(mass[row, :pages].tolist(), float(window[row]), budget)
+            places = _best(mass[row, :pages].tolist(), budget)
         chosen.append(len(places))
         table[row, : len(places)] = kv.block_table[row].cpu()[places]
     device = kv.block_table.device
     return table.to(device), torch.tensor(chosen, dtype=torch.int32, device=device)
 
 
-def _best(mass: list[float], window: float, budget: ReadBudget) -> list[int]:
+def _best(mass: list[float], budget: ReadBudget) -> list[int]:
     """Return the places of the pages to read of one row, in order: the newest, then those of most mass, the first of equals."""
     pages = len(mass)
     newest = range(max(0, pages - NEWEST_PAGES), pages)
     order = [*newest, *sorted(range(pages - len(newest)), key=lambda page: -mass[page])]
-    order = order[: budget.most(pages)]
-    if budget.top_p is not None:
-        enough = budget.top_p * (window + sum(mass))
-        read = window
-        for count, page in enumerate(order):
-            if count >= len(newest) and read >= enough:
-                order = order[:count]
-                break
-            read += mass[page]
-    return sorted(order)
+    return sorted(order[: budget.most(pages)])
 
 
 def _page_scores(

@@ -218,7 +218,7 @@ def attend(asked, *, splits=2):
 
 
 def choose(asked, *, splits=3):
-    """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
+    """The kernel that chooses pages: (block table, numbers of pages, masses of pages)."""
     from kv_hf.backends.triton import selection
     from kv_hf.backends.triton.direct import Plan
 
@@ -229,9 +229,7 @@ def choose(asked, *, splits=3):
     finally:
         Plan.splits = rule
     [(_, _, masses)] = made
-    masses = masses.view(asked.kv.rows, -1)
-    windows = masses.gather(1, asked.kv.num_pages[:, None].long())[:, 0]
-    return table, counts, masses[:, : asked.kv.block_table.shape[1]], windows
+    return table, counts, masses.view(asked.kv.rows, -1)[:, : asked.kv.block_table.shape[1]]
 
 
 # -- sealing, appending, dense tensors ----------------------------------------------------------------------------------

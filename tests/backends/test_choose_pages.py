@@ -42,7 +42,7 @@ COARSE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 def long_kv(keys="int4", *, layout=LANES, budget=None, dim=64, **options):
     options = {"rows": ROWS, "page": 16, "slots": 40, "shuffle": 3, "poison": True, **options}
-    values = "int4" if "mixed" in keys else keys
+    values = "int4" if keys == "int3" else keys  # 3 bits of 16 tokens fill no words
     kv = make_kv(keys, values, key_dim=dim, layout=layout, **options)
     return replace(kv, budget=budget or ReadBudget(pages=8, from_tokens=200))
 

@@ -207,7 +207,7 @@ def test_choice_keeps_its_budget(keys):
 
 
 ASKED = {
-    "everything": {"top_p": True, "q_len": 3, "softcap": True, "sinks": True},
+    "everything": {"q_len": 3, "softcap": True, "sinks": True},
     "nothing": {},
     "index": {"indexed": True},
 }
@@ -248,5 +248,5 @@ def test_kernels_compile_for_amd(name):
     for side in spec.sides:
         assert aot.compile_dense(side, arch).asm["amdgcn"]
     if not spec.is_latent:
-        kernel = aot.compile_selection(replace(spec, values=INT4.values), arch, top_p=True)
+        kernel = aot.compile_selection(replace(spec, values=INT4.values), arch)
         assert kernel.metadata.shared <= 64 * 1024

@@ -57,14 +57,12 @@ def compile_selection(
     q_len: int = 1,
     softcap: bool = False,
     sinks: bool = False,
-    top_p: bool = False,
     indexed: bool = False,
 ) -> Any:
     """Compile one variant of the kernel that chooses pages for `arch`, as a launch asks for it."""
     call = call_of(spec, query_dtype, 4, q_len, softcap=softcap, sinks=sinks)
     words = torch.zeros(spec.keys.num_kv_heads, 1, dtype=torch.int32) if indexed else None
-    budget = ReadBudget(pages=8, top_p=0.9 if top_p else None)
-    call = replace(call, kv=replace(call.kv, budget=budget, words=words))
+    call = replace(call, kv=replace(call.kv, budget=ReadBudget(pages=8), words=words))
     return compiled(selection.score_kernel, lambda: selection.choose_pages(call), arch)
 
 

@@ -410,29 +410,26 @@ def _score_pages(
 
 
 @triton.jit
-def _pages_to_choose(pages, exact, most, share, from_tokens, PAGE: tl.constexpr, TOP: tl.constexpr):
-    """Return how many pages of a row are read at most (all where the row is short), and whether they have to be scored.
+def _pages_to_choose(pages, exact, most, share, from_tokens, PAGE: tl.constexpr):
+    """Return how many pages of a row are read: all where the row is short.
 
     share: the bits of a float64.
     """
     part = share.to(tl.float64, bitcast=True) * pages.to(tl.float64)
     limit = tl.minimum(pages, tl.maximum(tl.minimum(most, part.to(tl.int32)), NEWEST))
     long = pages * PAGE + exact >= from_tokens
-    wanted = tl.where(long, limit, pages)
-    return wanted, long if TOP else wanted < pages
+    return tl.where(long, limit, pages)
 
 
 @triton.jit
 def _page_masses(scores, sums, masses, pages, splits, columns, room):
-    """Store the mass of each page of a row, and behind them that of what is read anyway, which is returned; and that of all.
+    """Store the mass of each page of a row.
 
     Args:
         scores: of this row, [columns, room], log2 of the weights of whole pages.
         sums: of this row, [columns, splits], log2 of the weights of stretches of pages; last of the window.
         masses: of this row, [room].
     """
-    of_window = tl.zeros([SUMMED_COLUMNS], tl.float32)
-    of_pages = tl.zeros([SUMMED_PAGES], tl.float32)
     split = tl.arange(0, SUMS)
     for start in tl.range(0, columns, SUMMED_COLUMNS):
         column = start + tl.arange(0, SUMMED_COLUMNS)
@@ -442,8 +439,6 @@ def _page_masses(scores, sums, masses, pages, splits, columns, room):
         x = tl.load(at, mask=there, other=NO_WEIGHT)
         whole = log2_sum(x, 1)
         whole = tl.where(whole == NO_WEIGHT, 0.0, whole)
-        window = tl.where((split == splits - 1)[None, :], tl.exp2(x - whole[:, None]), 0.0)
-        of_window += tl.sum(window, 1)
         for first in tl.range(0, pages, SUMMED_PAGES):
             page = first + tl.arange(0, SUMMED_PAGES)
             held = page < pages
@@ -451,49 +446,38 @@ def _page_masses(scores, sums, masses, pages, splits, columns, room):
             where = scores + column.to(tl.int64)[:, None] * room + page[None, :]
             score = tl.load(where, mask=inside, other=NO_WEIGHT)
             mass = tl.sum(tl.exp2(score - whole[:, None]), 0)
-            of_pages += mass
             # of the columns before
             mass += tl.load(masses + page, mask=held & (start > 0), other=0.0)
             tl.store(masses + page, mass, mask=held)
-    rest = tl.sum(of_window, 0)
-    tl.store(masses + pages, rest)
-    return rest, rest + tl.sum(of_pages, 0)
 
 
 @triton.jit
 def _ranks(masses, first, pages):
-    """Return BLOCK pages from `first` on, their masses and ranks: a better page's is larger, the newest are best, -1 is none."""
+    """Return BLOCK pages from `first` on and their ranks: a better page's is larger, the newest are best, -1 is none."""
     page = first + tl.arange(0, BLOCK)
     mass = tl.load(masses + page, mask=page < pages, other=0.0)
     bits = tl.maximum(mass.to(tl.int32, bitcast=True), 0)
     bits = tl.where(page < pages - NEWEST, bits, MOST_BITS).to(tl.int64)
-    return page, mass, tl.where(page < pages, bits * pages + (pages - 1 - page), -1)
+    return page, tl.where(page < pages, bits * pages + (pages - 1 - page), -1)
 
 
 @triton.jit
-def _least_rank(masses, pages, wanted, need, TOP: tl.constexpr):
-    """Return the least rank of the `wanted` best pages; where TOP of only so many, the newest among them, that their mass reaches `need`."""
+def _least_rank(masses, pages, wanted):
+    """Return the least rank of the `wanted` best pages."""
     # from `low` on there are enough, from `high` on there are not
     low = tl.zeros([], tl.int64)
     high = (pages.to(tl.int64) * MOST_BITS) + pages
     count_low = pages
-    count_high = pages * 0 + (NEWEST - 1)
-    while count_low > (count_high + 1 if TOP else wanted):
+    while count_low > wanted:
         middle = low + (high - low) * (1 + tl.arange(0, WAYS)) // (WAYS + 1)
         counts = tl.zeros([WAYS], tl.int32)
-        sums = tl.zeros([WAYS], tl.float32)
         for first in tl.range(0, pages, BLOCK):
-            _, mass, rank = _ranks(masses, first, pages)
-            better = rank[:, None] >= middle[None, :]
-            counts += tl.sum(better.to(tl.int32), 0)
-            sums += tl.sum(tl.where(better, mass[:, None], 0.0), 0)
+            rank = _ranks(masses, first, pages)[1]
+            counts += tl.sum((rank[:, None] >= middle[None, :]).to(tl.int32), 0)
         enough = counts >= wanted
-        if TOP:
-            enough = enough | (sums >= need)
         low = tl.max(tl.where(enough, middle, low), 0)
         high = tl.min(tl.where(enough, high, middle), 0)
         count_low = tl.min(tl.where(enough, counts, count_low), 0)
-        count_high = tl.max(tl.where(enough, count_high, counts), 0)
     return low
 
 
@@ -502,7 +486,7 @@ def _write_choice(masses, table, chosen, pages, width, least):
     """Write the ids of a row's pages of rank `least` or better in their order, zeros behind them; return how many there are."""
     written = pages * 0
     for first in tl.range(0, pages, BLOCK):
-        page, _, rank = _ranks(masses, first, pages)
+        page, rank = _ranks(masses, first, pages)
         taken = (rank >= least).to(tl.int32)
         at = written + tl.cumsum(taken, 0) - 1
         ids = tl.load(table + page, mask=page < pages, other=0)
@@ -554,13 +538,12 @@ def score_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
-    TOP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Score one split of a row's pages for the query columns of one (kv head, block of columns).
 
     Grid: (rows, heads * blocks of columns, splits); the last split is the window. KEYS: a KeyWords. QUERIES, WINDOW, STAGES: as
-    of decode_kernel. TOP: whether masses have to reach top_p. A row of which all is read anyway is not scored.
+    of decode_kernel. A row of which all is read anyway is not scored.
     """
     columns = columns_of(query, q_len, QUERIES)
     split = tl.program_id(2)
@@ -570,7 +553,7 @@ def score_kernel(
     count = QUERIES.heads * columns.used
     pages = tl.load(num_pages + columns.row)
     exact = tl.load(exact_lens + columns.row)
-    scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page, TOP)[1]
+    scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page) < pages
     table = block_table + columns.row * table_width
     scores = scratch.pages + columns.row * count * room
     sums = scratch.sums + columns.row * count * splits
@@ -608,28 +591,26 @@ def choose_kernel(
     share,
     from_tokens,
     room,
-    top_p,
     width,
     columns,
     num_splits,
     PAGE: tl.constexpr,
-    TOP: tl.constexpr,
 ):
     """Choose the pages of one row, of which score_kernel has scored `columns` query columns. Grid: (rows,)."""
     row = tl.program_id(0)
     wide_row = row.to(tl.int64)
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
-    wanted, scored = _pages_to_choose(pages, exact, most, share, from_tokens, PAGE, TOP)
+    wanted = _pages_to_choose(pages, exact, most, share, from_tokens, PAGE)
     masses = scratch.masses + wide_row * room
     least = tl.zeros([], tl.int64)  # all
-    if scored:
-        rest, whole = _page_masses(
+    if wanted < pages:
+        _page_masses(
             scratch.pages + wide_row * columns * room, scratch.sums + wide_row * columns * num_splits, masses, pages,
             num_splits, columns, room,
         )  # fmt: skip
         tl.debug_barrier()
-        least = _least_rank(masses, pages, wanted, top_p * whole - rest, TOP)
+        least = _least_rank(masses, pages, wanted)
     table = block_table + wide_row * table_width
     count = _write_choice(masses, table, chosen + wide_row * width, pages, width, least)
     tl.store(chosen_pages + row, count)
@@ -655,7 +636,7 @@ def choose_pages(call: AttentionCall) -> Choice:
     room = max(LEAST_ROOM, power_of_two(width + 1))
     key = (
         "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
-        None if sinks is None else sinks.dtype, budget.top_p is None, kv.words is None, index, room,
+        None if sinks is None else sinks.dtype, kv.words is None, index, room,
     )  # fmt: skip
     plan = kept(kv.launches, key, lambda: _prepare(call, room))
     if plan.refused:
@@ -687,7 +668,7 @@ def choose_pages(call: AttentionCall) -> Choice:
     def to_choose(at: At) -> tuple[Any, ...]:
         return (
             Scores(*map(at, scratch)), *rows_of(at, kv)[:4], at(chosen), at(pages), *limits,
-            1.0 if budget.top_p is None else budget.top_p, chosen.shape[1], heads * q_len, splits,
+            chosen.shape[1], heads * q_len, splits,
         )  # fmt: skip
 
     try:
@@ -712,7 +693,7 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
     kv, queries = call.kv, queries_of(call)
     assert kv.budget is not None
     rows, heads, q_len, _ = call.query.shape
-    top_p, blocks = kv.budget.top_p is not None, queries.blocks(q_len)
+    blocks = queries.blocks(q_len)
     words = key_words(kv.spec, queries, kv.words is not None)
     size = 4 if queries.full else kv.spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
@@ -720,7 +701,6 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
         "QUERIES": queries,
         "KEYS": words,
         "WINDOW": ExactWindow.of(kv.spec, queries.full, chooses=True),
-        "TOP": top_p,
         "STAGES": max(1, min(2 if queries.isa == HIP else 3, staged)),
     }
     by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
@@ -728,7 +708,7 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
     columns = rows * heads * q_len
     return Plan(
         kernel=Kernel(kv.spec, score_kernel, constants),
-        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size, "TOP": top_p}),
+        last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size}),
         rows=rows,
         blocks=blocks,
         stretch=CODES_STRETCH if by_codes else MIN_STRETCH,

@@ -94,8 +94,8 @@ def _within(fields: str, names: str) -> str:
 
 
 _SIDE = (
-    "format dim rotated wide.0.format wide.0.channels wide.1.format wide.1.channels group_tokens scale_channels scale_dtype codes_stride scale_stride offset_stride "
-    "window_dtype window_row window_head window_slot codes scale offset order order_stride window"
+    "format dim rotated wide.0.format wide.0.channels wide.1.format wide.1.channels group_tokens scale_channels scale_dtype "
+    "codes_stride scale_stride offset_stride window_dtype window_row window_head window_slot codes scale offset order order_stride window"
 )
 _NEW = "is_keys row head at clip"
 _SIDES = _within("keys values", _SIDE)

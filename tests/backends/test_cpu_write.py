@@ -171,7 +171,7 @@ def specs_of_every_size(dtype, layout, most=512):
     own = {"dtype": dtype, "layout": layout}
     for dim, page, group in SIZES:
         for pair in PAIRS if dim <= most else ():
-            if dim != 24 or pair[0] not in ("int2", "int6"):  # 24 are no whole words
+            if dim != 24 or pair[0] not in ("plain2", "int6"):  # 24 are no whole words
                 yield make_spec(*pair, dims=(dim, dim), page=page, group=group, **own)
     for names, (rank, rope, page, group) in product(LATENTS, LATENT_SIZES):
         if rank <= most and (names[0] != "fp8_ds_mla" or rank % 128 == 0):

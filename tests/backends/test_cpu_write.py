@@ -226,7 +226,7 @@ REFUSED = [
 
 
 def test_write_pair_refuses_what_does_not_fit_before_it_writes(isa):
-    spec = make_spec("int3")
+    spec = make_spec("int3", "plain4")
     one, untouched = Inputs(spec), Inputs(spec)
     good = dict(vars(one))
     for change, says in REFUSED:

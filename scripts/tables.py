@@ -270,7 +270,8 @@ def title(row: Row) -> str:
     cache = re.sub(r"key_group_size=(\d+),value_group_size=\1", r"group_size=\1", cache)
     if cache.startswith("paged_") or cache in ("dynamic", "static"):
         return f"`{cache}`"
-    makers = {"kivi": "KIVI", "turboquant": "TurboQuant"}
+    earlier = dict.fromkeys(("uniform", "mixed"), "earlier bytes")
+    makers = {"kivi": "KIVI", "turboquant": "TurboQuant", **earlier}
     maker = makers.get(cache.partition("_")[0], "transformers")
     channel = ", keys per channel" if cache.partition(":")[0].endswith("_channel") else ""
     return f"`{cache}` ({maker}{channel})"

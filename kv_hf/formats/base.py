@@ -17,6 +17,7 @@ from ..errors import CacheOptionError
 SIDES = ("keys", "values", "latent", "k_rope")
 WHOLE_PAGE = 0  # a group that spans all tokens of a page
 WHOLE_HEAD = 0  # a group that spans all channels of a head
+REACH = 64  # channels by which a run may differ from its part
 CODE_BITS = {1, 2, 3, 4, 6, 8}  # that a code may have
 SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
 # (arithmetic, bits of a code) -> the number by which C's enum Format and Triton know it; exact's 0 to 2 are the dtypes'
@@ -104,7 +105,8 @@ class Format(ABC):
         **rest: Any,
     ) -> "Scheme":
         """Return a scheme of this format; the arguments are attributes of `Groups`."""
-        bits = rest["widths"][-1][0] if rest.get("widths") else self.bits
+        widths = rest.get("widths")
+        bits = widths[-1][0] if widths and _are_widths(widths) else self.bits
         return Scheme(scale_group, offset_group, **rest, format=self, bits=bits)
 
     def __repr__(self) -> str:
@@ -201,8 +203,12 @@ class Scheme(Groups):
             type(self.scale_bits) is int and self.scale_bits in SCALE_DTYPES,
             "16 or 32",
         )
-        rule = "(bits, part) each, of falling bits, parts that add up to 1"
-        yield "widths", _are_widths(self.widths), rule
+        by_channel = (self.scale_group or (0, 0))[1] == 1 and self.offset_group == self.scale_group
+        yield (
+            "widths",
+            _are_widths(self.widths) and (by_channel or not self.widths),
+            "up to three (bits, part), of falling bits and of parts that add up to 1, of scales and offsets of single channels",
+        )
 
     @property
     def name(self) -> str:
@@ -271,9 +277,14 @@ class Scheme(Groups):
             for group in (self.scale_group, self.offset_group)
         )
         *wide, (bits, _) = cut
-        widths = self.widths if wide else ()
         return replace(
-            self, scale_group=scale, offset_group=offset, bits=bits, widths=widths, wide=tuple(wide)
+            self,
+            scale_group=scale,
+            offset_group=offset,
+            bits=bits,
+            clip=self.clip if bits == self.bits else 1.0,
+            widths=self.widths if wide else (),
+            wide=tuple(wide),
         )
 
     @property
@@ -289,7 +300,8 @@ class Scheme(Groups):
         bits = [width for width, _ in self._parts]
         wanted = [part * head_dim for _, part in self._parts]
         for unit in (32, 8):
-            cuts = list(_fillings([_packed(width, unit) for width in bits], head_dim))
+            steps = [_packed(width, unit) for width in bits]
+            cuts = list(_fillings(steps, wanted, head_dim))
             more = {cut: sum(map(mul, bits, cut)) - sum(map(mul, bits, wanted)) for cut in cuts}
             within = [cut for cut in cuts if all(cut) and more[cut] <= 0]
             beyond = [cut for cut in cuts if more[cut] >= 0]
@@ -327,15 +339,16 @@ def _packed(bits: int, unit: int) -> int:
     return max(unit // gcd(unit, plane) for plane in planes(bits))
 
 
-def _fillings(steps: list[int], channels: int) -> Iterator[tuple[int, ...]]:
-    """Yield the sizes, multiples of these steps, that sum up to `channels`."""
+def _fillings(steps: list[int], wanted: list[float], channels: int) -> Iterator[tuple[int, ...]]:
+    """Yield sizes, multiples of these steps, that sum up to `channels`: all but the last less than REACH from the wanted ones."""
     first, *rest = steps
     if not rest:
         if channels % first == 0:
             yield (channels,)
         return
-    for size in range(0, channels + 1, first):
-        for others in _fillings(rest, channels - size):
+    least = max(0, round(wanted[0]) - REACH) // first * first
+    for size in range(least, min(channels, round(wanted[0]) + REACH) + 1, first):
+        for others in _fillings(rest, wanted[1:], channels - size):
             yield (size, *others)
 
 
@@ -348,7 +361,8 @@ def _are_widths(widths: object) -> bool:
         return False
     bits, parts = [bits for bits, _ in widths], [part for _, part in widths]
     falling = bits == sorted({*bits} & CODE_BITS, reverse=True)
-    return not widths or (falling and min(parts) > 0 and isclose(sum(parts), 1))
+    fits = len(widths) <= 3 and falling and min(parts, default=1) > 0
+    return fits and (not widths or isclose(sum(parts), 1))
 
 
 def _is_number(value: object) -> bool:

@@ -67,6 +67,8 @@ def _scheme_of(made: Format, side: str) -> Scheme:
         raise CacheOptionError(
             f"format {made.name!r}: scheme({side!r}) must return self.made(..), got {scheme!r}"
         )
+    if scheme.widths and side != "keys":
+        raise CacheOptionError(f"format {made.name!r}: widths are for keys, not for {side}")
     return scheme
 
 
@@ -139,10 +141,13 @@ def check_encoded(result: object, shape: torch.Size, scheme: Scheme) -> None:
                 scheme,
                 f"encode's {what} must be finite for finite numbers, got inf or nan in {given.dtype}",
             )
-    bits = max([scheme.bits, *(bits for bits, _ in scheme.wide)])
-    if bits < 8 and codes.device.type == "cpu" and codes.numel():
-        largest = int(codes.max())
-        if largest >> bits:
+    if codes.device.type != "cpu" or not codes.numel():
+        return
+    sizes = [channels for _, channels in scheme.wide]
+    parts = codes.split([*sizes, dim - sum(sizes)], -1)
+    for bits, part in zip((*dict(scheme.wide), scheme.bits), parts, strict=True):
+        largest = int(part.max())
+        if bits < 8 and largest >> bits:
             raise _wrong(scheme, f"encode's codes must be below 2^{bits}, got {largest}")
 
 

@@ -11,7 +11,15 @@ from paged_inputs import page_spec
 
 from kv_hf.backends.reference import pages as reference
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import key_scheme
+from kv_hf.formats import (
+    Groups,
+    RangeFormat,
+    SignedFormat,
+    key_scheme,
+    per_channel,
+    per_token,
+    register_format,
+)
 from kv_hf.quant.codec import (
     block,
     decode,
@@ -384,6 +392,7 @@ def test_seal_pages_takes_slots_and_rows_from_its_jobs(monkeypatch, name):
 # -- keys of several widths and rotated values ------------------------------------------------------------------
 
 MIXED = ("int4", "int3", "int2")
+WIDE = ((6, 0.5), (4, 0.5))
 
 
 def numbers(*shape, seed=0):
@@ -463,9 +472,36 @@ def test_widths_fill_words_and_come_closest_to_their_parts(name, dim, runs):
 
 @pytest.mark.parametrize(
     "widths",
-    [((6, 0.5),), ((4, 0.5), (6, 0.5)), ((5, 0.5), (3, 0.5)), ((4, 1.5), (2, -0.5)), (4, 2), "4"],
+    [
+        ((6, 0.5),),
+        ((4, 0.5), (6, 0.5)),
+        ((8, 0.2), (6, 0.2), (4, 0.2), (2, 0.4)),
+        ((5, 0.5), (3, 0.5)),
+        ((4, 1.5), (2, -0.5)),
+        (4, 2),
+        "4",
+    ],
     ids=str,
 )
 def test_bad_widths_are_refused(widths):
-    with pytest.raises(CacheOptionError, match="widths must be .bits, part. each, of falling bits"):
+    with pytest.raises(
+        CacheOptionError, match="widths must be up to three .bits, part., of falling"
+    ):
         replace(key_scheme("int4"), widths=widths)
+
+
+@pytest.mark.parametrize(
+    ("format", "groups", "says"),
+    [
+        (RangeFormat, {"values": per_channel(widths=WIDE)}, "widths are for keys, not for values"),
+        (RangeFormat, {"latent": per_channel(widths=WIDE)}, "widths are for keys, not for latent"),
+        (RangeFormat, {"keys": per_token(widths=WIDE)}, "of single channels"),
+        (RangeFormat, {"keys": Groups((0, 1), widths=WIDE)}, "of single channels"),
+        (RangeFormat, {"keys": per_channel(widths=5)}, "widths must be up to three"),
+        (SignedFormat, {"keys": per_channel(widths=WIDE)}, "codes must be below 2.6"),
+    ],
+)
+def test_rows_with_widths_that_cannot_be_are_refused(format, groups, says):
+    """C once wrote past its scratch memory for values of two widths."""
+    with pytest.raises(CacheOptionError, match=says):
+        register_format(format("wrong", 8 if format is SignedFormat else 4, groups))

@@ -46,9 +46,7 @@ class Summary(IntEnum):
 def summary_of(keys: SideSpec) -> Summary:
     """Return how pages of such keys are summed up."""
     scheme = keys.scheme
-    if (
-        not scheme.wide and len(planes(scheme.bits)) > 1
-    ):  # whose words hold a part of their channels' bits
+    if not scheme.wide and len(planes(scheme.bits)) > 1:  # words hold a part of the bits
         return Summary.ALL_CHANNELS
     if keys.head_dim > MOST_CHANNELS or summary_words(keys) >= words_of(keys):
         return Summary.ALL_CHANNELS

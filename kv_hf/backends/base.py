@@ -298,8 +298,8 @@ def _words(scheme: Scheme) -> str:
     offset = "no offset" if scheme.offset_group is None else f"an offset {scheme.offset_group}"
     scale = "no scale" if scheme.scale_group is None else f"a scale {scheme.scale_group}"
     kind = f"{'rotated ' if scheme.rotated else ''}{scheme.code}"
-    wide = "".join(f" ({bits} of {channels} channels)" for bits, channels in scheme.wide)
+    wide = "".join(f"{bits} bits in {channels} channels, " for bits, channels in scheme.wide)
     return (
-        f"{kind} codes of {scheme.bits} bits{wide} with {scale} and {offset} for groups of (tokens, channels), in "
+        f"{kind} codes of {wide}{scheme.bits} bits with {scale} and {offset} for groups of (tokens, channels), in "
         f"{scheme.scale_bits} bits"
     )

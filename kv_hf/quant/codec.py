@@ -229,8 +229,9 @@ def wide_first(numbers: torch.Tensor, wide: Sequence[int]) -> torch.Tensor:
     ranges = numbers.amax(-2) - numbers.amin(-2)
     ranges = torch.maximum(ranges, ranges.roll(ranges.shape[-1] // 2, -1))
     rank = torch.argsort(torch.argsort(ranges, dim=-1, descending=True, stable=True), dim=-1)
-    ends = torch.tensor(list(accumulate(wide)), device=ranges.device)
-    width = torch.bucketize(rank, ends, right=True)
+    width = torch.zeros_like(rank)
+    for end in accumulate(wide):
+        width += rank >= end
     return torch.argsort(width, dim=-1, stable=True)
 
 

@@ -168,7 +168,7 @@ def test_cache_config_reads_sizes_with_units(name, given):
     [
         ("2k", {"tokens": 2048}, ReadBudget(pages=30)),
         (0.25, {"share": 0.25}, ReadBudget(share=0.25)),
-        ({"mass": 0.9, "from": "8k"}, {"mass": 0.9, "from": 8192}, ReadBudget(top_p=0.9, from_tokens=8192)),
+        ({"share": 0.9, "from": "8k"}, {"share": 0.9, "from": 8192}, ReadBudget(share=0.9, from_tokens=8192)),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """kv-hf demo and eval on a tiny model, in 80 columns; and the scripts that add this repository's models."""
 
-import json
 import runpy
 import sys
 
@@ -131,13 +130,9 @@ def test_commands_say_why_they_end(arguments, says, capsys):
     assert error.startswith(f"kv-hf {arguments[0]}: error: ") and says in error
 
 
-@pytest.mark.parametrize("name", ["demo", "perplexity"])
-def test_scripts_know_the_packaged_models(name, capsys, monkeypatch):
-    """They are the commands, with models that come in PyPI packages."""
-    monkeypatch.setattr(sys, "argv", [name])
-    main = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]
+def test_the_demo_script_ends_in_a_sentence(capsys, monkeypatch):
+    """It is the command, with models that come in PyPI packages."""
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    main = runpy.run_path(str(ROOT / "scripts" / "demo.py"))["main"]
     assert main(["--model", "tinyllama-1.1b-not", "--text", "x"]) == 2
-    assert f"{name}.py: error: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert json.dumps(capsys.readouterr().out).count("smollm2-135m") >= (name != "demo")
+    assert "demo.py: error: " in capsys.readouterr().err

@@ -55,7 +55,9 @@ def rows(default: str) -> Argument:
 
 
 # a test compares these names with the package's
-CACHES = "paged_exact, paged_fp8, paged_int8, paged_int6, paged_k8v4, paged_int4, paged_int3, paged_int2"
+CACHES = (
+    "paged_exact, paged_fp8, paged_int8, paged_int6, paged_k8v4, paged_int4, paged_int3, paged_int2"
+)
 OTHER_CACHES = "dynamic, static, offloaded, quanto_int4, quanto_int2, hqq_int8, hqq_int4, hqq_int2, quantized_fp8"
 TEXTS = "lincoln_1862, novel, code, german, tables, lincoln_1863, moby_dick, sqlite, french, wages"
 SETS = "held_out, calibration, lincoln"

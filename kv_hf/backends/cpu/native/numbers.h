@@ -152,7 +152,7 @@ INLINE int64_t steps_over(int format, int64_t codes) {
     return codes / (codes_in_word(format) * places_of(format) * parts_of(format));
 }
 
-/* The largest code of a format without a sign, and the one in the middle, page_summary.middle_code: 0 where there are no offsets. */
+/* The largest code of a format without a sign, and the one in the middle, page_summary.middle_codes: 0 where there are no offsets. */
 INLINE float top_code(int format) { return (float)((1u << bits_of(format)) - 1); }
 INLINE float middle_code(int format) { return 0.5f * top_code(format); }
 

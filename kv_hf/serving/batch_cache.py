@@ -332,8 +332,10 @@ class BatchCache:
         if store is None or request.row is not None or len(self.requests) >= self.room.rows:
             return 0
         request.space = None  # it begins now, whenever it came
+        space, recent = self._space_of(request, store), self.options.recent_tokens
+        with self.in_order():
+            store.take_in(space, prompt_ids, recent, make_free=self._make_free)
         with store.tree.pool.lock:
-            space, recent = self._space_of(request, store), self.options.recent_tokens
             found = store.find(space, prompt_ids, recent)
             if not found.pages:
                 return 0
@@ -361,7 +363,8 @@ class BatchCache:
         tokens = (state.initial_tokens + state.generated_tokens)[: int(group.lengths()[row])]
         pages = group.batch.pages[row]
         space = self._space_of(request, store)
-        shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
+        with self.in_order():
+            shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
         if shared != pages[: len(shared)]:
             group.replace_pages(row, shared + pages[len(shared) :])
 

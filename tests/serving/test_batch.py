@@ -274,6 +274,27 @@ def test_generate_and_batches_share_one_prefix_store():
     assert alone(model, [text], generation) == [alone_first]
 
 
+@pytest.mark.parametrize("name", ["paged_exact", "paged_int4"])
+def test_batches_find_in_a_folder_what_generate_kept(name, tmp_path):
+    """One prompt is kept by generate(), one by a batch; a manager that starts anew finds both."""
+
+    def options():
+        return {"prefix_store": kv_hf.PrefixStore(folder=tmp_path)}
+
+    texts = [prompts()[3], prompts()[3][::-1]]
+    alone(make_model("llama"), texts[:1], config(name, 8, first := options()))
+    first["prefix_store"].flush()
+    for turn, known in enumerate((1, 2)):
+        model, of = make_model("llama"), options()
+        found = answers(model, texts, config(name, 8, of), batching())
+        of["prefix_store"].flush()
+        stats = of["prefix_store"].stats()
+        assert (stats.rows, stats.rows_hit, stats.pages_damaged) == (2, known, 0)
+        assert stats.pages_read > 0 and (stats.pages_written > 0) == (turn == 0)
+        if name == "paged_exact":
+            assert found == alone(model, texts, config(name, 8, {}))
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
 def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count):
     generator = torch.Generator().manual_seed(1)

@@ -76,7 +76,7 @@ class BatchCache:
         scheduler: transformers' one, once the cache is that of a batch processor.
         requests_evicted: that left a full cache, to be computed anew.
         layers_reached: by the last forward.
-    Raises: UnsupportedModelError for layers that hold more than keys and values in pages.
+    Raises: UnsupportedModelError for a layer that stored nothing.
     """
 
     # read by transformers' scheduler and inputs; block tables and indices of tokens are not used
@@ -446,13 +446,18 @@ class BatchCache:
             module: the attention module, whose layer_idx says which layer it is.
             states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, head_dim], of this forward.
         Returns: ([1, tokens, num_heads, value_dim], None).
-        Raises: UnsupportedModelError for a layer without pages.
+        Raises: UnsupportedModelError for a layer without pages, and for a second call in a forward.
         """
         layer: Any = getattr(module, "layer_idx", None)
         store = self.stores.get(layer)
         if store is None or self._forward is None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
+            )
+        if layer in self.layers_reached:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends twice in layer {layer} of a forward, and continuous batching stores what comes: "
+                "use generate()"
             )
         self.layers_reached.add(layer)
         return store.attend(self._forward, module, states, kwargs)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from unittest.mock import MagicMock
 
 import pytest
 from paths import ROOT
@@ -106,6 +107,18 @@ def test_options_beside_a_name_and_in_json_are_one_config():
     for batching in (False, True):
         store = ServerOptions.parse("paged_int4", None, None, batching, "kept").make_store()
         assert store.folder.path.name == "kept" and store.max_bytes == 2**30
+
+
+def test_batches_end_with_the_server(monkeypatch):
+    """Their thread, which transformers leaves running, kept a server alive behind Ctrl-C."""
+    theirs = pytest.importorskip("transformers.cli.serving.server")
+    monkeypatch.setattr(theirs, "build_server", own := MagicMock())
+    models, state = MagicMock(loaded_models={}), MagicMock()
+    with pytest.raises(KeyboardInterrupt), server.paged_server(ServerOptions.parse("paged_int4")):
+        theirs.build_server(models, generation_state=state)
+        assert not state.shutdown.called
+        raise KeyboardInterrupt
+    assert state.shutdown.called and theirs.build_server is own
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "openai"])

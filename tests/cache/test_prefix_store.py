@@ -599,6 +599,15 @@ def test_a_folder_gives_the_next_process_the_stored_bytes(family, name, tmp_path
     assert counts.tokens_computed == in_memory.tokens_computed - len(SYSTEM)
 
 
+def test_a_batch_begins_with_a_folder(tmp_path):
+    rows = BATCHES["ragged"]
+    kept_in(tmp_path, "paged_exact", rows=rows[:1])
+    for turn in range(2):
+        found, counts = kept_in(tmp_path, "paged_exact", rows=rows)
+        assert_same(found, stock(make_model("llama"), rows))
+        assert counts.pages_read >= (len(SYSTEM) - 4) // PAGE and counts.rows_hit == 5
+
+
 def other_sums(path):
     """Change a page, and its checksum with it; return what lies there then."""
     page = {"page": torch.zeros(7, dtype=torch.uint8)}

@@ -602,7 +602,7 @@ def test_a_folder_gives_the_next_process_the_stored_bytes(family, name, tmp_path
 def test_a_batch_begins_with_a_folder(tmp_path):
     rows = BATCHES["ragged"]
     kept_in(tmp_path, "paged_exact", rows=rows[:1])
-    for turn in range(2):
+    for _ in range(2):
         found, counts = kept_in(tmp_path, "paged_exact", rows=rows)
         assert_same(found, stock(make_model("llama"), rows))
         assert counts.pages_read >= (len(SYSTEM) - 4) // PAGE and counts.rows_hit == 5

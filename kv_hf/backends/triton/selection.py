@@ -36,7 +36,7 @@ from .direct import (
     queries_of,
     rows_of,
 )
-from .heads import ROWS, attend_window, columns_of, load_runs, query_units
+from .heads import attend_window, columns_of, load_runs, query_units
 from .meta_params import (
     HIP,
     Chunk,
@@ -72,6 +72,7 @@ SUMS = tl.constexpr(MAX_SPLITS + 1)
 # pages and columns whose masses are summed at once
 SUMMED_PAGES, SUMMED_COLUMNS = tl.constexpr(128), tl.constexpr(32)
 BLOCK = tl.constexpr(1024)  # pages that are counted at once
+ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 WAYS = tl.constexpr(16)  # places of a range of ranks that are tried at once
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
 

@@ -94,14 +94,13 @@ def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: tl.constexpr = 0):
+def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr):
     """Move the running maximum and turn scores into weights.
 
     Args:
         scores: [tokens, columns] fp32; log2 where BENT, else raw with `factor` [columns] > 0 to log2.
         best: [columns] fp32, the running maximum in log2.
         HIDES: whether some scores may be -inf.
-        LIFT: the weights are multiplied by 2^LIFT, for who rounds them to float16.
     Returns: weights [tokens, columns], keep [columns] (what to multiply earlier sums by), the new maximum.
     """
     top = tl.max(scores, 0)
@@ -109,11 +108,9 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
     shift = finite(top) if HIDES else top
     keep = tl.exp2(best - shift)
     if BENT:
-        # the lift behind the difference: beside the lowest number of a dtype it would vanish
-        weights = tl.exp2(scores - shift[None, :]) * (2.0**LIFT)
+        weights = tl.exp2(scores - shift[None, :])
     else:
-        down = LIFT - shift if LIFT else -shift
-        weights = tl.exp2(tl.fma(scores, factor[None, :], down[None, :]))
+        weights = tl.exp2(tl.fma(scores, factor[None, :], -shift[None, :]))
     return weights, keep, top
 
 

@@ -186,11 +186,18 @@ def attend_window(
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
             v = load_exact(value_rows, held, V_CUT, True)
-            acc = add_parts(v, weights, rescale(acc, keep), V_DTYPE, R_CUT is not None)
+            acc = add_parts(v, weights, keep, acc, V_DTYPE, R_CUT is not None)
     return best, total, acc
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def channels_of(PART: tl.constexpr, CUT: tl.constexpr):
+    """Return the channels of a part, [size], and which there are."""
+    lane = tl.arange(0, CUT.parts[PART].size)
+    return CUT.parts[PART].place + lane, below(lane, CUT.parts[PART].held)
 
 
 @triton.jit
@@ -224,11 +231,10 @@ def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.con
     """
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        channel = CUT.parts[p].place + lane
+        channel, inside = channels_of(p, CUT)
         if len(channels) > 0:
             channel = channels[p].to(tl.int32)
-        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
+        inside = inside[:, None] & held[None, :]
         part = tl.load(pointers[None, :] + channel[:, None], mask=inside, other=0.0)
         parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
     return parts
@@ -239,9 +245,8 @@ def load_parts(pointers, CUT: tl.constexpr):
     """Load a number per channel part by part, each [size], zeros behind a part."""
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = pointers + CUT.parts[p].place + lane
-        parts = parts + (tl.load(where, mask=below(lane, CUT.parts[p].held), other=0),)
+        channel, inside = channels_of(p, CUT)
+        parts = parts + (tl.load(pointers + channel, mask=inside, other=0),)
     return parts
 
 
@@ -253,9 +258,8 @@ def load_exact(rows, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
     """
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = tl.expand_dims(rows, 1 - ACROSS) + tl.expand_dims(CUT.parts[p].place + lane, ACROSS)
-        inside = below(lane, CUT.parts[p].held)
+        channel, inside = channels_of(p, CUT)
+        where = tl.expand_dims(rows, 1 - ACROSS) + tl.expand_dims(channel, ACROSS)
         inside = tl.expand_dims(held, 1 - ACROSS) & tl.expand_dims(inside, ACROSS)
         parts = parts + (tl.load(where, mask=inside, other=0.0),)
     return parts
@@ -318,22 +322,12 @@ def load_runs(
 
 
 @triton.jit
-def rescale(acc, keep):
-    """Multiply every part of acc by keep [columns]."""
-    new = ()
-    for p in tl.static_range(len(acc)):
-        new = new + (acc[p] * keep[None, :],)
-    return new
-
-
-@triton.jit
 def store_parts(pointers, acc, held, CUT: tl.constexpr):
     """Store the parts of acc [channels, columns] where `held` [columns]."""
     for p in tl.static_range(len(acc)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = pointers[None, :] + (CUT.parts[p].place + lane)[:, None]
-        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
-        tl.store(where, acc[p], mask=inside)
+        channel, inside = channels_of(p, CUT)
+        where = pointers[None, :] + channel[:, None]
+        tl.store(where, acc[p], mask=inside[:, None] & held[None, :])
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -465,8 +459,8 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
 
 
 @triton.jit
-def add_parts(values, weights, acc, DTYPE: tl.constexpr, TURNED: tl.constexpr = False):
-    """Add weights [tokens, columns] times values, parts of [size, tokens] whose numbers are those of the model, to acc's parts.
+def add_parts(values, weights, keep, acc, DTYPE: tl.constexpr, TURNED: tl.constexpr = False):
+    """Add weights [tokens, columns] times values, parts of [size, tokens] whose numbers are those of the model, to acc's parts times keep.
 
     TURNED: whether columns lie on the rows of products, too few for those of a group of four warps, which would take as much
     shared memory again.
@@ -475,11 +469,12 @@ def add_parts(values, weights, acc, DTYPE: tl.constexpr, TURNED: tl.constexpr = 
     new = ()
     for p in tl.static_range(len(values)):
         x = values[p].to(DTYPE)
+        part = acc[p] * keep[None, :]
         if TURNED:
-            part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(acc[p]), input_precision="ieee")
+            part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(part), input_precision="ieee")
             part = tl.trans(part)
         else:
-            part = tl.dot(x, w, acc[p], input_precision="ieee")
+            part = tl.dot(x, w, part, input_precision="ieee")
         new = new + (part,)
     return new
 
@@ -500,7 +495,7 @@ def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES
     lane = token + tl.arange(0, VALUES.tile)
     if VALUES.groups == 0:
         parts = load_plain(values, block, lane, VALUES, True)
-        return add_parts(parts, weights, rescale(acc, keep), DTYPE), offsets
+        return add_parts(parts, weights, keep, acc, DTYPE), offsets
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
         codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane

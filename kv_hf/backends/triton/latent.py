@@ -34,6 +34,7 @@ def attend_latents(
     ROPE: tl.constexpr = LATENTS.rope
     RANK: tl.constexpr = CUT.dim
     PAGE: tl.constexpr = LATENTS.side.page
+    WORDS: tl.constexpr = PAGE // LATENTS.side.places
     ROWS: tl.constexpr = LATENTS.rows
     STRIDE: tl.constexpr = LATENTS.stride
     STEP: tl.constexpr = LATENTS.step
@@ -63,7 +64,7 @@ def attend_latents(
     lane = tl.arange(0, ROWS)
     row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
     if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.side.bits < 8:
-        shift = lane // LATENTS.words * LATENTS.side.bits % 8
+        shift = lane // WORDS * LATENTS.side.bits % 8
         row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the words' loads.
@@ -75,7 +76,7 @@ def attend_latents(
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile % TILES_PER_PAGE) * ROWS
         token = start + lane  # of place 0
-        words = keys.codes + block * (LATENTS.words * RANK)
+        words = keys.codes + block * (WORDS * RANK)
         words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
         numbers = load_numbers(words, LATENTS)
         ropes = values.codes + (block * PAGE + token) * ROPE.dim
@@ -91,7 +92,7 @@ def attend_latents(
         next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
         scales = load_scales(keys.scale, next_block, next_token, LATENTS)
 
-        for phase in tl.static_range(LATENTS.places // STEP):
+        for phase in tl.static_range(PAGE // STRIDE // STEP):
             scores = ()
             for i in tl.static_range(0, STEP, SHARE):
                 if LATENTS.fold == "channel":
@@ -285,14 +286,15 @@ def load_scales(scale, block, token, LATENTS: tl.constexpr):
     """
     CUT: tl.constexpr = LATENTS.cut
     RUNS: tl.constexpr = CUT.runs
-    PLACES: tl.constexpr = LATENTS.places
-    GROUPS: tl.constexpr = CUT.dim // LATENTS.group
+    PAGE: tl.constexpr = LATENTS.side.page
+    GROUP: tl.constexpr = LATENTS.side.scale_channels
+    GROUPS: tl.constexpr = CUT.dim // GROUP
     scales = ()
     if LATENTS.fold == "token":
-        for p in tl.static_range(PLACES):
+        for p in tl.static_range(PAGE // LATENTS.stride):
             for r in tl.static_range(RUNS):
-                group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
-                at = (block * LATENTS.side.page + token + p * LATENTS.stride)[None, :] * GROUPS
+                group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // GROUP
+                at = (block * PAGE + token + p * LATENTS.stride)[None, :] * GROUPS
                 where = scale + (at + tl.minimum(group, GROUPS - 1)[:, None])
                 scales = scales + (tl.load(where),)
     return scales
@@ -362,7 +364,8 @@ def load_factors(keys, block, token, LATENTS: tl.constexpr):
 @triton.jit
 def first_factor(block, token, LATENTS: tl.constexpr):
     """Return the number of channel 0's scale by channel, of token `token` in page `block`."""
-    return (block * (LATENTS.side.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
+    GROUP: tl.constexpr = LATENTS.side.scale_tokens
+    return (block * (LATENTS.side.page // GROUP) + token // GROUP) * LATENTS.cut.dim
 
 
 @triton.jit

@@ -489,10 +489,10 @@ class Latents(NamedTuple):
 
     Attributes:
         side: where they lie; fold: how scales apply: "none", "channel" or "token", which they are of.
-        tile: tokens of a tile; words: of a page; group: tokens that share a scale by channel, or channels by token.
+        tile: tokens of a tile.
         stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
             rows of several places lie one below another: copies are places of a word that are rows of a tile.
-        rows, places: of a tile, each of whose tokens is one place of a row.
+        rows: of a tile, each of whose tokens is one place of a row.
         step: places whose scores move the softmax at once; share: those of them that share a scale by channel.
         cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both runs of a chunk, or None.
         rope_code: as `code`, of RoPE keys.
@@ -504,12 +504,9 @@ class Latents(NamedTuple):
     side: SideLayout
     fold: str
     tile: int
-    words: int
-    group: int
     stride: int
     copies: int
     rows: int
-    places: int
     step: int
     share: int
     cut: Chunks
@@ -567,15 +564,14 @@ def latents(spec: PageSpec, queries: Queries) -> Latents:
     cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
     dtypes = compute_types(spec, queries.full)
     by_channel = fold == "channel"
-    group = side.scale_tokens if by_channel else side.scale_channels
-    stride, words = token_stride(spec), page // side.places
+    stride = token_stride(spec)
     at_once = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
         side=side, fold=fold, tile=tile_tokens(spec, queries.full),
-        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, queries.full), places=page // stride,
-        step=at_once, share=max(1, min(at_once, group // stride)) if by_channel else 1, cut=cut,
+        stride=stride, copies=stride * side.places // page, rows=tile_rows(spec, queries.full), step=at_once,
+        share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],

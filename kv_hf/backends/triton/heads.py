@@ -25,7 +25,7 @@ from .dequant import (
 )
 from .direct import Fields
 from .pages import load_numbers
-from .softmax import LOG2E, bend, near_one, weigh
+from .softmax import LOG2E, below_one, bend, weigh
 
 
 class Columns(NamedTuple):
@@ -216,11 +216,11 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def query_units(queries, real, softmax_scale, DIM: tl.constexpr):
-    """Return what brings query columns near 1, and their scores to log2, see `near_one`; `queries` are read where `real`."""
+    """Return what brings query columns below 1, and their scores to log2, see `below_one`; `queries` are read where `real`."""
     channel = tl.arange(0, triton.next_power_of_2(DIM))
     inside = (channel < DIM)[:, None] & real[None, :]
     x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
-    return near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
+    return below_one(tl.max(tl.abs(x), 0), softmax_scale)
 
 
 @triton.jit

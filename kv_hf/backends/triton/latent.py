@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .dequant import below, dtype_of, stages, tile_unit, unpack
-from .softmax import bend, near_one, weigh
+from .softmax import below_one, bend, weigh
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def attend_latents(
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
     q_rope = load_tile(queries + RANK, real, 0, ROPE)
     size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
-    shrink, factor = near_one(size, softmax_scale, True)
+    shrink, factor = below_one(size, softmax_scale)
     q = times(q, shrink[None, :, None], DTYPE)
     q_rope = (q_rope.to(tl.float32) * shrink[None, :, None]).to(dtype_of(LATENTS.rope_dtype))
     lane = tl.arange(0, ROWS)
@@ -154,7 +154,9 @@ def attend_latents(
             acc = new
         block = next_block
     if LATENTS.side.code != "none":
-        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
+        acc = times(
+            acc, 1.0 / (LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa)), tl.float32
+        )
     return best, total, acc
 
 
@@ -165,12 +167,6 @@ def times(tiles, factor, DTYPE: tl.constexpr):
     for i in tl.static_range(len(tiles)):
         new = new + ((tiles[i].to(tl.float32) * factor).to(DTYPE),)
     return new
-
-
-@triton.constexpr_function
-def all_unit(LATENTS):
-    """Return what all codes of a tile are multiplied by."""
-    return tile_unit(LATENTS.side.bits, LATENTS.isa)
 
 
 @triton.constexpr_function
@@ -407,7 +403,9 @@ def score_channels(
         products = more
     scores = ()
     for i in tl.static_range(SHARE):
-        unit = row_unit * (1.0 / (all_unit(LATENTS) * step_unit(FIRST + i, LATENTS)))
+        unit = row_unit * (
+            1.0 / (tile_unit(LATENTS.side.bits, LATENTS.isa) * step_unit(FIRST + i, LATENTS))
+        )
         unit = tl.broadcast_to(unit[None, None, :], bias.shape)
         scores = scores + (tl.fma(products[i], unit, bias),)
     return scores
@@ -432,5 +430,5 @@ def add_channels(
         w = tl.broadcast_to(w[None, :, :], [acc.shape[0], w.shape[0], w.shape[1]])
         product = tl.dot(w, numbers[FIRST + i], product, input_precision="ieee")
     by = tl.broadcast_to(by.to(tl.float32)[:, None, :], acc.shape)
-    held = held * (LATENTS.boost * all_unit(LATENTS))
+    held = held * (LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa))
     return tl.fma(product, by, acc) + held[None, :, None] * offset.to(tl.float32)[:, None, :]

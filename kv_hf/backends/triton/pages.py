@@ -329,10 +329,10 @@ def seal_pair_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Encode the pages of the jobs. Grid: (jobs, heads, 2). VALUES: None of a side without numbers."""
+    """Encode the pages of the jobs. Grid: (jobs, heads, 2)."""
     if tl.program_id(2) == 0:
         _seal_side(keys, jobs, key_fields, damaged, KEYS)
-    elif VALUES is not None:
+    elif VALUES.dim > 0:
         _seal_side(values, jobs, value_fields, damaged, VALUES)
 
 
@@ -563,10 +563,7 @@ def _seal(call: PageWrite, tokens: Pair) -> None:
         lambda: Kernel(
             spec,
             seal_pair_kernel,
-            {
-                "KEYS": side_layout(spec.keys),
-                "VALUES": side_layout(spec.values) if spec.values.head_dim else None,
-            },
+            {"KEYS": side_layout(spec.keys), "VALUES": side_layout(spec.values)},
             enable_fp_fusion=False,
         ),
     )

@@ -49,16 +49,15 @@ def cap(scores, factor, softcap):
 
 
 @triton.jit
-def near_one(size, softmax_scale, BELOW: tl.constexpr):
-    """Return the powers of two [columns] that bring numbers of `size` near 1, or below 1 where BELOW.
+def below_one(size, softmax_scale):
+    """Return the powers of two [columns] that bring numbers of `size` to the upper half of 0 to 1.
 
     float16 products of queries times these neither overflow nor vanish. Also returned is what turns their scores into
     log2.
     """
     exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-    shrink = ((0x7E800000 if BELOW else 0x7F000000) - exponent).to(tl.float32, bitcast=True)
-    unit: tl.constexpr = 2.0 * LOG2E if BELOW else LOG2E
-    return shrink, exponent.to(tl.float32, bitcast=True) * (softmax_scale * unit)
+    shrink = (0x7E800000 - exponent).to(tl.float32, bitcast=True)
+    return shrink, exponent.to(tl.float32, bitcast=True) * (softmax_scale * (2.0 * LOG2E))
 
 
 @triton.jit

@@ -160,6 +160,7 @@ COMMANDS = {
             argument("--cache", default="paged_int4", help=f"cache of every request, {OPTIONS}; a request's generation_config may name another"),
             argument("--cache-config", metavar="JSON", help="""options of the cache, as in '{"recent_tokens": 32}'"""),
             argument("--prefix-store", metavar="SIZE", help="bytes of prompts and answers kept for later requests, 0 for none (default: 1GiB; not with --continuous-batching, which shares prefixes in its own pool)"),
+            argument("--prefix-folder", metavar="FOLDER", help="where these pages are kept too, up to 16GiB: a server that starts again, or another one, finds them there"),
         ),
         """All other options are those of transformers' server: `transformers serve --help` lists them.
 

@@ -296,12 +296,6 @@ def scored(row: Row) -> str:
     return f"{len(texts)} texts" if len(texts) > 1 else f"one text ({texts[0]})"
 
 
-def protocol(row: Row) -> bool:
-    """Say whether a row has the text that the README's protocol takes for its model."""
-    text = "held_out" if row["model"] == "smollm2-135m" else "lincoln_1862"
-    return bool(row["text"] == text)
-
-
 def in_words(row: Row, forms: Sequence[Sequence[str]]) -> str:
     """Return the text of the first form whose field a row has, neither empty nor 0; a form without a field is for all."""
     return next(filled(form, row) for name, form in forms if not name or value_of(row, name))
@@ -348,7 +342,6 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "base": lambda row: row["cache"].partition(":")[0],
     "worst": worst,
     "scored": scored,
-    "protocol": protocol,
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
     "exact_per_token": lambda row: row["bytes_exact"] / row["window"],
     "most_read": lambda row: row["read_tokens"] or math.inf,

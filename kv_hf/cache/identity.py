@@ -128,6 +128,19 @@ class ModelId:
         weights = described(weights_of(model), places=True)
         return cls(signature(decoder_config(model.config)), adapters, weights, space=space)
 
+    @classmethod
+    def lasting(cls, model: Any) -> dict[str, Any] | None:
+        """Return what other processes know the state of a model by, as plain JSON; None for a state that this process alone has.
+
+        Hooks, adapters that are chosen for each row, dropout and weights that cannot be read are such.
+        """
+        own = cls.for_file(model)
+        assert own.adapters is not None and own.weights is not None
+        unread = any(one.endswith(f" {UNREADABLE}") for one in own.weights.values())
+        if unread or own.adapters.by_call or _hooks(model) or drops_numbers(model):
+            return None
+        return {**vars(own), "adapters": repr(own.adapters.effective()), "cast": _autocast(model)}
+
     def difference(self, other: "ModelId") -> str | None:
         """Return in what the model of now, `other`, differs from this one, in words; None where keys and values are equal.
 

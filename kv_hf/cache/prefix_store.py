@@ -1,6 +1,7 @@
 """Prompts that begin alike share their sealed pages: within a batch, and from one call to the next."""
 
 import hashlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -14,13 +15,17 @@ from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..geometry import full_pages, page_start
 from ..notices import warn_once
+from ..pages.moved import persistent_tensors
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
-from ..pages.storage import PageMemory
+from ..pages.storage import PageMemory, PageStorage
 from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId
+from .prefix_folder import PrefixFolder, name_of, prefix_names, put_pages
+from .saved import VERSION, device_of
 
+SALT = " salt "  # between a space and the salt
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
@@ -37,6 +42,7 @@ class PrefixStats:
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
         evictions: pages evicted because the store was full.
+        pages_read, pages_written, pages_damaged: of the folder, by this store.
     """
 
     rows: int
@@ -46,6 +52,9 @@ class PrefixStats:
     pages: int
     bytes: int
     evictions: int
+    pages_read: int = 0
+    pages_written: int = 0
+    pages_damaged: int = 0
 
     @property
     def skipped(self) -> float:
@@ -77,18 +86,34 @@ class PrefixStore:
     A store belongs to the first model and formats that use it; each state of its adapters has prefixes of its own.
     Several caches may use it at once, in several threads too. Pages are given up least recently used first, never while a cache holds them.
 
+    With a folder the pages outlive the process, and other processes of this machine find them: of a model with the same weights,
+    adapters and formats. They are written behind the forwards, by a thread.
+
     Args:
         max_bytes: bound of the pages that the store keeps, and of the exact tokens in front of them, over all layers: a
             number or "2GiB".
         keep_answers: keep the pages of the text that generate() writes too, for the next turn of a chat.
-    Raises: CacheOptionError for a bound that is no size, and for a `keep_answers` that is neither True nor False.
+        folder: where pages are written to and looked for too; None: in memory alone.
+        folder_bytes: bound of the files of all models in it.
+    Raises: CacheOptionError for a bound that is no size, a `folder` that is no path, and for a `keep_answers` that is neither True
+        nor False.
     """
 
-    def __init__(self, max_bytes: int | str = 2**30, *, keep_answers: bool = False) -> None:
+    def __init__(
+        self,
+        max_bytes: int | str = 2**30,
+        *,
+        keep_answers: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        folder_bytes: int | str = 2**34,
+    ) -> None:
         self.max_bytes = parse_bytes("max_bytes", max_bytes)
         if not isinstance(keep_answers, bool):
             raise CacheOptionError(f"keep_answers must be True or False, got {short(keep_answers)}")
         self.keep_answers = keep_answers
+        room = parse_bytes("folder_bytes", folder_bytes)
+        self.folder = None if folder is None else PrefixFolder(folder, room)
+        self._states: dict[str, str | None] = {}  # space -> name of the model's state in the folder
         self.page_memory = PageMemory()
         self._bound: dict[str, Any] = {}  # options and sizes of the model
         self._model: weakref.ref[Any] | None = None
@@ -130,6 +155,8 @@ class PrefixStore:
             self._bound = asked
             pool = self.page_memory.pool(None)
             self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
+            if self.folder is not None:
+                pool.register(self.folder)
         for name, value in self._bound.items():
             if asked[name] != value:
                 raise CacheOptionError(
@@ -163,11 +190,28 @@ class PrefixStore:
                     "prefix_store weights",
                     "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
                 )
-                self.clear()
+                self._let_go()
                 self._weights = {own.space: own.weights}
-        # pages of other weights that a live cache still brings (`add`) are never found
-        weights = hashlib.sha256(repr(own.weights).encode()).hexdigest()
-        return f"{own.space} {weights}{_reads(options)}"
+            # pages of other weights that a live cache still brings (`add`) are never found
+            weights = hashlib.sha256(repr(own.weights).encode()).hexdigest()
+            space = f"{own.space} {weights}{_reads(options)}"
+            if self.folder is not None and space not in self._states:
+                self._states[space] = self._lasting(model, options)
+        return space
+
+    def _lasting(self, model: Any, options: CacheConfig | None) -> str | None:
+        """Return what the folder calls the state of the model and its options."""
+        found = ModelId.lasting(model)
+        if found is not None:
+            return name_of(
+                VERSION, sorted(found.items()), sorted(self._bound.items()), _reads(options)
+            )
+        warn_once(
+            "prefix_store folder",
+            "The folder of a prefix_store is not used for a state of the model that other processes cannot know: hooks, adapters "
+            "chosen by row, dropout, or weights that are not in memory",
+        )
+        return None
 
     @property
     def tree(self) -> PrefixTree:
@@ -189,7 +233,7 @@ class PrefixStore:
             return self._prefix(self._nodes(space, tokens, recent_tokens))
 
     def _nodes(self, space: Hashable, tokens: Sequence[int], recent_tokens: int) -> list[Prefix]:
-        return self.tree.find(space, tokens[: max(0, len(tokens) - max(1, recent_tokens))])
+        return self.tree.find(space, _sought(tokens, recent_tokens))
 
     def _prefix(self, nodes: Sequence[Prefix]) -> KnownPrefix:
         tree, pages = self.tree, _pages_of(nodes)
@@ -197,6 +241,69 @@ class PrefixStore:
             return KnownPrefix()
         tokens = page_start(len(pages), page_size=tree.page_size, sink_tokens=tree.sink_tokens)
         return KnownPrefix(tokens, pages, nodes[0].sinks)
+
+    def take_in(
+        self,
+        space: Hashable,
+        tokens: Sequence[int],
+        recent_tokens: int,
+        layers: Sequence[Any] = (),
+        make_free: Callable[[int], bool] = lambda pages: True,
+    ) -> None:
+        """Bring what the folder has of a prompt, and memory has not, into memory. The pool's lock is not held while files are read.
+
+        Args:
+            space, recent_tokens: as of `find`.
+            layers: of the cache that asks; where the store has no storage yet, it gets it for them.
+            make_free: called with a number of pages before they are taken; says whether there is room.
+        """
+        folder, tree, state = self.folder, self.tree, self._state_of(space)
+        if folder is None or state is None:
+            return
+        with tree.pool.lock:
+            known = self._nodes(space, tokens, recent_tokens)
+        names = prefix_names(tree.places(_sought(tokens, recent_tokens)))
+        if len(known) >= len(names):
+            return
+        sinks: Any = known[0].sinks if known else folder.first_tokens(state, names[0])
+        if sinks is None:
+            return
+        storages = self._storages(layers, sinks)
+        if not storages or len(storages) != len(sinks):
+            return
+        specs = [one.spec for one in storages]
+        room = self.max_bytes // sum(spec.page_bytes for spec in specs)
+        pages = folder.pages(state, names[max(1, len(known)) :][:room], specs)
+        with tree.pool.lock, persistent_tensors():
+            held, storages = self._nodes(space, tokens, recent_tokens), self._storages((), ())
+            # another thread may have brought or given up pages meanwhile, or made them wider
+            same = len(held) == len(known) and [one.spec for one in storages] == specs
+            if not (pages and same and make_free(len(pages))):
+                return
+            ids = tree.pool.allocate(len(pages))
+            with self.page_memory.pages_lock:
+                put_pages(ids, pages, storages)
+            devices = [one.device for one in storages]
+            on = [(k.to(at), v.to(at)) for (k, v), at in zip(sinks, devices, strict=True)]
+            tree.add(space, _sought(tokens, recent_tokens), (*_pages_of(held), *ids), lambda: on)
+            self._make_room()
+
+    def _storages(self, layers: Sequence[Any], sinks: Sinks) -> list[PageStorage]:
+        """Return the storage of all layers, made for first tokens of these sizes where no forward has made it yet."""
+        memory = self.page_memory
+        model = self._model() if self._model is not None else None
+        for layer, (keys, values) in zip(layers, sinks, strict=False):
+            if layer.layer_idx not in memory.storages and model is not None:
+                device = device_of(model, layer.layer_idx)
+                spec = layer.formats.spec_of(keys[None].to(device), values[None].to(device))
+                memory.storage(layer.layer_idx, spec, device, layer.group)
+        return [memory.storages[index] for index in sorted(memory.storages)]
+
+    def _state_of(self, space: Hashable) -> str | None:
+        """Return the name of a space in the folder; None where it is of this process alone."""
+        own, _, salt = space.partition(SALT) if isinstance(space, str) else ("", "", "")
+        state = self._states.get(own)
+        return name_of(state, salt) if state and salt else state
 
     def attach(
         self,
@@ -221,13 +328,14 @@ class PrefixStore:
         Raises: CacheMismatchError where the cache is not empty; InterruptedForwardError where an earlier call stopped
             half-way.
         """
-        tree = self.tree
+        tree, recent = self.tree, cache.options.recent_tokens
         if cache._held_rows():
             raise CacheMismatchError(
                 f"a prefix begins an empty cache, and this one has seen {cache.get_seq_length()} columns; call reset() first"
             )
+        for tokens in rows:
+            self.take_in(space, tokens, recent, cache.paged_layers)
         with tree.pool.lock:
-            recent = cache.options.recent_tokens
             found = [self._nodes(space, tokens, recent) for tokens in rows]
             seen = self._first_column(found, padding, chunk)
             known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
@@ -318,12 +426,19 @@ class PrefixStore:
         """
         with self.tree.pool.lock:
             added = self.tree.add(space, tokens, pages, sinks)
-            while (excess := self._held_bytes() - self.max_bytes) > 0:
-                # the last page of a beginning takes its exact tokens along
-                if not self.tree.evict(max(1, excess // max(1, sum(self._bytes_each())))):
-                    break
+            self._make_room()
             nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
+            state = self._state_of(space)
+            if self.folder is not None and state is not None and nodes:
+                self.folder.keep(state, nodes, self.tree.places(tokens), self._storages((), ()))
         return _pages_of(nodes)
+
+    def _make_room(self) -> None:
+        """Give up pages beyond `max_bytes`."""
+        while (excess := self._held_bytes() - self.max_bytes) > 0:
+            # the last page of a beginning takes its exact tokens along
+            if not self.tree.evict(max(1, excess // max(1, sum(self._bytes_each())))):
+                break
 
     def _bytes_each(self) -> tuple[int, int]:
         """Return the bytes of a page, and of the exact tokens in front of a beginning, over all layers."""
@@ -382,20 +497,29 @@ class PrefixStore:
             with self._tree.pool.lock:
                 pages, evictions = self._tree.num_pages, self._tree.evictions
                 size = self._held_bytes()
-        return PrefixStats(
-            self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
-        )
+        counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
+        return PrefixStats(*counts, *(() if self.folder is None else self.folder.counts))
 
     def count_computed(self, tokens: int) -> None:
         """Count `tokens` that went through the model for a prefix before its rows did."""
         self._computed += tokens
 
+    def flush(self) -> None:
+        """Wait until the folder has all pages that were kept; a process that ends waits by itself."""
+        if self.folder is not None:
+            self.folder.flush()
+
     def clear(self) -> None:
-        """Let go of all pages; caches that hold some keep them.
+        """Let go of all pages, and remove those of this model from the folder; caches that hold some keep them.
 
         Call it after changes that cannot be seen: less than a row or column of a large weight written through `.data`, and code
         or attributes of the model that are replaced.
         """
+        if self.folder is not None:
+            self.folder.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._tree is not None:
             with self._tree.pool.lock:
                 self._tree.clear()
@@ -439,9 +563,14 @@ def _reads(options: CacheConfig | None) -> str:
     return "" if options is None or options.budget is None else f" reads {options.budget}"
 
 
+def _sought(tokens: Sequence[int], recent_tokens: int) -> Sequence[int]:
+    """Return the tokens of a prompt that may come from pages: all but those that stay exact, and one at least is computed."""
+    return tokens[: max(0, len(tokens) - max(1, recent_tokens))]
+
+
 def salted(space: str, salt: str) -> str:
     """Return the space of prefixes that requests of one salt share; "" is `space` itself."""
-    return f"{space} salt {salt}" if salt else space
+    return f"{space}{SALT}{salt}" if salt else space
 
 
 def _begin(cache: Any, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:

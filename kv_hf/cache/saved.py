@@ -110,7 +110,7 @@ def save(
         formats=formats,
         model=ModelId.for_file(model),
         groups=groups,
-        tensors={name: _digest(tensor) for name, tensor in tensors.items()},
+        tensors={name: digest(tensor) for name, tensor in tensors.items()},
     )
     metadata = {
         "format": FORMAT,
@@ -187,7 +187,7 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     for side, residual in zip(layer.storage.sides, layer.residuals, strict=True):
         spec = side.spec
         for field, held in side.take(held_pages(layer.group.rows)).items():
-            held = _in_layout(held, spec, ROWS) if field == "codes" else held
+            held = in_layout(held, spec, ROWS) if field == "codes" else held
             found[_named(layer.layer_idx, spec.side, field)] = held.cpu().contiguous()
         window = residual.tokens[:, :, : rows.longest].to("cpu", copy=True).contiguous()
         for row, tokens in zip(rows.rows, window, strict=True):
@@ -196,7 +196,7 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     return found
 
 
-def _in_layout(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
+def in_layout(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
     """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in another layout."""
     other = replace(side, layout=layout)
     return codes if side.layout == layout else lay_out(pick_up(codes, side), other)
@@ -208,7 +208,7 @@ def _checksum(metadata: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of the numbers of a contiguous tensor [any shape] on the CPU."""
     numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return hashlib.sha256(numbers).hexdigest()
@@ -277,7 +277,7 @@ def load(
             group.restore(rows)
         for layer in cache.paged_layers:
             rows = found.groups[cache.groups.index(layer.group)]
-            _fill(layer, tensors, rows, chosen or _device_of(model, layer.layer_idx))
+            _fill(layer, tensors, rows, chosen or device_of(model, layer.layer_idx))
         if tensors:
             raise CacheFileError(f"it holds tensors that belong to no cache: {short(min(tensors))}")
         _resume(cache)
@@ -344,7 +344,7 @@ def _tensors(file: Any, described: Mapping[str, str]) -> dict[str, torch.Tensor]
     """Return the tensors of a file by name, on the CPU; their memory is the file's. Raises CacheFileError for a damaged one."""
     found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     for name, tensor in found.items():
-        if _digest(tensor) != described.get(name):
+        if digest(tensor) != described.get(name):
             raise CacheFileError(
                 f"the file is damaged: tensor {short(name)} does not fit its checksum"
             )
@@ -421,7 +421,7 @@ def _fill(
             )
         for name, piece in held.items():
             if name == "codes":
-                piece = _in_layout(piece, replace(side, layout=ROWS), side.layout)
+                piece = in_layout(piece, replace(side, layout=ROWS), side.layout)
             storage.put(range(count), name, piece)
         sizes = len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim
         residual.tokens = taken(side, "window", side.dtype, *sizes).to(device, copy=True)
@@ -476,7 +476,7 @@ def _device(asked: torch.device | str | None) -> torch.device | None:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _device_of(model: Any, layer: int) -> torch.device:
+def device_of(model: Any, layer: int) -> torch.device:
     """Return the device of a layer of a model."""
     own = getattr(model.get_decoder(), "layers", None) if hasattr(model, "get_decoder") else None
     block = own[layer] if own is not None and layer < len(own) else model

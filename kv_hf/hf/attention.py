@@ -17,6 +17,7 @@ from .dense import causal_mask, dense_attention, is_causal
 from .latent import (
     absorbed_query,
     absorbs,
+    expanded,
     from_latent,
     is_latent_attention,
     shrink_of,
@@ -130,7 +131,7 @@ def _written_out(
         warn_read_whole(view, reason)
     key, value = view.dense("keys"), view.dense("values")
     if view.kv.spec.is_latent and is_latent_attention(module):
-        key, value = module.expand_kv(key, value)  # by the heads, as the model does
+        return expanded(module, key, value)
     return key, value
 
 

@@ -3,14 +3,17 @@
 transformers (from 5.15 on) caches latents and calls `module.expand_kv(latent, k_rope)` on all of them in every forward,
 which multiplies the whole history by kv_b_proj. Here handles pass through `expand_kv` as they are, and a decode step
 attends to the latents themselves: the key half of kv_b_proj is multiplied into the query, the value half into the
-result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Read in transformers 5.17 to 5.23, where all models share one
-`expand_kv`; attention is recognised by that method and the sizes beside it, not by the model's name. An `expand_kv` of
-somebody else's is called as it is.
+result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). In a forward of continuous batching, which has no cache in front of
+`expand_kv`, new latents pass through as well, and attention stores them. Read in transformers 5.17 to 5.23, where all
+models share one `expand_kv`; attention is recognised by that method and the sizes beside it, not by the model's name. An
+`expand_kv` of somebody else's is called as it is.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ _SIZES = ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _originals: dict[type, Callable[..., Any]] = {}
+# whether new latents pass through `expand_kv` as handles do: in a forward of this thread whose attention stores them itself
+_passing_new: ContextVar[bool] = ContextVar("kv_hf_passing_new_latents", default=False)
 
 
 def is_latent_attention(module: torch.nn.Module) -> bool:
@@ -78,6 +83,12 @@ def _why_expansion_is_foreign(module: torch.nn.Module) -> str | None:
     return None
 
 
+def foreign_expansion(model: torch.nn.Module) -> str | None:
+    """Return why some `expand_kv` of `model` may compute something else than transformers' own, or None."""
+    found = filter(is_latent_attention, model.modules())
+    return next(filter(None, map(_why_expansion_is_foreign, found)), None)
+
+
 def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def expand_kv(
@@ -85,8 +96,7 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         view = view_of(kv_nope, k_rot)
         if (
-            view is not None
-            and view.kv.spec.is_latent
+            (_passes_new() if view is None else view.kv.spec.is_latent)
             and takes_handles(self.config._attn_implementation, type(self))
             and not _why_expansion_is_foreign(self)  # an override that calls this one
         ):
@@ -94,6 +104,34 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, kv_nope, k_rot, *args, **kwargs)
 
     return expand_kv
+
+
+def _passes_new() -> bool:
+    """Say whether new latents shall pass; never in a compiled forward, which would keep the answer."""
+    return not torch.compiler.is_dynamo_compiling() and _passing_new.get()
+
+
+@contextmanager
+def passing_new_latents(passing: bool = True) -> Iterator[None]:
+    """Return a context in which `expand_kv` hands latents through that are no handles (continuous batching), or expands them."""
+    before = _passing_new.set(passing)
+    try:
+        yield
+    finally:
+        _passing_new.reset(before)
+
+
+def expanded(
+    module: Any, latents: torch.Tensor, rope_keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all heads of `module`, as the model computes them.
+
+    Args:
+        latents: [batch, 1, tokens, kv_lora_rank]; rope_keys: [batch, 1, tokens, rope channels].
+    """
+    with passing_new_latents(False):
+        keys, values = module.expand_kv(latents, rope_keys)
+    return keys, values
 
 
 def restore_expansion() -> None:

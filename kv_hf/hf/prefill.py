@@ -172,13 +172,16 @@ def attach_prefix(
     if len(prompt.rows) > 1 and len(common) > store.find(space, alone).tokens:
         lead = cache.fresh(recent_tokens=0)  # all that is common goes into pages
         store.attach(lead, space, [alone], [0], counted=False)
-        ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
-        with lead.reading_everything():
-            for part in ids.split(chunk or ids.shape[1], dim=1):
-                model(input_ids=part, past_key_values=lead, use_cache=True, **last_logit(model))
-        store.add(lead, [common], space)
-        lead.end_prefill()
-        store.count_computed(ids.shape[1])
+        if rest := common[
+            lead.get_seq_length() :
+        ]:  # a folder, or another thread, may have brought all of it
+            ids = torch.tensor([rest], device=model.device)
+            with lead.reading_everything():
+                for part in ids.split(chunk or len(rest), dim=1):
+                    model(input_ids=part, past_key_values=lead, use_cache=True, **last_logit(model))
+            store.add(lead, [common], space)
+            lead.end_prefill()
+            store.count_computed(len(rest))
     return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
 
 

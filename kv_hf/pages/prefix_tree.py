@@ -5,6 +5,7 @@ tokens themselves: a hit has compared every token, there is no hash to collide. 
 automatic prefix caching (arXiv 2309.06180), the tree that of RadixAttention (arXiv 2312.07104).
 """
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,11 +23,13 @@ class Prefix:
         parent: None for a root.
         page: page id, None for a root.
         sinks: of a root: the exact first tokens, as the layers keep them; opaque here.
+        filed: when it was last written to a folder, or found there as used, in seconds.
     """
 
     parent: "Prefix | None"
     page: int | None = None
     sinks: Any = None
+    filed: float = -math.inf
 
 
 class PrefixTree:
@@ -71,6 +74,10 @@ class PrefixTree:
 
     def _root_key(self, space: Hashable, tokens: Sequence[int]) -> Hashable:
         return space, array("q", tokens[: self.sink_tokens]).tobytes()
+
+    def places(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the tokens of the root of `tokens`, and of each whole page behind it, as bytes that other processes have too."""
+        return [array("q", tokens[: self.sink_tokens]).tobytes(), *self._page_keys(tokens)]
 
     def _page_keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
         size = self.page_size

@@ -76,7 +76,7 @@ class BatchCache:
         scheduler: transformers' one, once the cache is that of a batch processor.
         requests_evicted: that left a full cache, to be computed anew.
         layers_reached: by the last forward.
-    Raises: UnsupportedModelError for layers that hold more than keys and values in pages.
+    Raises: UnsupportedModelError for a layer that stored nothing.
     """
 
     # read by transformers' scheduler and inputs; block tables and indices of tokens are not used
@@ -332,8 +332,10 @@ class BatchCache:
         if store is None or request.row is not None or len(self.requests) >= self.room.rows:
             return 0
         request.space = None  # it begins now, whenever it came
+        space, recent = self._space_of(request, store), self.options.recent_tokens
+        with self.in_order():
+            store.take_in(space, prompt_ids, recent, make_free=self._make_free)
         with store.tree.pool.lock:
-            space, recent = self._space_of(request, store), self.options.recent_tokens
             found = store.find(space, prompt_ids, recent)
             if not found.pages:
                 return 0
@@ -361,7 +363,8 @@ class BatchCache:
         tokens = (state.initial_tokens + state.generated_tokens)[: int(group.lengths()[row])]
         pages = group.batch.pages[row]
         space = self._space_of(request, store)
-        shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
+        with self.in_order():
+            shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
         if shared != pages[: len(shared)]:
             group.replace_pages(row, shared + pages[len(shared) :])
 
@@ -443,13 +446,18 @@ class BatchCache:
             module: the attention module, whose layer_idx says which layer it is.
             states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, head_dim], of this forward.
         Returns: ([1, tokens, num_heads, value_dim], None).
-        Raises: UnsupportedModelError for a layer without pages.
+        Raises: UnsupportedModelError for a layer without pages, and for a second call in a forward.
         """
         layer: Any = getattr(module, "layer_idx", None)
         store = self.stores.get(layer)
         if store is None or self._forward is None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
+            )
+        if layer in self.layers_reached:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends twice in layer {layer} of a forward, and continuous batching stores what comes: "
+                "use generate()"
             )
         self.layers_reached.add(layer)
         return store.attend(self._forward, module, states, kwargs)

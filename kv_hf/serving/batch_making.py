@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.cache import get_device_and_memory_breakdown
 
-from ..cache.layer import PagedLayer
 from ..cache.layer_formats import warn_of_two_bits
+from ..cache.layer_kinds import LatentLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
+from ..hf.latent import passing_new_latents, prepare_latents
 from ..hf.prefill import last_logit
 from .batch_cache import BatchCache
-from .batch_rows import BatchRoom, kinds_of
+from .batch_rows import BatchRoom, check_layers, kinds_of
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 
@@ -58,15 +59,27 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     return cache
 
 
+def template_of(model: Any, options: CacheConfig, store: PrefixStore | None = None) -> PagedCache:
+    """Return an empty paged cache of `options` without the bounds of a batch, with pages in `store` where one is given.
+
+    Raises: UnsupportedModelError for layers or latents that continuous batching cannot have as `options` ask for.
+    """
+    plain = replace(options, max_pages=None, max_bytes=None, cuda_graph="never", prefix_store=store)
+    cache = PagedCache.from_options(model.config.get_text_config(decoder=True), plain)
+    check_layers(cache)
+    if any(isinstance(layer, LatentLayer) for layer in cache.layers):
+        prepare_latents(model, options)
+    return cache
+
+
 def _probed(
     model: Any, options: CacheConfig, batching: Any
 ) -> tuple[PagedCache, PrefixStore | None]:
     """Return a paged cache that tokens for two pages have gone through, and the prefix store, if there shall be one."""
     store = options.prefix_store
-    plain = replace(options, prefix_store=None, max_pages=None, max_bytes=None, cuda_graph="never")
     config = model.config.get_text_config(decoder=True)
-    cache = PagedCache.from_options(config, plain)
-    full = all(type(one) is PagedLayer and one.window is None for one in cache.layers)
+    cache = template_of(model, options)
+    full = all(layer.window is None for layer in cache.paged_layers)
     if not (full and batching.allow_block_sharing):
         if store is not None:
             why = "allow_block_sharing=False" if full else "this model has sliding-window layers"
@@ -75,7 +88,7 @@ def _probed(
             )
     else:
         store = PrefixStore() if store is None else store
-        cache = PagedCache.from_options(config, replace(plain, prefix_store=store))
+        cache = template_of(model, options, store)
     count = options.sink_tokens + options.recent_tokens + 2 * options.page_size + 1
     count = min(count, getattr(config, "max_position_embeddings", None) or count)
     tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
@@ -108,13 +121,14 @@ def try_model(model: Any, cache: BatchCache) -> None:
     try:
         cache.begin()
         row = _row(model, itertools.chain(*texts))
-        together = model(
-            input_ids=row,
-            position_ids=_row(model, itertools.chain(*map(range, map(len, texts)))),
-            attention_mask=row.new_zeros((1, 1, row.shape[1], 0), dtype=torch.bool),
-            use_cache=False,
-            cache=cache,
-        ).logits[0]
+        with passing_new_latents():
+            together = model(
+                input_ids=row,
+                position_ids=_row(model, itertools.chain(*map(range, map(len, texts)))),
+                attention_mask=row.new_zeros((1, 1, row.shape[1], 0), dtype=torch.bool),
+                use_cache=False,
+                cache=cache,
+            ).logits[0]
     except UnsupportedModelError:
         raise
     except Exception as raised:

@@ -13,15 +13,16 @@ import transformers
 from transformers.generation.continuous_batching import continuous_api
 
 from ..backends.cpu.library import end_idle_threads
-from ..cache.model_shape import is_encoder_decoder
+from ..cache.model_shape import decoder_config, is_chunked, is_encoder_decoder
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
 from ..hf.install import Patch
+from ..hf.latent import foreign_expansion, passing_new_latents
 from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
-from .batch_making import new_cache
+from .batch_making import new_cache, template_of
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
@@ -84,6 +85,7 @@ def check_batches(model: Any, options: CacheConfig) -> None:
         )
     _check_options(options)
     _check_model(model)
+    template_of(model, options)
 
 
 def _check_model(model: Any) -> None:
@@ -97,6 +99,10 @@ def _check_model(model: Any) -> None:
         why = f"on pages needs attention that reads them, which {name} has not: {reason}"
     elif getattr(model, "_device_mesh", None) is not None:
         why = "on pages runs in one process; this model is spread by tensor parallelism"
+    elif is_chunked(decoder_config(model.config)):
+        why = f"knows no layers that attend within chunks of a text, as those of {name} do"
+    elif (foreign := foreign_expansion(model)) is not None:
+        why = f"on pages stores latents as they are, and {name} expands them before: {foreign}"
     elif len(devices) > 1:
         why = f"runs on one device, and the weights of {name} lie on {', '.join(devices)}"
     else:
@@ -239,7 +245,8 @@ def _join(processor: Any) -> None:
         # nobody reads it here, and the model would write it into its config, where forwards of other threads read it
         batch.pop("is_causal", None)
         try:
-            compute(model, batch)
+            with passing_new_latents():
+                compute(model, batch)
         finally:  # another thread may have changed it, before this forward or in the middle
             if (reason := why_not_pages(model)) is not None:
                 raise UnsupportedModelError(

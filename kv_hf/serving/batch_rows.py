@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..cache.layer import PagedLayer
+from ..cache.layer_kinds import IndexedLatentLayer, LatentLayer
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..pages.rows import Batch, Rows, RowSizes, plan_append
@@ -132,18 +134,32 @@ class LayersOfKind(NamedTuple):
 Kinds = Mapping[int | None, LayersOfKind]
 
 
+def check_layers(template: PagedCache) -> None:
+    """Raise UnsupportedModelError where a layer holds more than keys and values, or latents and RoPE keys, in pages."""
+    for index, layer in enumerate(template.layers):
+        if type(layer) in (PagedLayer, LatentLayer):
+            continue
+        why = f"is a {type(layer).__name__}"
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            why = "keeps a state of its text (linear attention, convolutions), and requests in one row would share it"
+        elif isinstance(layer, IndexedLatentLayer):
+            why = "has an indexer, whose keys are in no pages"
+        raise UnsupportedModelError(
+            f"continuous batching holds keys and values, or latents, in pages; layer {index} of this model {why}: use generate()"
+        )
+
+
 def kinds_of(template: PagedCache) -> dict[int | None, LayersOfKind]:
     """Return the layers of each sliding window, full attention first.
 
-    Raises: UnsupportedModelError where a layer holds more than keys and values in pages, or none of its own.
+    Raises: UnsupportedModelError where a layer has stored no tokens of its own.
     """
     specs: dict[int | None, list[PageSpec]] = {}
     layers: Sequence[Any] = template.layers
     for index, layer in enumerate(layers):
-        if type(layer) is not PagedLayer or layer.spec is None:
+        if layer.spec is None:
             raise UnsupportedModelError(
-                f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
-                f"{type(layer).__name__}, or stores none of its own; use generate()"
+                f"continuous batching has pages for every layer, and layer {index} of this model stored nothing; use generate()"
             )
         specs.setdefault(layer.window, []).append(layer.spec)
     options = template.options

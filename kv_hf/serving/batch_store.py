@@ -12,6 +12,7 @@ from ..cache.store import LayerStore, Residual
 from ..errors import UnsupportedModelError
 from ..hf.attention import kv_hf_attention
 from ..hf.dense import causal_mask
+from ..hf.latent import expanded
 from ..pages.cpu_memory import mapped_zeros
 from ..pages.moved import persistent_tensors
 from ..pages.step import Step
@@ -34,6 +35,7 @@ class BatchStore(LayerStore):
         super().__init__(layer, pages)
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
+        self.latent_decode = layer.formats.options.latent_decode
         self.windows = self.residuals
         self._rows, self._parts = slice(0), list[torch.Tensor]()
         with persistent_tensors():
@@ -52,7 +54,8 @@ class BatchStore(LayerStore):
         """Append the layer's new tokens to its pages, and attend to all tokens of each request.
 
         Args:
-            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, ..], of this forward.
+            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, ..], of this forward;
+                latents and RoPE keys where the layer stores these.
             kwargs: all further arguments of the attention function.
         Returns: ([1, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError where the model hands over other tokens than the forward has.
@@ -68,6 +71,8 @@ class BatchStore(LayerStore):
         out = None
         for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
             keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
+            if self.spec.is_latent and not step.seen_before:
+                keys, values = expanded(module, keys, values)
             attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
             # in windows made anew; the old ones are read by now
             if not step.fits or step.moves_rest:

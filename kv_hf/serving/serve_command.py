@@ -40,6 +40,7 @@ def serve(words: Sequence[str], prog: str) -> int:
             args.pop("cache_config"),
             args.pop("prefix_store"),
             bool(args.get("continuous_batching")),
+            args.pop("prefix_folder"),
         )
         _check(model, args)
         start(options, model, **args)

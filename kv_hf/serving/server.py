@@ -7,7 +7,7 @@ exchanged, a route for the counts is added, and errors of a request's options be
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -97,24 +97,29 @@ def start(options: ServerOptions, model: str, **arguments: Any) -> Any:
 
 @contextmanager
 def paged_server(options: ServerOptions) -> Iterator[None]:
-    """Let servers that transformers builds within the block take pages as their cache."""
+    """Let servers that transformers builds within the block take pages as their cache; end their batches behind it.
+
+    The thread of a batch, which transformers leaves running, would keep the process from ending.
+    """
     from transformers.cli.serving import server
 
     original = server.build_server
-    vars(server)["build_server"] = _with_pages(original, options)
-    try:
+    with ExitStack() as ending:
+        ending.callback(vars(server).update, build_server=original)
+        vars(server)["build_server"] = _with_pages(original, options, ending)
         yield
-    finally:
-        vars(server)["build_server"] = original
 
 
-def _with_pages(original: Callable[..., Any], options: ServerOptions) -> Callable[..., Any]:
+def _with_pages(
+    original: Callable[..., Any], options: ServerOptions, ending: ExitStack
+) -> Callable[..., Any]:
     """Wrap transformers' build_server."""
     from .server_managers import STATS_ROUTE, PagedManagers, Tenants
 
     @functools.wraps(original)
     def build(model_manager: Any, *args: Any, generation_state: Any, **kwargs: Any) -> Any:
         managers = PagedManagers(generation_state, options)
+        ending.callback(generation_state.shutdown)
         for model_id, timed in list(model_manager.loaded_models.items()):
             managers.check(timed.model, model_id)  # a model that pages do not fit ends the start
         generation_state.get_manager = managers.get_manager

@@ -74,6 +74,7 @@ class PagedBatches(PagedManager):
 
     def __init__(self, own: Any, options: ServerOptions) -> None:
         self._own, self._options = own, options
+        self._cache_config = options.options_of(options.make_store())
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Start the batches at the first request, and wait until their cache is made or refused.
@@ -82,7 +83,7 @@ class PagedBatches(PagedManager):
             or options of its own, as all requests of a batch share one cache.
         """
         own, default = self._options, model.generation_config
-        served = {"cache_implementation": own.name, "cache_config": dict(own.cache_config)}
+        served = {"cache_implementation": own.name, "cache_config": dict(self._cache_config)}
         for name, of_server in served.items():
             if getattr(gen_config, name) not in (None, getattr(default, name, None), of_server):
                 raise CacheOptionError(

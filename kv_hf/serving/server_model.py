@@ -31,12 +31,14 @@ class ServerOptions:
         cache_config: options beside it.
         store_bytes: bound of the prefix store of each model, 0 for none.
         batching: whether requests run in continuous batches.
+        folder: of the prefix store, None for none.
     """
 
     name: str
     cache_config: Mapping[str, Any]
     store_bytes: int
     batching: bool = False
+    folder: str | None = None
 
     @classmethod
     def parse(
@@ -45,6 +47,7 @@ class ServerOptions:
         cache_config: str | None = None,
         prefix_store: str | None = None,
         batching: bool = False,
+        prefix_folder: str | None = None,
     ) -> "ServerOptions":
         """Read the options as the command line has them.
 
@@ -53,6 +56,7 @@ class ServerOptions:
             cache_config: a JSON object of options, which win over those beside the name; None for none.
             prefix_store: a size such as "1GiB"; "0" for no store; None for what `batching` calls for.
             batching: whether requests run in continuous batches, which share prefixes in a pool of their own.
+            prefix_folder: where prefixes outlive the server; None for memory alone.
         Raises: CacheOptionError or ValueError naming argument, value and rule.
         """
         name, beside = parse_cache_name(cache)
@@ -69,7 +73,15 @@ class ServerOptions:
                 f"--prefix-store {prefix_store} is for requests that run one by one; --continuous-batching shares prefixes in its "
                 "own pool of pages: leave --prefix-store out"
             )
-        found = cls(name, {**beside, **_cache_options(cache_config)}, size, batching)
+        if batching and prefix_folder is not None:
+            size = parse_bytes("--prefix-store", STORE)
+        if prefix_folder is not None and not size:
+            raise CacheOptionError(
+                f"--prefix-folder {prefix_folder} keeps the pages of a prefix store, and --prefix-store 0 makes none: leave one "
+                "of them out"
+            )
+        options = {**beside, **_cache_options(cache_config)}
+        found = cls(name, options, size, batching, prefix_folder)
         CacheConfig.from_options(name, found.cache_config)  # what is wrong without a store
         try:
             CacheConfig.from_options(name, found.options_of(found.make_store()))
@@ -84,7 +96,9 @@ class ServerOptions:
 
     def make_store(self) -> PrefixStore | None:
         """Make the prefix store of one model, which keeps prompts and answers; None where none is asked for."""
-        return PrefixStore(self.store_bytes, keep_answers=True) if self.store_bytes else None
+        if not self.store_bytes:
+            return None
+        return PrefixStore(self.store_bytes, keep_answers=True, folder=self.folder)
 
     def options_of(self, store: PrefixStore | None) -> dict[str, Any]:
         """Return the `cache_config` of a request, with the store of its model, or None."""

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -52,15 +53,14 @@ def run_requests(
     prompts: Prompts,
     cache: str,
     batch: int,
-    shared: bool,
+    store: PrefixStore | None,
     new_tokens: int = 1,
 ) -> tuple[Fields, Tensor]:
     """Generate for all prompts of one length, `batch` at a time, keeping every cache; return figures and tokens.
 
     Args:
-        shared: whether all calls use one PrefixStore.
+        store: that all calls use.
     """
-    store = PrefixStore()
     caches: list[PagedCache] = []
     outs = []
     gc.collect()
@@ -74,13 +74,13 @@ def run_requests(
             do_sample=False,
             eos_token_id=None,
             cache_implementation=cache,
-            cache_config={"prefix_store": store} if shared else None,
+            cache_config={"prefix_store": store},
             return_dict_in_generate=True,
         )
         caches.append(out.past_key_values)
         outs.append(out.sequences[:, ids.shape[1] :])
     seconds, tokens = time.perf_counter() - start, sum(map(len, prompts))
-    computed = store.stats().tokens_computed if shared else tokens
+    computed = tokens if store is None else store.stats().tokens_computed
     pools = {cache._group.pool for cache in caches}
     pages = sum(pool.num_held for pool in pools)
     page_bytes = sum(layer.spec.page_bytes for layer in caches[0].paged_layers if layer.spec)
@@ -97,8 +97,8 @@ def same_tokens(device: Device, model: str, **others: Any) -> Iterator[Verdict]:
     """Compare 16 tokens of three requests with and without sharing, in fp32."""
     loaded = shapes.load(model, device, "float32")
     prompts = over_one_prefix(text_ids(model), 3, SYSTEM, QUESTION)
-    _, alone = run_requests(loaded, prompts, "paged_exact", 1, False, 16)
-    _, shared = run_requests(loaded, prompts, "paged_exact", 1, True, 16)
+    _, alone = run_requests(loaded, prompts, "paged_exact", 1, None, 16)
+    _, shared = run_requests(loaded, prompts, "paged_exact", 1, PrefixStore(), 16)
     yield equal("tokens with a prefix store", alone, shared)
 
 
@@ -106,20 +106,28 @@ def same_tokens(device: Device, model: str, **others: Any) -> Iterator[Verdict]:
     "prefix",
     # without sharing a larger batch computes the same tokens: one way stands for all
     grid=[
-        {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": False},
-        {"model": "smollm2-135m", "requests": 64, "batch": [1, 64], "prefix_store": True},
+        {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": "none"},
+        {"model": "smollm2-135m", "requests": 64, "batch": [1, 64], "prefix_store": "memory"},
+        {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": "folder"},
     ],
     gate=same_tokens,
     columns="value tokens_computed skipped pages_bytes",
 )
 def prefix(
-    device: Device, model: str, requests: int, batch: int, prefix_store: bool
+    device: Device, model: str, requests: int, batch: int, prefix_store: str
 ) -> Iterator[Fields]:
-    """The prefill of many requests over one system prompt, with and without a prefix store."""
+    """The prefill of many requests over one system prompt: without a prefix store, with one, and with one that begins with a folder."""
     loaded = shapes.load(model, device, "bfloat16")
     prompts = over_one_prefix(text_ids(model), requests, SYSTEM, QUESTION)
-    run_requests(loaded, [prompt[:64] for prompt in prompts[:2]], "paged_int4", 1, True)  # warm-up
-    figures, _ = run_requests(loaded, prompts, "paged_int4", batch, prefix_store)
+    warm_up = [prompt[:64] for prompt in prompts[:2]]
+    run_requests(loaded, warm_up, "paged_int4", 1, PrefixStore())
+    with TemporaryDirectory() as folder:
+        place = folder if prefix_store == "folder" else None
+        if place is not None:
+            run_requests(loaded, prompts[-1:], "paged_int4", 1, first := PrefixStore(folder=place))
+            first.flush()
+        store = None if prefix_store == "none" else PrefixStore(folder=place)
+        figures, _ = run_requests(loaded, prompts, "paged_int4", batch, store)
     yield {
         "metric": "prefill",
         "cache": "paged_int4",

@@ -2,21 +2,30 @@
 
 import contextlib
 import copy
+import errno
 import gc
+import os
+import subprocess
+import sys
 import threading
+import time
 from itertools import product
+from pathlib import Path
 
 import beside_stock
 import pytest
 import rounding
+import tiny_latent
 import torch
 from at_once import at_once
 from beside_stock import assert_same, pages
+from safetensors.torch import save
 from tiny_models import make_model, make_sliding, shared_model, tokens
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import kv_hf
+from kv_hf.cache import prefix_folder
 from kv_hf.cache.identity import (
     WHOLE,
     ModelId,
@@ -552,3 +561,240 @@ def test_a_reset_waits_for_a_store_that_clears_without_holding_what_that_needs()
         store.page_memory.lock.release()
     resetting.join(60)
     assert not resetting.is_alive()
+
+
+# -- in a folder ---------------------------------------------------------------------------------------------
+
+
+def kept_in(folder, name="paged_int4", model=None, rows=(SYSTEM,), salt="", **options):
+    """Answer as a process does that begins with the folder; return the answers, and the counts once all is written."""
+    store = kv_hf.PrefixStore(folder=folder, **options.pop("of_store", {}))
+    found = run(model or make_model("llama"), list(rows), store.for_tenant(salt), name, options)
+    store.flush()
+    return found, store.stats()
+
+
+def as_next(family, name):
+    """Return what a second prompt is answered with by the store that has computed the first."""
+    store, model = kv_hf.PrefixStore(), made(family)
+    run(model, [SYSTEM], store, name)
+    return run(model, [SYSTEM + words(9, 2)], store, name), store.stats()
+
+
+def made(family):
+    if family == "sliding":
+        return make_sliding("gemma3_text", 24)
+    return tiny_latent.make_model("deepseek_v3") if family == "latent" else make_model(family)
+
+
+@pytest.mark.parametrize("family", ["llama", "sliding", "latent"])
+@pytest.mark.parametrize("name", ["paged_exact", "paged_int8", "paged_int4"])
+def test_a_folder_gives_the_next_process_the_stored_bytes(family, name, tmp_path):
+    expected, in_memory = as_next(family, name)
+    kept_in(tmp_path, name, made(family))
+    found, counts = kept_in(tmp_path, name, made(family), rows=[SYSTEM + words(9, 2)])
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
+    assert counts.pages_read > 0 and counts.pages_damaged == 0
+    assert counts.tokens_computed == in_memory.tokens_computed - len(SYSTEM)
+
+
+def test_a_batch_begins_with_a_folder(tmp_path):
+    rows = BATCHES["ragged"]
+    kept_in(tmp_path, "paged_exact", rows=rows[:1])
+    for turn in range(2):
+        found, counts = kept_in(tmp_path, "paged_exact", rows=rows)
+        assert_same(found, stock(make_model("llama"), rows))
+        assert counts.pages_read >= (len(SYSTEM) - 4) // PAGE and counts.rows_hit == 5
+
+
+def other_sums(path):
+    """Change a page, and its checksum with it; return what lies there then."""
+    page = {"page": torch.zeros(7, dtype=torch.uint8)}
+    path.write_bytes(save(page, prefix_folder.about(path, page)))
+
+
+DAMAGE = {
+    "cut off": lambda path, other: path.write_bytes(path.read_bytes()[:-9]),
+    "empty": lambda path, other: path.write_bytes(b""),
+    "a flipped bit": lambda path, other: path.write_bytes(
+        path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])
+    ),
+    "another page": lambda path, other: path.write_bytes(other),
+    "text": lambda path, other: path.write_text("a page"),
+    "of other sizes": lambda path, other: other_sums(path),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("which", ["first tokens", "pages"])
+def test_damaged_files_are_computed_anew_said_once_and_written_again(damage, which, tmp_path, said):
+    expected, before = kept_in(tmp_path, "paged_exact")
+    files = sorted(tmp_path.glob("*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    roots = [path for path in files if path.name.count(".") == 1]
+    hit = roots if which == "first tokens" else [path for path in files if path not in roots][2:6:3]
+    contents = [path.read_bytes() for path in files]
+    for path in hit:
+        DAMAGE[damage](path, contents[files.index(path) - 1])
+    for _ in hit:  # each run finds the first one that is left
+        found, counts = kept_in(tmp_path, "paged_exact")
+        assert_same(found, expected)
+        assert counts.pages_damaged == 1
+    assert len(said("is damaged")) == 1
+    _, counts = kept_in(tmp_path, "paged_exact")
+    assert (counts.pages_read, counts.pages_damaged) == (before.pages, 0)
+
+
+def another_weight(model):
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[0, 0] += 1
+
+
+OTHERS = {
+    "weights": {"change": another_weight},
+    "dtype": {"change": lambda model: model.to(torch.bfloat16)},
+    "a hook": {
+        "change": lambda model: model.model.layers[0].register_forward_hook(lambda *a: None)
+    },
+    "sinks": {"sink_tokens": 2},
+    "formats": {"name": "paged_int8"},
+    "layers": {"layers": {"0": {"keys": "exact"}}},
+    "a tenant": {"salt": "a"},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_folder_gives_nothing_to_another(other, tmp_path):
+    """Its files stay, and those of the other one, which finds its own, lie beside them."""
+    options, model = dict(OTHERS[other]), make_model("llama")
+    options.pop("change", lambda model: None)(model)
+    _, before = kept_in(tmp_path)
+    _, counts = kept_in(tmp_path, model=model, **options)
+    assert (counts.pages_read, counts.rows_hit, counts.pages_damaged) == (0, 0, 0)
+    _, counts = kept_in(tmp_path, model=model, **options)
+    assert (counts.pages_read > 0) == (other != "a hook")
+    assert kept_in(tmp_path)[1].pages_read == before.pages
+
+
+def test_a_full_folder_loses_what_was_used_least_recently(tmp_path):
+    texts = [words(150, seed) for seed in range(30, 34)]
+    _, counts = kept_in(tmp_path, rows=texts[:1])
+    size = sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    bound = {"of_store": {"folder_bytes": int(3.4 * size)}}
+    for text in (texts[1], texts[2], texts[0], texts[3]):  # the first one is used again
+        kept_in(tmp_path, rows=[text], **bound)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 3.4 * size
+    assert kept_in(tmp_path, rows=texts[:1])[1].pages_read == counts.pages
+    assert kept_in(tmp_path, rows=texts[3:])[1].pages_read == counts.pages
+    assert kept_in(tmp_path, rows=texts[1:2])[1].pages_read < counts.pages
+    kept_in(tmp_path / "small", of_store={"folder_bytes": 1})
+    assert not list((tmp_path / "small").glob("*/*"))
+
+
+@pytest.mark.parametrize("why", ["a file is there", "no space"])
+def test_a_folder_that_takes_nothing_leaves_the_store_in_memory(why, tmp_path, said, monkeypatch):
+    folder = tmp_path / "folder"
+    if why == "a file is there":
+        folder.write_text("")
+    else:
+        monkeypatch.setattr(prefix_folder.os, "replace", no_space)
+    store = kv_hf.PrefixStore(folder=folder)
+    for turn in range(2):
+        run(shared_model("llama"), [SYSTEM], store)
+        assert store.stats().rows_hit == turn
+        store.flush()
+    assert len(said("cannot be written to")) == 1
+    assert not list(tmp_path.glob("folder/*/*"))
+
+
+def no_space(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_stores_of_one_folder_work_side_by_side(tmp_path):
+    rows = [SYSTEM[:90] + words(60, seed) for seed in range(4)]
+    model = shared_model("llama")
+    expected = [stock(model, [row]).sequences for row in rows]
+    for _ in range(3):
+        found = at_once(lambda row: kept_in(tmp_path, "paged_exact", model, rows=[rows[row]]), 4)
+        assert all(
+            torch.equal(one.sequences, e) for (one, _), e in zip(found, expected, strict=True)
+        )
+        assert not sum(counts.pages_damaged for _, counts in found)
+    assert min(counts.pages_read for _, counts in found) == (150 - 4 - 1) // PAGE
+
+
+def test_pages_that_wait_for_the_writer_are_not_given_to_others(tmp_path, monkeypatch):
+    """A full store would give their ids to the next text, and the file would hold its pages."""
+    go, write = threading.Event(), prefix_folder.PrefixFolder._write
+    model, texts = shared_model("llama"), [words(150, seed) for seed in range(40, 43)]
+    expected = stock(model, texts[:1]).sequences
+    store = kv_hf.PrefixStore(max_bytes=20_000, folder=tmp_path)
+
+    def slow(*args):
+        assert go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(prefix_folder.PrefixFolder, "_write", slow)
+    for text in texts:
+        run(model, [text], store)
+        gc.collect()
+    go.set()
+    store.flush()
+    found, counts = kept_in(tmp_path, "paged_exact", model, texts[:1])
+    assert counts.pages_read > 0 and torch.equal(found.sequences, expected)
+
+
+def test_pages_that_another_thread_brings_meanwhile_are_not_brought_twice(tmp_path, monkeypatch):
+    model, read = shared_model("llama"), prefix_folder.PrefixFolder.pages
+    kept_in(tmp_path, "paged_exact", model)
+    store = kv_hf.PrefixStore(folder=tmp_path)
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        found = read(*args)
+        run(model, [SYSTEM[:120]], store)
+        return found
+
+    monkeypatch.setattr(prefix_folder.PrefixFolder, "pages", interrupted)
+    assert_same(run(model, [SYSTEM], store), stock(model, [SYSTEM]))
+    assert store.stats().rows_hit == 2
+    store.page_memory.pool(None).check_integrity()
+
+
+def test_clear_removes_what_a_folder_has_of_the_model(tmp_path):
+    kept_in(tmp_path)
+    _, other = kept_in(tmp_path, sink_tokens=2)
+    store = kv_hf.PrefixStore(folder=tmp_path)
+    run(make_model("llama"), [SYSTEM], store, "paged_int4")
+    store.clear()
+    assert kept_in(tmp_path)[1].pages_read == 0
+    assert kept_in(tmp_path, sink_tokens=2)[1].pages_read == other.pages
+
+
+WRITING = """
+import sys
+import test_prefix_store as tests
+for seed in range(1000):
+    print(seed, flush=True)
+    tests.kept_in(sys.argv[1], rows=[tests.SYSTEM[:100] + tests.words(100, 100 + seed)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.11, 0.2, 0.7])
+def test_a_writer_that_is_killed_leaves_no_damaged_page(seconds, tmp_path):
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    words_of = [sys.executable, "-c", WRITING, str(tmp_path)]
+    with subprocess.Popen(words_of, env=env, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline()
+        writer.stdout.readline()  # the first text is written
+        time.sleep(seconds)
+        writer.kill()
+    for seed in range(2):
+        row = [SYSTEM[:100] + words(100, 100 + seed)]
+        found, counts = kept_in(tmp_path, rows=row)
+        assert counts.pages_damaged == 0
+        assert counts.pages_read or seed
+        assert torch.equal(found.sequences, kept_in(tmp_path / "other", rows=row)[0].sequences)

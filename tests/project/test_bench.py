@@ -176,7 +176,7 @@ TINY = {
     "latents": {"model": "tiny-latent", "context": 64},
     "offload": {"model": "tiny", "keys": "int4", "context": 600, "read_tokens": [None, 512]},
     "memory": {"model": "tiny", "context": 80, "cache": "paged_int4", "steps": 2},
-    "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": [False, True]},
+    "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": ["none", "folder"]},
     "serving/batches": {"model": "tiny", "load": ["mixed", "shared"]} | REQUESTS,
     "serving/steps": {"model": "tiny", "requests": 2, "prompt": 20, "answer": 4, "rounds": 1},
     "first": {

@@ -7,7 +7,10 @@ import time
 import weakref
 
 import pytest
+import tiny_latent
 import torch
+from measure.family_models import build_model, families
+from slow import slow_but
 from tiny_models import make_model, make_sliding, stressed, value_channel
 from tiny_server import check_batch
 from transformers import GenerationConfig
@@ -100,19 +103,59 @@ def test_idle_threads_end_where_a_manager_of_pages_starts(monkeypatch):
     assert ended == [1]
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])  # all layers slide, and some
 @pytest.mark.parametrize("blocks", [64, 9])
 def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):
     model = make_sliding(kind, 80)
     own = answers(model, prompts(), config(), batching(256))
     assert answers(model, prompts(), config("paged_exact"), batching(blocks)) == own
+    assert own == alone(model, prompts(), config())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma"])
-def test_generate_batch_answers_as_generate_does(family):
-    model, texts = make_model(family), prompts((5, 90, 70))
-    found = answers(model, texts, config("paged_exact", new=12), batching())
-    assert found == alone(model, texts, config(new=12))
+# (role, family) -> what its refusal says, "" where its batches answer as generate() does
+LATENTS = [
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "minicpm3",
+    "youtu",
+]
+FAMILIES = {
+    **{("causal", name): "" for name in ("gpt-sw3", "mixtral", "gemma", *LATENTS)},
+    **{("conditional", name): "" for name in ("mistral4", "kimi_k25")},
+    ("causal", "deepseek_v32"): "layer 0 of this model has an indexer",
+    ("causal", "qwen3_next"): "layer 0 of this model keeps a state of its text",
+    ("causal", "falcon_h1"): "layer 0 of this model keeps a state of its text",
+    ("causal", "gemma4_text"): "layer 4 of this model is a DummyLayer",
+    ("causal", "llama4_text"): "attend within chunks of a text",
+    ("causal", "diffllama"): "DiffLlamaAttention attends twice in layer 0",
+}
+# answers of moshi are those of transformers' own batches: its prompts in generate() do not see the window that its config has
+WALK = [
+    (role, name) for role in ("causal", "conditional") for name in families(role) if name != "moshi"
+]
+
+
+@pytest.mark.parametrize(("role", "family"), slow_but(FAMILIES, dict.fromkeys((*FAMILIES, *WALK))))
+def test_generate_batch_answers_as_generate_does_or_refuses_the_family(role, family):
+    """The last text begins with pages of another; without room for all, requests leave and come back."""
+    if family not in families(role):
+        pytest.skip(f"this transformers has no {family}")
+    said, texts = FAMILIES.get((role, family)), prompts((5, 300, 70, 1, 140))
+    try:
+        model = build_model(family, role)
+        expected = None if said else alone(model, texts, config(new=12))
+    except Exception as error:
+        if said is not None:
+            raise
+        pytest.skip(f"it does not answer texts: {error}")
+    refusal = contextlib.suppress(*[UnsupportedModelError] * (said is None))  # of the walk
+    with pytest.raises(UnsupportedModelError, match=said) if said else refusal:
+        for blocks in (64, 9):
+            found = answers(model, texts, config("paged_exact", new=12), batching(blocks))
+            assert found == expected
 
 
 def test_forked_requests_go_on_from_one_prompt():
@@ -263,8 +306,10 @@ def test_counts_of_a_manager_add_up(manager):
     assert counts.pages_allocated == 64
 
 
-def test_generate_and_batches_share_one_prefix_store():
-    model, store = make_model("llama"), kv_hf.PrefixStore()
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_generate_and_batches_share_one_prefix_store(family):
+    store = kv_hf.PrefixStore()
+    model = tiny_latent.make_model(family) if family in LATENTS else make_model(family)
     text, options = prompts()[3], {"prefix_store": store}
     generation = config("paged_exact", 8, options)
     (alone_first,) = alone(model, [text], generation)
@@ -272,6 +317,27 @@ def test_generate_and_batches_share_one_prefix_store():
     stats = store.stats()
     assert (stats.rows, stats.rows_hit, stats.tokens_computed) == (2, 1, 300 + 40)
     assert alone(model, [text], generation) == [alone_first]
+
+
+@pytest.mark.parametrize("name", ["paged_exact", "paged_int4"])
+def test_batches_find_in_a_folder_what_generate_kept(name, tmp_path):
+    """One prompt is kept by generate(), one by a batch; a manager that starts anew finds both."""
+
+    def options():
+        return {"prefix_store": kv_hf.PrefixStore(folder=tmp_path)}
+
+    texts = [prompts()[3], prompts()[3][::-1]]
+    alone(make_model("llama"), texts[:1], config(name, 8, first := options()))
+    first["prefix_store"].flush()
+    for turn, known in enumerate((1, 2)):
+        model, of = make_model("llama"), options()
+        found = answers(model, texts, config(name, 8, of), batching())
+        of["prefix_store"].flush()
+        stats = of["prefix_store"].stats()
+        assert (stats.rows, stats.rows_hit, stats.pages_damaged) == (2, known, 0)
+        assert stats.pages_read > 0 and (stats.pages_written > 0) == (turn == 0)
+        if name == "paged_exact":
+            assert found == alone(model, texts, config(name, 8, {}))
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
@@ -375,11 +441,52 @@ def test_a_kept_manager_of_another_cache_is_refused():
 
 
 def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
-    model, texts = make_model("llama"), prompts((90, 70, 150))
+    texts = prompts((90, 70, 150))
+    llama, latent = make_model("llama"), tiny_latent.make_model("deepseek_v3")
     whole = batching(max_batch_tokens=1024, allow_block_sharing=False)
-    for name in ("paged_int8", "paged_int4", "paged_int3", "paged_int2", "paged_fp8"):
-        generation = config(name, new=12)
+    asked = [
+        *((llama, f"paged_{name}", None) for name in ("int8", "int4", "int3", "int2", "fp8")),
+        *((latent, f"paged_{name}", None) for name in ("int8", "int4", "int2", "fp8")),
+        (latent, "paged_int8", {"latent": {"k_rope": "exact", "decode": "absorb"}}),
+        (latent, "paged_int8", {"latent": {"decode": "expand"}, "page_size": 16}),
+    ]
+    for model, name, options in asked:
+        generation = config(name, new=12, options=options)
         assert answers(model, texts, generation, whole) == alone(model, texts, generation)
+
+
+def test_latents_of_a_thread_that_generates_beside_batches_are_expanded():
+    model, texts = tiny_latent.make_model("deepseek_v3"), prompts((150, 300))
+    expected = [alone(model, texts, config(one, 30)) for one in (None, "paged_exact")]
+    with running(model, "paged_exact", new=600) as manager:
+        begun(manager, "a")
+        found = [alone(model, texts, config(one, 30)) for one in (None, "paged_exact")]
+        assert manager.batch_processor.cache.requests  # it still runs
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "match"),
+    [
+        ("expand_kv", {}, "DeepseekV3ForCausalLM expands them before: its expand_kv was replaced"),
+        (
+            "kv_b_proj",
+            {"latent": {"decode": "absorb"}},
+            "self_attn cannot be absorbed: kv_b_proj has",
+        ),
+    ],
+)
+def test_latents_that_batches_cannot_read_are_refused_before_the_model_is_touched(
+    change, options, match
+):
+    model = tiny_latent.make_model("deepseek_v3")
+    module = tiny_latent.latent_modules(model)[1]
+    if change == "expand_kv":
+        module.expand_kv = module.expand_kv.__get__(module)
+    else:
+        module.kv_b_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=match):
+        model.init_continuous_batching(config("paged_int8", options=options), batching())
 
 
 @pytest.mark.parametrize("length", [257, 258, 384])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from unittest.mock import MagicMock
 
 import pytest
 from paths import ROOT
@@ -43,6 +44,7 @@ def refused(capsys, *argv):
         ),
         (["--prefix-store", "1G"], "--prefix-store must be a size of at least 0 bytes"),
         (["--prefix-store", "1GiB", "--continuous-batching"], "shares prefixes in its own pool"),
+        (["--prefix-folder", "f", "--prefix-store", "0"], "--prefix-store 0 makes none"),
         (["--port", "70000"], "--port must be 1 to 65535, got 70000"),
         (["--log-level", "loud"], "--log-level must be one of"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
@@ -73,7 +75,7 @@ def all_options():
 
 def test_options_are_ours_and_those_of_transformers():
     said = all_options().format_help()
-    for flag in ("--cache", "--cache-config", "--prefix-store"):
+    for flag in ("--cache", "--cache-config", "--prefix-store", "--prefix-folder"):
         assert flag in said
     for name in inspect.signature(serve_class()).parameters:
         hidden = name in ("force_model", "non_blocking")
@@ -83,7 +85,7 @@ def test_options_are_ours_and_those_of_transformers():
 def test_options_of_transformers_reach_its_server_as_they_are_given():
     argv = "m --host 0.0.0.0 --port 80 --no-compile --cb-max-memory-percent 0.5 --reasoning off"
     found = vars(all_options().parse_args([*argv.split(), "--continuous-batching"]))
-    ours = {"model", "cache", "cache_config", "prefix_store"}
+    ours = {"model", "cache", "cache_config", "prefix_store", "prefix_folder"}
     assert {name: value for name, value in found.items() if name not in ours} == {
         "host": "0.0.0.0",
         "port": 80,
@@ -102,6 +104,20 @@ def test_options_beside_a_name_and_in_json_are_one_config():
     assert store.max_bytes == 2 * 2**20 and store.keep_answers
     assert ServerOptions.parse("paged_int4", None, "0").make_store() is None
     assert ServerOptions.parse("paged_int4", batching=True).make_store() is None
+    for batching in (False, True):
+        store = ServerOptions.parse("paged_int4", None, None, batching, "kept").make_store()
+        assert store.folder.path.name == "kept" and store.max_bytes == 2**30
+
+
+def test_batches_end_with_the_server(monkeypatch):
+    """Their thread, which transformers leaves running, kept a server alive behind Ctrl-C."""
+    theirs = pytest.importorskip("transformers.cli.serving.server")
+    monkeypatch.setattr(theirs, "build_server", own := MagicMock())
+    models, state = MagicMock(loaded_models={}), MagicMock()
+    with server.paged_server(ServerOptions.parse("paged_int4")):
+        theirs.build_server(models, generation_state=state)
+        assert not state.shutdown.called
+    assert state.shutdown.called and theirs.build_server is own
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "openai"])

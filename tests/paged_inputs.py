@@ -12,6 +12,8 @@ from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pages as reference_pages
 from kv_hf.formats import (
+    WHOLE_HEAD,
+    Groups,
     RangeFormat,
     format_names,
     k_rope_name,
@@ -43,6 +45,7 @@ PAIRS = (
     ("plain4", "plain2"),
     ("plain2", "plain4"),
     ("int4", "int4"),
+    ("int8", "around0"),
 )
 LATENTS = tuple(product(format_names("latent"), format_names("k_rope")))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,12 +58,16 @@ PLAIN = {
         "plain2", 2, {"keys": per_channel(-32, clip=0.8), "values": per_token(-32, clip=0.9)}
     ),
 }
+# and values around 0 that are not rotated
+OWN = PLAIN | {
+    "around0": RangeFormat("around0", 4, {"values": Groups((1, WHOLE_HEAD), axis="channels")})
+}
 
 
 def scheme_of(name, side, group=None):
-    """Return the scheme of keys or values in a format of PLAIN, a shipped or a registered one."""
-    if name in PLAIN:
-        return PLAIN[name].scheme(side, group)
+    """Return the scheme of keys or values in a format of OWN, a shipped or a registered one."""
+    if name in OWN:
+        return OWN[name].scheme(side, group)
     return {"keys": key_scheme, "values": value_scheme}[side](name, group)
 
 

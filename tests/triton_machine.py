@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from packaging.version import Version
-from paged_inputs import PLAIN
+from paged_inputs import OWN
 from slow import slow
 
 from kv_hf.formats import Format, format_names
@@ -88,14 +88,14 @@ class Pickler(pickle.Pickler):
     """Pickles formats that are registered nowhere."""
 
     def reducer_override(self, thing):
-        if isinstance(thing, Format) and thing.name in PLAIN:
+        if isinstance(thing, Format) and thing.name in OWN:
             return plain, (thing.name,)
         return NotImplemented
 
 
 def plain(name):
-    """Return a format of PLAIN, in a worker too."""
-    return PLAIN[name]
+    """Return a format of OWN, in a worker too."""
+    return OWN[name]
 
 
 def _dumps(things):

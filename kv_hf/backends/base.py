@@ -18,6 +18,7 @@ from ..read_budget import ReadBudget
 from ..spec import PageSpec, PageWrite, SideSpec
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+MAX_ORDERED = 256  # channels of a head whose order compiled kernels read
 
 
 class OffloadedPages(Protocol):
@@ -253,7 +254,7 @@ def unread_groups(spec: PageSpec, reads: Callable[[SideSpec], bool], kernel: str
     """Return which side of the pages has groups that a kernel does not read, as a sentence, or None.
 
     Args:
-        reads: says whether the kernel reads the groups of an encoded side.
+        reads: says whether the kernel reads the groups of an encoded side: `in_known_groups`, and what else it knows.
         kernel: how the sentence begins: "the C kernel does".
     """
     for side in spec.sides:
@@ -268,30 +269,31 @@ def in_known_groups(side: SideSpec) -> bool:
     | side | codes | (tokens, channels) of a scale | of an offset | bits of both |
     |---|---|---|---|---|
     | keys, latents | unsigned | (any, 1) | the same | 16 |
-    | values | unsigned | (1, any) | the same | 16 |
+    | values | unsigned | (1, any) | the same, or none | 16 |
     | keys; RoPE keys of signed codes | 8 bits | (page, head) | (page, 1) | 16 |
     | values | 8 bits | (1, any) | none | 16 |
     | latents | 8 bits | (1, at least 2) | none | 16 or 32 |
+
+    Besides, unsigned values may be rotated, keys of up to MAX_ORDERED channels have several widths, and codes of both lie in planes.
     """
-    scheme = side.scheme
+    scheme, kind = side.scheme, side.side
     scale, offset, bits = scheme.scale_group, scheme.offset_group, scheme.scale_bits
-    if scale is None or transformed(scheme):
+    if scale is None or (scheme.rotated and (kind, scheme.code) != ("values", "unsigned")):
+        return False
+    if scheme.wide and (side.head_dim > MAX_ORDERED or None in dict(scheme.native_wide)):
         return False
     if scheme.code == "unsigned":
-        over = {"keys": scale[1], "latent": scale[1], "values": scale[0]}.get(side.side)
-        return over == 1 and offset == scale and bits == 16
-    if side.side in ("keys", "k_rope"):
+        over = {"keys": scale[1], "latent": scale[1], "values": scale[0]}.get(kind)
+        own = offset == scale or (kind == "values" and offset is None)
+        whole_bytes = kind != "latent" or len(planes(scheme.bits)) == 1
+        return over == 1 and own and bits == 16 and whole_bytes
+    if kind in ("keys", "k_rope"):
         whole = (side.page_size, side.head_dim)
-        known = side.side == "keys" or scheme.code == "signed"
+        known = kind == "keys" or scheme.code == "signed"
         return known and scale == whole and offset == (side.page_size, 1) and bits == 16
     if scale[0] != 1 or offset is not None:
         return False
-    return bits == 16 if side.side == "values" else scale[1] > 1
-
-
-def transformed(scheme: Scheme) -> bool:
-    """Say whether codes stand for rotated numbers, for channels of several widths, or lie in planes."""
-    return scheme.rotated or bool(scheme.wide) or len(planes(scheme.bits)) > 1
+    return bits == 16 if kind == "values" else scale[1] > 1
 
 
 def _words(scheme: Scheme) -> str:

@@ -1,18 +1,14 @@
 """The compiled CPU kernel: C behind ctypes. The only place that knows of a C library; loads none until it is asked for."""
 
 import sys
-from dataclasses import replace
 
 import torch
 
-from ...formats.base import planes
-from ...spec import LANES, LATENT_SIDES, PageSpec, SideSpec
+from ...spec import LANES, PageSpec, SideSpec
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from ..reference.pages import dense_side
 from . import decode, library, write
-from .abi import DTYPES, MOST_WIDE
-
-MAX_ORDERED = 256  # channels of a head whose order C reads
+from .abi import DTYPES
 
 
 def load() -> Backend:
@@ -57,32 +53,9 @@ def unsupported(spec: PageSpec) -> str | None:
 
 
 def _reads(side: SideSpec) -> bool:
-    """Say whether C reads the groups of a side: those of all kernels, of any number of bits; rotated values, values around 0,
-    keys of several widths; and scales of single tokens without a common offset."""
+    """Say whether C reads the groups of a side: those of all kernels, and keys of 8 bits without offsets of which a token, or a
+    channel of a token, has a scale."""
     scheme = side.scheme
-    unsigned, in_planes = scheme.code == "unsigned", len(planes(scheme.bits)) > 1
-    if in_planes and side.side in LATENT_SIDES:
-        return False
-    plain = scheme
-    if side.side == "values":
-        plain = replace(plain, rotated=False)
-        if unsigned and scheme.offset_group is None:
-            plain = replace(plain, offset_group=scheme.scale_group)
-    known = len(scheme.wide) <= MOST_WIDE and None not in dict(scheme.native_wide)
-    if known and side.head_dim <= MAX_ORDERED:
-        plain = replace(plain, widths=(), wide=())
-    if in_planes:  # which are put together
-        plain = replace(plain, bits=4)
-    if in_known_groups(replace(side, scheme=plain)):
-        return True
-    if scheme.scale_bits != 16 or scheme.scale_group is None or scheme.scale_group[0] != 1:
-        return False
-    if side.side == "latent" and scheme.code == "unsigned":
-        return scheme.offset_group == scheme.scale_group
-    one_or_all = scheme.scale_group[1] in (1, side.head_dim)
-    return (
-        side.side == "keys"
-        and scheme.code != "unsigned"
-        and one_or_all
-        and scheme.offset_group is None
-    )
+    plain = side.side == "keys" and scheme.code != "unsigned" and not scheme.rotated
+    of_tokens = scheme.scale_group in ((1, 1), (1, side.head_dim)) and scheme.offset_group is None
+    return in_known_groups(side) or (plain and of_tokens and scheme.scale_bits == 16)

@@ -10,9 +10,9 @@ import torch
 
 from ...page_summary import summary_of, summary_words, turned_by
 from ...spec import PageFields, PageSpec
-from ..base import AttentionCall, PagedKV, empty_output, mask_strides
+from ..base import AttentionCall, empty_output, mask_strides
 from .abi import CHOOSE, DECODE, DTYPES, MaskKind
-from .library import Block, isa, library, pack_sides, raise_for, take_block
+from .library import Block, isa, library, pack_sides, raise_for, take_block, with_room
 
 _SIDES, _SHAPES, _POINTERS = DECODE.parts["sides"], DECODE.parts["shapes"], DECODE.parts["pointers"]
 _PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at
@@ -42,7 +42,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     query = _readable_query(call.query)
     out = empty_output(query, kv)
     block = take_block(kv.launches, _ATTEND, DECODE.count)
-    pages = _marked(kv)
+    pages = with_room((kv.key_pages, kv.value_pages))
     function = "kv_hf_decode_latent" if kv.spec.is_latent else "kv_hf_decode"
     _pack(block, function, call, query, pages, out, mask, (call.sliding_window, mask_layout))
     _run(block, call, query, pages, out, mask)
@@ -66,7 +66,7 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     query = _readable_query(call.query)
     name = _CHOOSE if kv.words is None else _CHOOSE_BY_INDEX
     block = take_block(kv.launches, name, CHOOSE.count)
-    pages = _marked(kv)
+    pages = with_room((kv.key_pages, kv.value_pages))
     if _pack(block, "kv_hf_choose_pages", call, query, pages, None, None, budget):
         of_budget = budget.pages or 0, budget.from_tokens, budget.share or 0.0
         _BUDGET.pack_into(block.memory, _BUDGET.at, *_summary(kv.spec), *of_budget)
@@ -99,14 +99,6 @@ def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
     if mask.dtype not in (torch.bool, *DTYPES):
         mask = mask.float()
     return mask if mask.stride(3) == 1 else mask.contiguous()
-
-
-def _marked(kv: PagedKV) -> tuple[PageFields, PageFields]:
-    """Return both sides' fields with a mark. Staged pages are fetched then; others have none, and are packed at every call."""
-    keys, values = kv.key_pages, kv.value_pages
-    if type(keys) is PageFields and type(values) is PageFields:
-        return keys, values
-    return PageFields(keys), PageFields(values)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -224,18 +224,17 @@ def pack_sides(
     part.pack_into(block.memory, part.at, *numbers)
 
 
-def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
-    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them.
+def with_room(
+    sides: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+) -> tuple[PageFields, PageFields]:
+    """Return both sides' fields with their room, beyond which C reads and writes no page, and a mark.
 
-    Args:
-        sides: tensors of SideSpec.fields with a leading [pages], one mapping per side.
+    Staged pages are fetched then; others have no mark, and are packed at every call.
     """
-    return min(
-        [
-            fields.room if type(fields) is PageFields else min(map(len, fields.values()))
-            for fields in sides
-        ]
-    )
+    keys, values = sides
+    if type(keys) is PageFields and type(values) is PageFields:
+        return keys, values
+    return PageFields(keys), PageFields(values)
 
 
 def raise_for(status: int, table: str, capacity: int, slots: int = 0) -> None:

@@ -8,7 +8,7 @@ from ...errors import CacheMismatchError
 from ...spec import PageWrite
 from ..base import Pair, contiguous_pair
 from .abi import DTYPES, WRITE
-from .library import Block, capacity_of, isa, library, pack_sides, raise_for, take_block
+from .library import Block, isa, library, pack_sides, raise_for, take_block, with_room
 
 _SIDES, _SHAPES, _POINTERS = WRITE.parts["sides"], WRITE.parts["shapes"], WRITE.parts["pointers"]
 _PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at
@@ -49,7 +49,7 @@ def write(call: PageWrite) -> None:
     if jobs is not None:
         # the fields may have grown since the block was packed
         pack_sides(block, _SIDES, call.spec, call.fields, windows)
-        jobs, capacity = jobs.contiguous(), capacity_of(*call.fields)
+        jobs, capacity = jobs.contiguous(), min(one.room for one in with_room(call.fields))
         sealing = jobs.data_ptr(), jobs.shape[0], capacity, call.damaged.data_ptr()
     _PACK_POINTERS(block.memory, _AT_POINTERS, *pointers, *sealing, torch.get_num_threads())
     status = block.call(block.address)

@@ -1,7 +1,6 @@
 """The Triton kernels, and whether they can serve a cache on a device. Only this file and `meta_params` may be imported without Triton."""
 
 import re
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +8,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from ...spec import ROWS, PageSpec, SideSpec
-from ..base import Backend, in_known_groups, transformed, unread_formats, unread_groups
+from ...spec import ROWS, PageSpec
+from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from . import meta_params
 from .meta_params import MAX_PADDED, MIN_SIZE, Chunks, in_float32, latent_bytes
 
@@ -68,22 +67,7 @@ def _why_not_sizes(spec: PageSpec) -> str | None:
         most, size = MAX_DIMS.get(side.side, (MAX_DIM, "head_dim"))
         if side.head_dim > most:
             return f"the Triton kernels take {size} up to {most}, and the {side.side} have {side.head_dim}"
-    return unread_groups(spec, _reads, "the Triton kernels do") or _why_not_latents(spec)
-
-
-def _reads(side: SideSpec) -> bool:
-    """Say whether the kernels read the groups of a side: those of all kernels, codes in planes, rotated values, keys of several widths."""
-    scheme = side.scheme
-    if not transformed(scheme):
-        return in_known_groups(side)
-    plain = replace(scheme, bits=2, rotated=False, widths=(), wide=())
-    if scheme.rotated and scheme.offset_group is None:  # codes around 0
-        plain = replace(plain, offset_group=scheme.scale_group)
-    if scheme.code != "unsigned" or not in_known_groups(replace(side, scheme=plain)):
-        return False
-    if side.side == "keys":
-        return not scheme.rotated and None not in dict(scheme.native_wide)
-    return side.side == "values" and not scheme.wide
+    return unread_groups(spec, in_known_groups, "the Triton kernels do") or _why_not_latents(spec)
 
 
 def _why_not_latents(spec: PageSpec) -> str | None:

@@ -12,11 +12,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dequant import below, dtype_of, low_plane, row_of, run_unit, tile_unit, unpack, unpack_planes
+from .dequant import (
+    below,
+    dtype_of,
+    low_plane,
+    move_to_block,
+    row_of,
+    run_unit,
+    tile_unit,
+    unpack,
+    unpack_planes,
+)
 from .direct import Fields
-from .softmax import LOG2E, bend, near_one, weigh
-
-ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
+from .pages import load_numbers
+from .softmax import LOG2E, below_one, bend, weigh
 
 
 class Columns(NamedTuple):
@@ -83,9 +92,11 @@ def attend_heads(
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = zeros(V_CUT, COLUMNS)
-    # of weights times offsets: channel group g on row g, or of one group still to be added up over tokens
-    SUMS: tl.constexpr = ROWS if VALUES.lift else TILE
-    offsets = tl.zeros([SUMS, COLUMNS], tl.float32)
+    # of weights times offsets, channel group by channel group: of one, still to be added up over tokens
+    SUMS: tl.constexpr = TILE if VALUES.groups == 1 else 1
+    offsets = ()
+    for _ in tl.static_range(VALUES.groups):
+        offsets = offsets + (tl.zeros([SUMS, COLUMNS], tl.float32),)
     queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
     q = ()
@@ -118,14 +129,13 @@ def attend_heads(
         scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
         at = visible.sink_tokens + tile * TILE + lane
         scores = bend(scores, factor, at, below(lane, TILE), visible, QUERIES)
-        weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides, VALUES.lift)
+        weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
         acc, offsets = add_values(
             values, v_factors, block, token, weights, keep, acc, offsets, VALUES
         )
         block = next_block
-    total = tl.sum(totals, 0) * (1.0 / 2.0**VALUES.lift)
-    return best, total, settle(acc, offsets, VALUES)
+    return best, tl.sum(totals, 0), settle(acc, offsets, VALUES)
 
 
 # -- the exact window --------------------------------------------------------------------------------------------------
@@ -167,20 +177,27 @@ def attend_window(
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
         key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
         value_rows = row_of(values, columns.row, columns.head) + slot * values.token
-        scores = score_exact(key_rows, held, query, K_CUT)
+        scores = score_parts(load_exact(key_rows, held, K_CUT, False), query)
         if R_CUT is not None:
-            scores += score_exact(value_rows, held, rope, R_CUT)
+            scores += score_parts(load_exact(value_rows, held, R_CUT, False), rope)
             value_rows = key_rows
         scores = bend(scores, factor, at, held, visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
-            acc = rescale(acc, keep)
-            acc = add_exact(value_rows, held, weights, acc, V_CUT, V_DTYPE, R_CUT is not None)
+            v = load_exact(value_rows, held, V_CUT, True)
+            acc = add_parts(v, weights, keep, acc, V_DTYPE, R_CUT is not None)
     return best, total, acc
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def channels_of(PART: tl.constexpr, CUT: tl.constexpr):
+    """Return the channels of a part, [size], and which there are."""
+    lane = tl.arange(0, CUT.parts[PART].size)
+    return CUT.parts[PART].place + lane, below(lane, CUT.parts[PART].held)
 
 
 @triton.jit
@@ -199,11 +216,11 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def query_units(queries, real, softmax_scale, DIM: tl.constexpr):
-    """Return what brings query columns near 1, and their scores to log2, see `near_one`; `queries` are read where `real`."""
+    """Return what brings query columns below 1, and their scores to log2, see `below_one`; `queries` are read where `real`."""
     channel = tl.arange(0, triton.next_power_of_2(DIM))
     inside = (channel < DIM)[:, None] & real[None, :]
     x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
-    return near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
+    return below_one(tl.max(tl.abs(x), 0), softmax_scale)
 
 
 @triton.jit
@@ -214,11 +231,10 @@ def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.con
     """
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        channel = CUT.parts[p].place + lane
+        channel, inside = channels_of(p, CUT)
         if len(channels) > 0:
             channel = channels[p].to(tl.int32)
-        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
+        inside = inside[:, None] & held[None, :]
         part = tl.load(pointers[None, :] + channel[:, None], mask=inside, other=0.0)
         parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
     return parts
@@ -229,9 +245,45 @@ def load_parts(pointers, CUT: tl.constexpr):
     """Load a number per channel part by part, each [size], zeros behind a part."""
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = pointers + CUT.parts[p].place + lane
-        parts = parts + (tl.load(where, mask=below(lane, CUT.parts[p].held), other=0),)
+        channel, inside = channels_of(p, CUT)
+        parts = parts + (tl.load(pointers + channel, mask=inside, other=0),)
+    return parts
+
+
+@triton.jit
+def load_exact(rows, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
+    """Load exact numbers part by part, [tokens, size], or [size, tokens] where ACROSS.
+
+    rows: [tokens], pointers to each token's channels, which are read where `held`.
+    """
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        channel, inside = channels_of(p, CUT)
+        where = tl.expand_dims(rows, 1 - ACROSS) + tl.expand_dims(channel, ACROSS)
+        inside = tl.expand_dims(held, 1 - ACROSS) & tl.expand_dims(inside, ACROSS)
+        parts = parts + (tl.load(where, mask=inside, other=0.0),)
+    return parts
+
+
+@triton.jit
+def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr):
+    """Load the numbers of tokens of one page and head of which no scale is folded into anything, as `load_exact` does.
+
+    Args:
+        fields: Fields; block: page * heads + head; token: [tokens], in the page.
+    """
+    SIDE: tl.constexpr = OPERAND.side
+    CUT: tl.constexpr = OPERAND.cut
+    parts = ()
+    if OPERAND.fold == "none":
+        rows = fields.codes + block * (SIDE.page * SIDE.dim) + token * SIDE.dim
+        held = below(tl.arange(0, token.shape[0]), token.shape[0])
+        parts = load_exact(rows, held, CUT, ACROSS)
+    else:
+        of_block = move_to_block(fields, block, SIDE)
+        for p in tl.static_range(len(CUT.parts)):
+            x = load_numbers(of_block, token, CUT.parts[p].place, SIDE, CUT.parts[p].size)
+            parts = parts + (tl.trans(x) if ACROSS else x,)
     return parts
 
 
@@ -270,22 +322,12 @@ def load_runs(
 
 
 @triton.jit
-def rescale(acc, keep):
-    """Multiply every part of acc by keep [columns]."""
-    new = ()
-    for p in tl.static_range(len(acc)):
-        new = new + (acc[p] * keep[None, :],)
-    return new
-
-
-@triton.jit
 def store_parts(pointers, acc, held, CUT: tl.constexpr):
     """Store the parts of acc [channels, columns] where `held` [columns]."""
     for p in tl.static_range(len(acc)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = pointers[None, :] + (CUT.parts[p].place + lane)[:, None]
-        inside = (lane < CUT.parts[p].held)[:, None] & held[None, :]
-        tl.store(where, acc[p], mask=inside)
+        channel, inside = channels_of(p, CUT)
+        where = pointers[None, :] + channel[:, None]
+        tl.store(where, acc[p], mask=inside[:, None] & held[None, :])
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -298,25 +340,21 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
     Args:
         keys: Fields; FOLD "page": one scale and DIM offsets per block; else DIM of each per token group.
         block: page * heads + head; token: first token of the tile in its page.
-    Returns: offsets (each part of KEYS.offsets), scales (fold "page": one; "tile": each part), channels (each part, of
+    Returns: group by group offsets (each part of KEYS.offsets) and scales (fold "page": one; "tile": each part), channels (each part, of
         keys of several widths); empty tuples where there are none.
     """
     CUT: tl.constexpr = KEYS.cut
     OFFSETS: tl.constexpr = KEYS.offsets
-    PIECES: tl.constexpr = KEYS.pieces
     offsets = ()
     scales = ()
     channels = ()
     if KEYS.fold == "page" or KEYS.fold == "tile":
-        for piece in tl.static_range(PIECES):
-            first = (
-                block * (KEYS.side.page // KEYS.side.scale_tokens)
-                + token // KEYS.side.scale_tokens
-                + piece
-            ) * KEYS.side.dim
-            offsets = offsets + load_parts(keys.offset + first, OFFSETS)
+        GROUP: tl.constexpr = KEYS.side.scale_tokens
+        group = block * (KEYS.side.page // GROUP) + token // GROUP
+        for g in tl.static_range(KEYS.groups):
+            offsets = offsets + load_parts(keys.offset + (group + g) * KEYS.side.dim, OFFSETS)
             if KEYS.fold == "tile":
-                scales = scales + load_parts(keys.scale + first, CUT)
+                scales = scales + load_parts(keys.scale + (group + g) * KEYS.side.dim, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
     if len(KEYS.side.runs) > 1:
@@ -326,105 +364,23 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
 
 @triton.jit
 def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constexpr):
-    """Return the scores [tokens, columns] fp32 of the tile that begins with `token`; token group by token group.
+    """Return the scores [tokens, columns] fp32 of the tile that begins with `token`.
 
     Args:
         keys, block, token: as in `load_key_factors`, which returned `factors`.
         query: parts of [size, columns]; whole_query: the same numbers as KEYS.offsets cuts them.
     """
-    CUT: tl.constexpr = KEYS.cut
-    PIECES: tl.constexpr = KEYS.pieces
-    ROWS: tl.constexpr = KEYS.tile // KEYS.pieces
-    scores = ()
-    for piece in tl.static_range(PIECES):
-        at = token + piece * ROWS + tl.arange(0, ROWS)
-        rows = keys.codes + block * (KEYS.side.page * KEYS.side.size) + at * KEYS.side.size
-        if KEYS.fold == "none":
-            one = score_exact(rows, below(tl.arange(0, ROWS), ROWS), query, CUT)
-        else:
-            group = (
-                block * (KEYS.side.page // KEYS.side.scale_tokens) + at // KEYS.side.scale_tokens
-            )
-            one = _score_codes(rows, keys, group, factors, query, whole_query, KEYS, piece)
-        scores = scores + (one,)
-    return _stack(scores)
-
-
-@triton.jit
-def score_exact(rows, held, query, CUT: tl.constexpr):
-    """Scores of exact tokens: `rows` [tokens] points to each one's channels, read where `held`."""
-    scores = tl.zeros([rows.shape[0], query[0].shape[1]], tl.float32)
-    for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = rows[:, None] + (CUT.parts[p].place + lane)[None, :]
-        inside = held[:, None] & below(lane, CUT.parts[p].held)[None, :]
-        x = tl.load(where, mask=inside, other=0.0)
-        scores = tl.dot(x.to(query[p].dtype), query[p], scores, input_precision="ieee")
-    return scores
-
-
-@triton.jit
-def _score_codes(
-    rows, keys, group, factors, query, whole_query, KEYS: tl.constexpr, PIECE: tl.constexpr
-):
-    """Scores of piece number PIECE of a tile of encoded keys: [tokens, columns] fp32.
-
-    Args:
-        rows: [tokens], pointers to each token's bytes.
-        group: [tokens], each one's row of DIM scales and offsets, read here where the fold is "element".
-    """
-    CUT: tl.constexpr = KEYS.cut
-    OFFSETS: tl.constexpr = KEYS.offsets
-    FIRST: tl.constexpr = PIECE * len(CUT.parts)
-    DTYPE: tl.constexpr = query[0].dtype
-    NUMBERS: tl.constexpr = tl.float32 if KEYS.fold == "element" else DTYPE
-    offsets, scales, _ = factors
-    shape: tl.constexpr = [rows.shape[0], query[0].shape[1]]
-    scores = tl.zeros(shape, tl.float32)
-    added = tl.zeros([query[0].shape[1]], tl.float32)
-    for c in tl.static_range(len(CUT.chunks)):
-        lane = tl.arange(0, CUT.chunks[c].size)
-        inside = below(lane, CUT.chunks[c].held)[None, :]
-        runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, NUMBERS)
-        for r in tl.static_range(len(runs)):
-            q = query[CUT.chunks[c].first + r]
-            k = runs[r]
-            if KEYS.fold == "element":
-                channel = CUT.parts[CUT.chunks[c].first + r].place + lane
-                at = (group * KEYS.side.dim)[:, None] + channel[None, :]
-                k = _scaled(k, keys, at, inside, KEYS)
-            elif KEYS.fold == "tile":
-                if len(KEYS.side.runs) > 1:
-                    # summed across threads: as a product of equal rows, gathered queries would go through shared memory
-                    # twice
-                    o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
-                    added += tl.sum(q.to(tl.float32) * o[:, None], 0)
-                factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
-                q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
-            scores = tl.dot(k.to(DTYPE), q, scores, input_precision="ieee")
-    if KEYS.fold != "element":
-        bias = tl.broadcast_to(added[None, :], shape)
-        if len(KEYS.side.runs) == 1:
-            # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
-            bias = tl.zeros(shape, tl.float32)
-            for p in tl.static_range(len(OFFSETS.parts)):
-                o = offsets[PIECE * len(OFFSETS.parts) + p].to(DTYPE)
-                equal = tl.broadcast_to(o[None, :], [rows.shape[0], OFFSETS.parts[p].size])
-                bias = tl.dot(equal, whole_query[p], bias, input_precision="ieee")
-        unit = scales[0]
-        if KEYS.fold == "tile":
-            unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.side.bits, KEYS.isa), tl.float32)
-        scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
-    return scores
-
-
-@triton.jit
-def _scaled(x, fields, at, inside, OPERAND: tl.constexpr):
-    """Return codes x with scales and offsets of their own, number `at` of the side's, where `inside`."""
-    x = x * tl.load(fields.scale + at, mask=inside, other=0.0).to(tl.float32)
-    if OPERAND.side.code == "unsigned":
-        x += tl.load(fields.offset + at, mask=inside, other=0.0).to(tl.float32) * OPERAND.offset
-    return x
+    if KEYS.fold == "none" or KEYS.fold == "element":
+        at = token + tl.arange(0, KEYS.tile)
+        return score_parts(load_plain(keys, block, at, KEYS, False), query)
+    else:
+        TOKENS: tl.constexpr = KEYS.tile // KEYS.groups
+        codes = keys.codes + block * (KEYS.side.page * KEYS.side.size)
+        scores = ()
+        for g in tl.static_range(KEYS.groups):
+            rows = codes + (token + g * TOKENS + tl.arange(0, TOKENS)) * KEYS.side.size
+            scores = scores + (_score_codes(rows, factors, query, whole_query, KEYS, g),)
+        return _stack(scores)
 
 
 @triton.jit
@@ -437,6 +393,51 @@ def _stack(parts):
     return whole
 
 
+@triton.jit
+def score_parts(keys, query):
+    """Return the scores [tokens, columns] fp32 of keys, parts of [tokens, size], whose numbers are those of the model."""
+    scores = tl.zeros([keys[0].shape[0], query[0].shape[1]], tl.float32)
+    for p in tl.static_range(len(keys)):
+        scores = tl.dot(keys[p].to(query[p].dtype), query[p], scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: tl.constexpr):
+    """Scores of token group GROUP of a tile of encoded keys: [tokens, columns] fp32; rows: [tokens], pointers to its bytes."""
+    CUT: tl.constexpr = KEYS.cut
+    FIRST: tl.constexpr = GROUP * len(CUT.parts)
+    DTYPE: tl.constexpr = query[0].dtype
+    offsets, scales, _ = factors
+    shape: tl.constexpr = [rows.shape[0], query[0].shape[1]]
+    scores = tl.zeros(shape, tl.float32)
+    added = tl.zeros([query[0].shape[1]], tl.float32)
+    for c in tl.static_range(len(CUT.chunks)):
+        lane = tl.arange(0, CUT.chunks[c].size)
+        runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, DTYPE)
+        for r in tl.static_range(len(runs)):
+            q = query[CUT.chunks[c].first + r]
+            if len(KEYS.side.runs) > 1:
+                # summed across threads: as a product of equal rows, gathered queries would go through shared memory
+                # twice
+                o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
+                added += tl.sum(q.to(tl.float32) * o[:, None], 0)
+            if KEYS.fold == "tile":
+                factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
+                q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
+            scores = tl.dot(runs[r], q, scores, input_precision="ieee")
+    bias = tl.broadcast_to(added[None, :], shape)
+    for p in tl.static_range(len(whole_query)):
+        # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
+        o = offsets[GROUP * len(whole_query) + p].to(DTYPE)
+        equal = tl.broadcast_to(o[None, :], [rows.shape[0], o.shape[0]])
+        bias = tl.dot(equal, whole_query[p], bias, input_precision="ieee")
+    unit = scales[0]
+    if KEYS.fold == "tile":
+        unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.side.bits, KEYS.isa), tl.float32)
+    return tl.fma(scores, tl.broadcast_to(unit, shape), bias)
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -446,129 +447,97 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
 
     Args:
         values: Fields; tokens: [tokens], block * page size + place in the page.
-    Returns: fold "token": scale of each group [tokens], and behind them the offsets of unsigned codes, [tokens] of one group,
-        else [ROWS, tokens], the groups again and again; else ().
+    Returns: the scale of each of VALUES.groups [tokens], and behind them the offsets of unsigned codes.
     """
-    GROUPS: tl.constexpr = VALUES.side.dim // VALUES.side.scale_channels
     factors = ()
-    if VALUES.fold == "token":
-        first = tokens * GROUPS
-        for g in tl.static_range(GROUPS):
-            factors = factors + (tl.load(values.scale + first + g),)
-        if VALUES.lift:
-            group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None]
-            rows = first[None, :] + group
-            factors = factors + (tl.load(values.offset + rows, mask=below(group, GROUPS), other=0),)
-        elif VALUES.side.code == "unsigned":
-            factors = factors + (tl.load(values.offset + first),)
+    for g in tl.static_range(VALUES.groups):
+        factors = factors + (tl.load(values.scale + tokens * VALUES.groups + g),)
+    if VALUES.side.code == "unsigned":
+        for g in tl.static_range(VALUES.groups):
+            factors = factors + (tl.load(values.offset + tokens * VALUES.groups + g),)
     return factors
 
 
 @triton.jit
-def add_exact(
-    rows, held, weights, acc, CUT: tl.constexpr, DTYPE: tl.constexpr, TURNED: tl.constexpr = False
-):
-    """Add weights [tokens, columns] times exact values to the parts of acc; `rows`, `held` as in `score_exact`.
+def add_parts(values, weights, keep, acc, DTYPE: tl.constexpr, TURNED: tl.constexpr = False):
+    """Add weights [tokens, columns] times values, parts of [size, tokens] whose numbers are those of the model, to acc's parts times keep.
 
     TURNED: whether columns lie on the rows of products, too few for those of a group of four warps, which would take as much
     shared memory again.
     """
     w = weights.to(DTYPE)
     new = ()
-    for p in tl.static_range(len(CUT.parts)):
-        lane = tl.arange(0, CUT.parts[p].size)
-        where = rows[None, :] + (CUT.parts[p].place + lane)[:, None]
-        inside = held[None, :] & below(lane, CUT.parts[p].held)[:, None]
-        x = tl.load(where, mask=inside, other=0.0).to(DTYPE)
+    for p in tl.static_range(len(values)):
+        x = values[p].to(DTYPE)
+        part = acc[p] * keep[None, :]
         if TURNED:
-            part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(acc[p]), input_precision="ieee")
-            new = new + (tl.trans(part),)
+            part = tl.dot(tl.trans(w), tl.trans(x), tl.trans(part), input_precision="ieee")
+            part = tl.trans(part)
         else:
-            new = new + (tl.dot(x, w, acc[p], input_precision="ieee"),)
+            part = tl.dot(x, w, part, input_precision="ieee")
+        new = new + (part,)
     return new
 
 
 @triton.jit
 def add_values(values, loaded, block, token, weights, keep, acc, offsets, VALUES: tl.constexpr):
-    """Add LIFT * weights [tokens, columns] times the tile of values that begins with `token` to the parts of acc.
+    """Add weights [tokens, columns] times the tile of values that begins with `token` to the parts of acc.
 
     Args:
         values, block, token: as for keys; loaded: of `load_value_factors`.
         keep: [columns], what the earlier sums are multiplied by.
         acc: parts of [size, columns], in units of boost * tile_unit * run_unit.
-        offsets: sums of LIFT * weight * offset: of group g on row g, or of the one group [tokens, columns], still to be
+        offsets: sums of weight * offset of each group, [1, columns], or of the one group [tokens, columns], still to be
             added up over tokens.
     Returns: acc, offsets.
     """
-    CUT: tl.constexpr = VALUES.cut
     DTYPE: tl.constexpr = dtype_of(VALUES.dtype)
     lane = token + tl.arange(0, VALUES.tile)
-    if VALUES.fold == "none":
-        rows = values.codes + block * (VALUES.side.page * VALUES.side.dim) + lane * VALUES.side.dim
-        held = below(tl.arange(0, VALUES.tile), VALUES.tile)
-        return add_exact(rows, held, weights, rescale(acc, keep), CUT, DTYPE), offsets
+    if VALUES.groups == 0:
+        parts = load_plain(values, block, lane, VALUES, True)
+        return add_parts(parts, weights, keep, acc, DTYPE), offsets
     else:
         factors, sums = _fold(loaded, weights, keep, offsets, VALUES, DTYPE)
         codes = values.codes + block * (VALUES.side.page * VALUES.side.size) + lane
-        tokens = (block * VALUES.side.page + lane) * (VALUES.side.dim // VALUES.side.scale_channels)
-        return _add_codes(codes, values, tokens, factors, keep, acc, VALUES, DTYPE), sums
+        return _add_codes(codes, factors, keep, acc, VALUES, DTYPE), sums
 
 
 @triton.jit
 def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.constexpr):
     """Return the weights of each channel group [tokens, columns], with its scales, and the new sums of offsets."""
-    GROUPS: tl.constexpr = VALUES.side.dim // VALUES.side.scale_channels
+    GROUPS: tl.constexpr = VALUES.groups
     factors = ()
-    if VALUES.fold == "element":
-        factors = (weights.to(DTYPE),)
-    else:
-        for g in tl.static_range(GROUPS):
-            s = loaded[g].to(tl.float32) * (VALUES.boost / 2.0**VALUES.lift)
-            factors = factors + ((weights * s[:, None]).to(DTYPE),)
-        if VALUES.lift:
-            rows = loaded[GROUPS].to(DTYPE)[None]
-            rows = tl.broadcast_to(rows, [ROWS // rows.shape[1], rows.shape[1], VALUES.tile])
-            rows = tl.reshape(rows, [ROWS, VALUES.tile])
-            offsets = tl.dot(
-                rows, weights.to(DTYPE), offsets * keep[None, :], input_precision="ieee"
-            )
-        elif VALUES.side.code == "unsigned":
-            o = loaded[1].to(tl.float32)
-            offsets = tl.fma(offsets, keep[None, :], weights * o[:, None])
-    return factors, offsets
+    sums = ()
+    for g in tl.static_range(GROUPS):
+        s = loaded[g].to(tl.float32) * VALUES.boost
+        factors = factors + ((weights * s[:, None]).to(DTYPE),)
+        total = offsets[g]
+        if VALUES.side.code == "unsigned":
+            added = weights * loaded[GROUPS + g].to(tl.float32)[:, None]
+            if GROUPS > 1:  # the sums of several would not fit into registers
+                added = tl.sum(added, 0)[None, :]
+            total = tl.fma(total, tl.broadcast_to(keep[None, :], total.shape), added)
+        sums = sums + (total,)
+    return factors, sums
 
 
 @triton.jit
-def _add_codes(
-    codes, values, tokens, factors, keep, acc, VALUES: tl.constexpr, DTYPE: tl.constexpr
-):
+def _add_codes(codes, factors, keep, acc, VALUES: tl.constexpr, DTYPE: tl.constexpr):
     """Add one tile of codes, see `add_values`.
 
     Args:
         codes: [tokens], pointers to each token's byte in the first row of bytes; rows lie a page's tokens apart.
-        tokens: [tokens], each one's first scale and offset, read here where the fold is "element".
         factors: of `_fold`.
     """
     CUT: tl.constexpr = VALUES.cut
-    NUMBERS: tl.constexpr = tl.float32 if VALUES.fold == "element" else DTYPE
     new = ()
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
-        inside = below(lane, CUT.chunks[c].held)[:, None]
-        runs = load_runs(codes[None, :], lane[:, None], CUT, c, VALUES.side.page, VALUES, NUMBERS)
+        runs = load_runs(codes[None, :], lane[:, None], CUT, c, VALUES.side.page, VALUES, DTYPE)
         for r in tl.static_range(len(runs)):
-            v = runs[r]
             total = acc[CUT.chunks[c].first + r] * keep[None, :]
-            if VALUES.fold == "element":
-                group = (
-                    CUT.parts[CUT.chunks[c].first + r].place + lane
-                ) // VALUES.side.scale_channels
-                at = tokens[None, :] + group[:, None]
-                v = _scaled(v, values, at, inside, VALUES)
-                w = factors[0]
-            else:
-                w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.side.scale_channels]
-            new = new + (tl.dot(v.to(DTYPE), w, total, input_precision="ieee"),)
+            w = factors[CUT.parts[CUT.chunks[c].first + r].place // VALUES.side.scale_channels]
+            new = new + (tl.dot(runs[r], w, total, input_precision="ieee"),)
     return new
 
 
@@ -577,21 +546,16 @@ def settle(acc, offsets, VALUES: tl.constexpr):
     """Bring the parts of acc from `add_values` to plain units and add the sums of offsets."""
     CUT: tl.constexpr = VALUES.cut
     RUNS: tl.constexpr = len(CUT.parts) // len(CUT.chunks)
-    row = tl.arange(0, offsets.shape[0])
     new = ()
     for p in tl.static_range(len(acc)):
         part = acc[p]
-        if VALUES.fold == "token":
+        if VALUES.groups > 0:
             unit = run_unit(p % RUNS, VALUES.side.bits, VALUES.isa) * tile_unit(
                 VALUES.side.bits, VALUES.isa
             )
             part = part * (1.0 / (VALUES.boost * unit))
             if VALUES.side.code == "unsigned":
-                own = offsets
-                if VALUES.lift:
-                    group = CUT.parts[p].place // VALUES.side.scale_channels
-                    own = tl.where((row == group)[:, None], offsets, 0.0)
-                o = tl.sum(own, 0)
-                part += (o * (VALUES.offset / 2.0**VALUES.lift))[None, :]
+                o = tl.sum(offsets[CUT.parts[p].place // VALUES.side.scale_channels], 0)
+                part += (o * VALUES.offset)[None, :]
         new = new + (part,)
     return new

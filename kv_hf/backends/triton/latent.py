@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .dequant import below, dtype_of, stages, tile_unit, unpack
-from .softmax import bend, near_one, weigh
+from .softmax import below_one, bend, weigh
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def attend_latents(
     ROPE: tl.constexpr = LATENTS.rope
     RANK: tl.constexpr = CUT.dim
     PAGE: tl.constexpr = LATENTS.side.page
+    WORDS: tl.constexpr = PAGE // LATENTS.side.places
     ROWS: tl.constexpr = LATENTS.rows
     STRIDE: tl.constexpr = LATENTS.stride
     STEP: tl.constexpr = LATENTS.step
@@ -57,13 +58,13 @@ def attend_latents(
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
     q_rope = load_tile(queries + RANK, real, 0, ROPE)
     size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
-    shrink, factor = near_one(size, softmax_scale, True)
+    shrink, factor = below_one(size, softmax_scale)
     q = times(q, shrink[None, :, None], DTYPE)
     q_rope = (q_rope.to(tl.float32) * shrink[None, :, None]).to(dtype_of(LATENTS.rope_dtype))
     lane = tl.arange(0, ROWS)
     row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
     if LATENTS.copies > 1 and LATENTS.isa > 0 and LATENTS.side.bits < 8:
-        shift = lane // LATENTS.words * LATENTS.side.bits % 8
+        shift = lane // WORDS * LATENTS.side.bits % 8
         row_unit = ((127 - shift) << 23).to(tl.float32, bitcast=True)
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the words' loads.
@@ -75,7 +76,7 @@ def attend_latents(
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile % TILES_PER_PAGE) * ROWS
         token = start + lane  # of place 0
-        words = keys.codes + block * (LATENTS.words * RANK)
+        words = keys.codes + block * (WORDS * RANK)
         words += (start + tl.arange(0, ROWS // LATENTS.copies)) * RANK
         numbers = load_numbers(words, LATENTS)
         ropes = values.codes + (block * PAGE + token) * ROPE.dim
@@ -91,7 +92,7 @@ def attend_latents(
         next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
         scales = load_scales(keys.scale, next_block, next_token, LATENTS)
 
-        for phase in tl.static_range(LATENTS.places // STEP):
+        for phase in tl.static_range(PAGE // STRIDE // STEP):
             scores = ()
             for i in tl.static_range(0, STEP, SHARE):
                 if LATENTS.fold == "channel":
@@ -153,7 +154,9 @@ def attend_latents(
             acc = new
         block = next_block
     if LATENTS.side.code != "none":
-        acc = times(acc, 1.0 / (LATENTS.boost * all_unit(LATENTS)), tl.float32)
+        acc = times(
+            acc, 1.0 / (LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa)), tl.float32
+        )
     return best, total, acc
 
 
@@ -164,12 +167,6 @@ def times(tiles, factor, DTYPE: tl.constexpr):
     for i in tl.static_range(len(tiles)):
         new = new + ((tiles[i].to(tl.float32) * factor).to(DTYPE),)
     return new
-
-
-@triton.constexpr_function
-def all_unit(LATENTS):
-    """Return what all codes of a tile are multiplied by."""
-    return tile_unit(LATENTS.side.bits, LATENTS.isa)
 
 
 @triton.constexpr_function
@@ -285,14 +282,15 @@ def load_scales(scale, block, token, LATENTS: tl.constexpr):
     """
     CUT: tl.constexpr = LATENTS.cut
     RUNS: tl.constexpr = CUT.runs
-    PLACES: tl.constexpr = LATENTS.places
-    GROUPS: tl.constexpr = CUT.dim // LATENTS.group
+    PAGE: tl.constexpr = LATENTS.side.page
+    GROUP: tl.constexpr = LATENTS.side.scale_channels
+    GROUPS: tl.constexpr = CUT.dim // GROUP
     scales = ()
     if LATENTS.fold == "token":
-        for p in tl.static_range(PLACES):
+        for p in tl.static_range(PAGE // LATENTS.stride):
             for r in tl.static_range(RUNS):
-                group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // LATENTS.group
-                at = (block * LATENTS.side.page + token + p * LATENTS.stride)[None, :] * GROUPS
+                group = (tl.arange(0, CUT.chunks) * RUNS + r) * CUT.size // GROUP
+                at = (block * PAGE + token + p * LATENTS.stride)[None, :] * GROUPS
                 where = scale + (at + tl.minimum(group, GROUPS - 1)[:, None])
                 scales = scales + (tl.load(where),)
     return scales
@@ -362,7 +360,8 @@ def load_factors(keys, block, token, LATENTS: tl.constexpr):
 @triton.jit
 def first_factor(block, token, LATENTS: tl.constexpr):
     """Return the number of channel 0's scale by channel, of token `token` in page `block`."""
-    return (block * (LATENTS.side.page // LATENTS.group) + token // LATENTS.group) * LATENTS.cut.dim
+    GROUP: tl.constexpr = LATENTS.side.scale_tokens
+    return (block * (LATENTS.side.page // GROUP) + token // GROUP) * LATENTS.cut.dim
 
 
 @triton.jit
@@ -404,7 +403,9 @@ def score_channels(
         products = more
     scores = ()
     for i in tl.static_range(SHARE):
-        unit = row_unit * (1.0 / (all_unit(LATENTS) * step_unit(FIRST + i, LATENTS)))
+        unit = row_unit * (
+            1.0 / (tile_unit(LATENTS.side.bits, LATENTS.isa) * step_unit(FIRST + i, LATENTS))
+        )
         unit = tl.broadcast_to(unit[None, None, :], bias.shape)
         scores = scores + (tl.fma(products[i], unit, bias),)
     return scores
@@ -429,5 +430,5 @@ def add_channels(
         w = tl.broadcast_to(w[None, :, :], [acc.shape[0], w.shape[0], w.shape[1]])
         product = tl.dot(w, numbers[FIRST + i], product, input_precision="ieee")
     by = tl.broadcast_to(by.to(tl.float32)[:, None, :], acc.shape)
-    held = held * (LATENTS.boost * all_unit(LATENTS))
+    held = held * (LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa))
     return tl.fma(product, by, acc) + held[None, :, None] * offset.to(tl.float32)[:, None, :]

@@ -198,11 +198,9 @@ class Operand(NamedTuple):
     Attributes:
         side: where it lies; tile: tokens of a tile.
         fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
-            each token), or "element" where none of these fits: each number gets its own.
-        pieces: token groups of a tile (keys).
+            each token), or "element" where none of these fits: each number gets its own before it is multiplied.
+        groups: of numbers with scales of their own: of a tile's tokens (keys, fold "tile"), or of channels (values, "token").
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
-        lift: the weights are multiplied by 2^lift, so that the offsets of channel groups are summed by one matrix product in
-            float16, a group on each row. 0: one group is summed with fewer instructions number by number, beside the weights.
         boost: weights times scales are multiplied by.
         dtype: of the products, by name.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
@@ -212,9 +210,8 @@ class Operand(NamedTuple):
     side: SideLayout
     tile: int
     fold: str
-    pieces: int
+    groups: int
     offset: float
-    lift: int
     boost: float
     dtype: str
     isa: int
@@ -228,7 +225,6 @@ MIN_SIZE = 16  # a matrix product's smallest inner size
 MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
 FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
-LIFT = 15  # of weights, whose sums with offsets are then in float16's normal range
 W_TILE = 32  # most tokens of a tile of the window
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}  # largest codes
@@ -268,10 +264,10 @@ def tile_tokens(spec: PageSpec, full: bool = False) -> int:
     """Return the tokens of a tile: a page, a part of it, or one or two token groups of the keys' scales."""
     if spec.is_latent:
         return tile_rows(spec, full) * (spec.keys.page_size // token_stride(spec))
-    tile = min(spec.keys.page_size, MAX_TILE)
-    scheme = spec.keys.scheme
-    if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
-        tile = min(tile, TOKEN_GROUPS * scheme.scale_group[0])
+    keys = side_layout(spec.keys)
+    tile = min(keys.page, MAX_TILE)
+    if keys.code == "unsigned":
+        tile = min(tile, max(MIN_SIZE, TOKEN_GROUPS * keys.scale_tokens))
     token_bytes = sum(side.token_bits for side in spec.sides) // 8
     most = TILE_BYTES
     if full:  # unpacked numbers go through shared memory
@@ -365,46 +361,42 @@ def compute_types(spec: PageSpec, full: bool) -> tuple[str, ...]:
 
 def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
     """Return how keys are multiplied."""
-    side, tile = spec.keys, tile_tokens(spec, queries.full)
-    scheme, layout = side.scheme, side_layout(side)
-    group = layout.scale_tokens
-    fold = "none" if scheme.is_exact else "page"
-    if scheme.code == "unsigned":
-        fold = "tile" if group >= MIN_SIZE else "element"
-    cut, dtype = Cut.of(side.runs, chunks), compute_types(spec, queries.full)[0]
+    side, layout, tile = spec.keys, side_layout(spec.keys), tile_tokens(spec, queries.full)
+    fold = "none" if side.scheme.is_exact else "page"
+    if layout.code == "unsigned":
+        fold = "tile" if layout.scale_tokens >= MIN_SIZE else "element"
+    cut = whole(side) if fold == "element" else Cut.of(side.runs, chunks)
     return Operand(
-        side=layout, tile=tile, fold=fold, pieces=max(1, tile // group) if fold == "tile" else 1, offset=1.0,
-        lift=0, boost=1.0, dtype=dtype, isa=0 if queries.full or fold == "element" else queries.isa, cut=cut,
-        offsets=cut if scheme.wide else whole(side),
+        side=layout, tile=tile, fold=fold, groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1, offset=1.0,
+        boost=1.0, dtype=compute_types(spec, queries.full)[0], isa=0 if queries.full else queries.isa,
+        cut=cut, offsets=cut if side.scheme.wide else whole(side),
     )  # fmt: skip
 
 
 def _values_of(spec: PageSpec, queries: Queries) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
-    side = spec.values
-    scheme, layout = side.scheme, side_layout(side)
-    code, (bits, channels) = scheme.code, side.runs[0]
+    side, layout = spec.values, side_layout(spec.values)
+    code, (bits, channels) = layout.code, side.runs[0]
     width = channels // codes_of_bytes(bits) // cuts_of_plane(bits, channels)
     group = layout.scale_channels
-    fold, pieces = "none" if scheme.is_exact else "token", chunks
-    if group % width and not scheme.is_exact:
-        if width % group == 0 and group >= MIN_SIZE:
-            pieces = partial(_chunks_of_groups, group=group)
-        else:
-            fold = "element"
-    groups = side.head_dim // group
-    together = fold == "token" and code == "unsigned" and groups > 1
+    fold, cut = "token", Cut.of(side.runs, chunks)
+    if side.scheme.is_exact:
+        fold = "none"
+    elif group % width and width % group == 0 and group >= MIN_SIZE:
+        cut = Cut.of(side.runs, partial(_chunks_of_groups, group=group))
+    elif group % width:
+        fold, cut = "element", whole(side)
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, pieces=1,
-        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << scheme.bits) - 1), lift=LIFT if together else 0,
-        boost=1.0 if queries.full else BOOST[f"{code}{scheme.bits}" if code == "unsigned" else code],
-        dtype=compute_types(spec, queries.full)[1], isa=0 if queries.full or fold == "element" else queries.isa, cut=Cut.of(side.runs, pieces), offsets=whole(side),
+        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, groups=layout.dim // group if fold == "token" else 0,
+        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << layout.bits) - 1),
+        boost=1.0 if queries.full else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
+        dtype=compute_types(spec, queries.full)[1], isa=0 if queries.full else queries.isa, cut=cut, offsets=cut,
     )  # fmt: skip
 
 
 def whole(side: SideSpec) -> Cut:
-    """Return how the channels of exact tokens are cut."""
+    """Return how the channels of numbers are cut that are not codes."""
     return Cut.of([(8 * side.dtype.itemsize, side.head_dim)], chunks)
 
 
@@ -497,10 +489,10 @@ class Latents(NamedTuple):
 
     Attributes:
         side: where they lie; fold: how scales apply: "none", "channel" or "token", which they are of.
-        tile: tokens of a tile; words: of a page; group: tokens that share a scale by channel, or channels by token.
+        tile: tokens of a tile.
         stride: tokens between the places of a row of a tile. Where a page has fewer words than a product needs rows, the
             rows of several places lie one below another: copies are places of a word that are rows of a tile.
-        rows, places: of a tile, each of whose tokens is one place of a row.
+        rows: of a tile, each of whose tokens is one place of a row.
         step: places whose scores move the softmax at once; share: those of them that share a scale by channel.
         cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both runs of a chunk, or None.
         rope_code: as `code`, of RoPE keys.
@@ -512,12 +504,9 @@ class Latents(NamedTuple):
     side: SideLayout
     fold: str
     tile: int
-    words: int
-    group: int
     stride: int
     copies: int
     rows: int
-    places: int
     step: int
     share: int
     cut: Chunks
@@ -575,15 +564,14 @@ def latents(spec: PageSpec, queries: Queries) -> Latents:
     cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
     dtypes = compute_types(spec, queries.full)
     by_channel = fold == "channel"
-    group = side.scale_tokens if by_channel else side.scale_channels
-    stride, words = token_stride(spec), page // side.places
+    stride = token_stride(spec)
     at_once = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
         side=side, fold=fold, tile=tile_tokens(spec, queries.full),
-        words=words, group=group, stride=stride, copies=stride // words, rows=tile_rows(spec, queries.full), places=page // stride,
-        step=at_once, share=max(1, min(at_once, group // stride)) if by_channel else 1, cut=cut,
+        stride=stride, copies=stride * side.places // page, rows=tile_rows(spec, queries.full), step=at_once,
+        share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],

@@ -329,10 +329,10 @@ def seal_pair_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Encode the pages of the jobs. Grid: (jobs, heads, 2). VALUES: None of a side without numbers."""
+    """Encode the pages of the jobs. Grid: (jobs, heads, 2)."""
     if tl.program_id(2) == 0:
         _seal_side(keys, jobs, key_fields, damaged, KEYS)
-    elif VALUES is not None:
+    elif VALUES.dim > 0:
         _seal_side(values, jobs, value_fields, damaged, VALUES)
 
 
@@ -416,8 +416,8 @@ def _load_plane(codes, token, place, NUMBER: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
-    """Load what tokens of one page and head, `fields` of it, hold at WIDE places from `start` on: fp32 or exact."""
+def load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
+    """Load what tokens of one page and head, `fields` of it, hold at WIDE places from `start` on: fp32 or exact, rotated where the codes are."""
     place = start + tl.arange(0, WIDE)
     CODE: tl.constexpr = SIDE.code
     S_TOKENS: tl.constexpr = SIDE.scale_tokens
@@ -437,8 +437,6 @@ def _load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
         x = x * _factors(fields.scale, token, start, S_TOKENS, S_CHANNELS, SIDE, WIDE)
         if O_TOKENS > 0:
             x = x + _factors(fields.offset, token, start, O_TOKENS, O_CHANNELS, SIDE, WIDE)
-        if SIDE.rotated > 0:
-            x = unrotate(x, SIDE.rotated, 1)
         return x
 
 
@@ -449,7 +447,9 @@ def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.conste
     for start in tl.static_range(0, DIM, WIDE):
         place = start + tl.arange(0, WIDE)
         inside = place < DIM
-        x = _load_numbers(fields, token, start, SIDE, WIDE)
+        x = load_numbers(fields, token, start, SIDE, WIDE)
+        if SIDE.rotated > 0:
+            x = unrotate(x, SIDE.rotated, 1)
         if SIDE.code != "none" and target.dtype.element_ty == tl.float16:
             # a scale rounded up may push the largest code just past float16's range
             x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
@@ -563,10 +563,7 @@ def _seal(call: PageWrite, tokens: Pair) -> None:
         lambda: Kernel(
             spec,
             seal_pair_kernel,
-            {
-                "KEYS": side_layout(spec.keys),
-                "VALUES": side_layout(spec.values) if spec.values.head_dim else None,
-            },
+            {"KEYS": side_layout(spec.keys), "VALUES": side_layout(spec.values)},
             enable_fp_fusion=False,
         ),
     )

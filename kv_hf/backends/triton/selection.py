@@ -36,7 +36,7 @@ from .direct import (
     queries_of,
     rows_of,
 )
-from .heads import ROWS, attend_window, columns_of, load_runs, query_units
+from .heads import attend_window, columns_of, load_runs, query_units
 from .meta_params import (
     HIP,
     Chunk,
@@ -72,6 +72,7 @@ SUMS = tl.constexpr(MAX_SPLITS + 1)
 # pages and columns whose masses are summed at once
 SUMMED_PAGES, SUMMED_COLUMNS = tl.constexpr(128), tl.constexpr(32)
 BLOCK = tl.constexpr(1024)  # pages that are counted at once
+ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 WAYS = tl.constexpr(16)  # places of a range of ranks that are tried at once
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
 
@@ -84,7 +85,7 @@ class KeyWords(NamedTuple):
         indexed: whether the pages are an index, which holds the words that are read one after the other.
         row: bytes or numbers of a token, as far as they are there; cut: where those are that are read.
         group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
-        bits: of a code; runs: codes of a byte; width: bytes or numbers of a run.
+        runs: codes of a byte; width: bytes or numbers of a run.
         part: bytes or numbers of a word; words: words of the section. Of codes in planes all these are of the first plane.
         turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
@@ -97,7 +98,6 @@ class KeyWords(NamedTuple):
     row: int
     cut: Cut
     group: int
-    bits: int
     runs: int
     width: int
     part: int
@@ -129,7 +129,7 @@ def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
     return KeyWords(
         side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
-        bits=bits, runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
+        runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
         pages=pages, dtype=dtype, isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
@@ -339,7 +339,9 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
             at = (r * KEYS.width + place)[None, :, :]
             at = (unit * KEYS.side.dim)[:, None, None] + at
             steps = tl.reshape(tl.load(keys.scale + at), [UNITS, DEPTH]).to(DTYPE)
-            q = (q * (1.0 / run_unit(r, KEYS.bits, KEYS.isa))).to(DTYPE) * steps[:, :, None]
+            q = (q * (1.0 / run_unit(r, CUT.chunks[0].bits, KEYS.isa))).to(DTYPE) * steps[
+                :, :, None
+            ]
         q = tl.broadcast_to(q, [UNITS, DEPTH, COLUMNS])
         products = tl.dot(
             tl.reshape(runs[r], [UNITS, TOKENS, DEPTH]), q, products, input_precision="ieee"

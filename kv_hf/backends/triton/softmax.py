@@ -49,16 +49,15 @@ def cap(scores, factor, softcap):
 
 
 @triton.jit
-def near_one(size, softmax_scale, BELOW: tl.constexpr):
-    """Return the powers of two [columns] that bring numbers of `size` near 1, or below 1 where BELOW.
+def below_one(size, softmax_scale):
+    """Return the powers of two [columns] that bring numbers of `size` to the upper half of 0 to 1.
 
     float16 products of queries times these neither overflow nor vanish. Also returned is what turns their scores into
     log2.
     """
     exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-    shrink = ((0x7E800000 if BELOW else 0x7F000000) - exponent).to(tl.float32, bitcast=True)
-    unit: tl.constexpr = 2.0 * LOG2E if BELOW else LOG2E
-    return shrink, exponent.to(tl.float32, bitcast=True) * (softmax_scale * unit)
+    shrink = (0x7E800000 - exponent).to(tl.float32, bitcast=True)
+    return shrink, exponent.to(tl.float32, bitcast=True) * (softmax_scale * (2.0 * LOG2E))
 
 
 @triton.jit
@@ -94,14 +93,13 @@ def bend(scores, factor, at, held, visible, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: tl.constexpr = 0):
+def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr):
     """Move the running maximum and turn scores into weights.
 
     Args:
         scores: [tokens, columns] fp32; log2 where BENT, else raw with `factor` [columns] > 0 to log2.
         best: [columns] fp32, the running maximum in log2.
         HIDES: whether some scores may be -inf.
-        LIFT: the weights are multiplied by 2^LIFT, for who rounds them to float16.
     Returns: weights [tokens, columns], keep [columns] (what to multiply earlier sums by), the new maximum.
     """
     top = tl.max(scores, 0)
@@ -109,11 +107,9 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: t
     shift = finite(top) if HIDES else top
     keep = tl.exp2(best - shift)
     if BENT:
-        # the lift behind the difference: beside the lowest number of a dtype it would vanish
-        weights = tl.exp2(scores - shift[None, :]) * (2.0**LIFT)
+        weights = tl.exp2(scores - shift[None, :])
     else:
-        down = LIFT - shift if LIFT else -shift
-        weights = tl.exp2(tl.fma(scores, factor[None, :], down[None, :]))
+        weights = tl.exp2(tl.fma(scores, factor[None, :], -shift[None, :]))
     return weights, keep, top
 
 

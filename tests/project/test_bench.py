@@ -178,7 +178,6 @@ TINY = {
     "memory": {"model": "tiny", "context": 80, "cache": "paged_int4", "steps": 2},
     "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": ["none", "folder"]},
     "serving/batches": {"model": "tiny", "load": ["mixed", "shared"]} | REQUESTS,
-    "serving/steps": {"model": "tiny", "requests": 2, "prompt": 20, "answer": 4, "rounds": 1},
     "first": {
         "what": ["compiled", "generate", "paged_int4", "choice"],
         "model": "tiny",
@@ -213,7 +212,6 @@ FIELDS = {
     "prefix": "metric requests system_tokens question_tokens batch prefix_store value tokens_computed skipped pages_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
     "requests prompt_tokens answer budget_bytes batch_tokens model dtype",
-    "batch_steps": "cache generate_ms batch_ms ratio",
     "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
     "first": "what contender",

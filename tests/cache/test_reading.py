@@ -344,7 +344,6 @@ def pages_of(copies):
         ("exact", {}),
         ("int4", {}),
         ("int4", {"read": {"share": 0.4, "from": 64}}),
-        ("int4", {"read": {"tokens": 100, "from": 64}}),
     ],
     ids=str,
 )

@@ -55,9 +55,8 @@ def page_bytes_on_device(cache):
     return found.payload + found.scales + found.staging
 
 
-def generate(model, inputs, keys, config=None, **options):
-    held = pages(f"paged_{keys}", **(config or {}))
-    return run(model, inputs, held, **{"max_new_tokens": 20, **options})
+def generate(model, inputs, keys, config=None):
+    return run(model, inputs, pages(f"paged_{keys}", **(config or {})), max_new_tokens=20)
 
 
 def check_equal(found, expected):
@@ -75,45 +74,37 @@ def check_equal(found, expected):
 
 
 RAGGED = left_padded([150, 4, 77])
-LOOKED_UP = {"input_ids": tokens(1, 20).repeat(1, 6)}
-FIVE = (five_layers, range(LAYERS))
-FOUR = range(4)
-# model, layers offloaded at the end, inputs, format, options of both caches, of the one that offloads, and of generate()
+
+
+def gemma(version):
+    return lambda: make_sliding(f"gemma{version}_text", 40)
+
+
+# model, layers offloaded at the end (None: some), format, options of the cache that offloads
 CALLS = {
-    "exact": (*FIVE, RAGGED, "exact", {}, {}, {}),
-    "int4": (*FIVE, RAGGED, "int4", {}, {}, {}),
-    "exact in a budget": (five_layers, None, RAGGED, "exact", {}, {"device_bytes": 278_528}, {}),
-    "int4 in a budget": (five_layers, None, RAGGED, "int4", {}, {"device_bytes": 28_000}, {}),
-    "beams": (*FIVE, RAGGED, "int4", {}, {}, {"num_beams": 3, "num_return_sequences": 3}),
-    "lookup": (*FIVE, LOOKED_UP, "int4", {}, {}, {"prompt_lookup_num_tokens": 4}),
-    "chunks": (*FIVE, RAGGED, "int4", {}, {}, {"prefill_chunk_size": 37}),
-    "gemma3_text": (
-        functools.partial(make_sliding, "gemma3_text", 40),
-        FOUR,
-        RAGGED,
-        "int8",
-        {},
-        {},
-        {},
-    ),
+    "exact": (five_layers, range(LAYERS), "exact", {}),
+    "int4": (five_layers, range(LAYERS), "int4", {}),
+    "exact in a budget": (five_layers, None, "exact", {"device_bytes": 278_528}),
+    "int4 in a budget": (five_layers, None, "int4", {"device_bytes": 28_000}),
+    "gemma3_text": (gemma(3), range(4), "int8", {}),
     # heads of full attention are larger than those that the first layer lets expect
-    "gemma4": (functools.partial(make_sliding, "gemma4_text", 40), FOUR, RAGGED, "int8", *[{}] * 3),
+    "gemma4": (gemma(4), range(4), "int8", {}),
 }
 
 
 @functools.cache
 def alone(name):
     """What a call gives whose pages are on the device, and its model."""
-    make, _, inputs, keys, config, _, options = CALLS[name]
+    make, _, keys, _ = CALLS[name]
     model = make()
-    return model, generate(model, inputs, keys, config, **options)
+    return model, generate(model, RAGGED, keys)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_generate_is_equal(place, name):
-    _, offloaded_at_last, inputs, keys, config, more, options = CALLS[name]
+    _, offloaded_at_last, keys, more = CALLS[name]
     model, expected = alone(name)
-    found = generate(model, inputs, keys, {**config, **more, **place}, **options)
+    found = generate(model, RAGGED, keys, {**more, **place})
     check_equal(found, expected)
     left = offloaded(found.past_key_values)
     assert 0 < len(left) < LAYERS if more else left == [*offloaded_at_last]

@@ -161,3 +161,20 @@ def test_cache_shows_its_options_and_contents(options, part):
     cache = filled(**options)
     assert repr(cache).startswith("PagedCache(keys=") and repr(cache).endswith(")")
     assert part in repr(cache) and f"bytes={cache.memory().total}" in repr(cache)
+
+
+def test_memory_report_lists_its_parts():
+    report = kv_hf.MemoryReport(
+        payload=3 << 20, scales=1 << 20, tail=512, tables=0, other=0,
+        pages_held=3, pages_allocated=4, tokens=6144, offloaded=2 << 30,
+    )  # fmt: skip
+    assert str(report) == (
+        "4.00 MiB (codes 3.00 MiB, scales 1.00 MiB, exact tokens 512 B); 2.00 GiB outside of the device; 6,144 tokens, "
+        "pages 3 of 4"
+    )
+
+
+def test_cache_config_prints_what_was_given():
+    given = kv_hf.CacheConfig(keys="int8", values="int4", offload="cpu", device_bytes="1MiB")
+    said = "CacheConfig(keys='int8', values='int4', offload='cpu', device_bytes=1048576)"
+    assert str(given) == said and "sink_tokens=4" in repr(given)

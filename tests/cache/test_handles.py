@@ -6,8 +6,7 @@ import pickle
 import pytest
 import rounding
 import torch
-from beside_stock import pages, run
-from tiny_models import left_padded, make_model, tokens
+from tiny_models import make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
@@ -24,19 +23,6 @@ def filled_cache(keys="exact", rows=2, length=90):
 
 def new_states(rows=2, length=1):
     return torch.randn(2, rows, 2, length, 16)
-
-
-@pytest.mark.parametrize("cache_implementation", ["paged_exact", "paged_int4"])
-def test_foreign_attention_is_correct_and_warned_of_once(cache_implementation, said):
-    model = make_model("llama")
-    model.set_attn_implementation("eager")
-    paged = make_model("llama")
-    inputs = left_padded([80, 33])
-    held = pages(cache_implementation)
-    found = run(model, inputs, held, max_new_tokens=12).sequences
-    assert model.config._attn_implementation == "eager"
-    assert len(said("does not know kv_hf")) == 1 and said("set_attn_implementation('sdpa')")
-    assert torch.equal(found, run(paged, inputs, held, max_new_tokens=12).sequences)
 
 
 def test_flex_attention_gets_dense_tensors():

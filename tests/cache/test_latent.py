@@ -22,7 +22,7 @@ from tiny_latent import (
     shared_model,
     text_config,
 )
-from tiny_models import left_padded, make_config, tokens
+from tiny_models import left_padded, tokens
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -351,23 +351,6 @@ def test_layers_override_the_latent_of_single_layers():
     for options in ({"latent": "int4"}, {"keys": "int4", "values": "int4"}):
         with pytest.raises(kv_hf.CacheOptionError, match="layer 1 stores one latent for both"):
             cache_of(**options, layers={"1": {"keys": "int8"}})
-
-
-@pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "dots3_note") if f in EXPANDING])
-def test_groups_that_do_not_divide_the_rank_are_an_error(family):
-    with pytest.raises(kv_hf.CacheOptionError, match="group"):
-        cache_of(family, latent="int8", group_size=24)
-    with pytest.raises(kv_hf.CacheOptionError, match="group|128"):
-        cache_of(family, latent="fp8_ds_mla")
-
-
-@pytest.mark.parametrize(
-    "options", [{"latent": {"k_rope": "int8"}}, {"latent": {"decode": "expand"}}]
-)
-def test_other_models_refuse_options_about_latents(options):
-    name = next(iter(options))
-    with pytest.raises(kv_hf.CacheOptionError, match=f"{name}=.*latent attention"):
-        kv_hf.PagedCache(make_config("llama"), **options)
 
 
 @pytest.mark.parametrize(

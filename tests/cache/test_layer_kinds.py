@@ -126,22 +126,6 @@ def test_reset_gives_states_of_layers_without_attention_back():
         assert torch.equal(found, model(ids, past_key_values=paged(model)).logits)
 
 
-def test_memory_and_report_tell_the_state_apart():
-    model = model_of("falcon_h1")
-    cache = paged(model, keys="int4", values="int4")
-    with torch.no_grad():
-        model(tokens(2, 80), past_key_values=cache)
-    states = sum(
-        state.nbytes
-        for layer in cache.layers
-        for states in (layer.conv_states, layer.recurrent_states)
-        for state in states.values()
-    )
-    assert cache.memory().other == states > 0
-    assert cache.report()[0].kind == "paged, linear-attention state beside them"
-    assert cache.report()[0].keys == "int4"
-
-
 def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
     model = model_of("falcon_h1")
     with pytest.raises(ValueError, match="stateful"):

@@ -9,50 +9,13 @@ from tiny_models import make_config, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.formats import format_names
 
 LENGTH = 160
 
 
-def caches(keys="exact", **options):
-    """A cache with max_length and one that grows, otherwise alike."""
-    config = make_config("llama", head_dim=DIM)
-    options = {"keys": keys, "page_size": 16, "sink_tokens": 2, **options}
-    fixed = kv_hf.PagedCache(config, max_length=LENGTH, **options)
-    return fixed, kv_hf.PagedCache(config, **options)
-
-
-def filled(cache, lengths, padding=(0, 0, 0)):
-    total = sum(lengths)
-    for group in cache.groups:
-        group.observe_padding(torch.tensor([[0] * p + [1] * (total - p) for p in padding]))
-    whole, seen = states(len(padding), total, 0), 0
-    for length in lengths:
-        append(cache, [[side[:, :, seen : seen + length] for side in layer] for layer in whole])
-        seen += length
-
-
-def same_bytes(one, other):
-    """Whether both hold the same pages and exact tokens."""
-    one.check_integrity()
-    assert [row.exact for row in one._group.rows] == [row.exact for row in other._group.rows]
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
-        for side, like in zip(mine.storage.sides, theirs.storage.sides, strict=True):
-            for a, b in zip(one._group.rows, other._group.rows, strict=True):
-                got, wanted = side.take(a.pages), like.take(b.pages)
-                for name, field in got.items():
-                    assert field.numpy().tobytes() == wanted[name].numpy().tobytes()
-
-
-@pytest.mark.parametrize("recent", [0, 20])
-@pytest.mark.parametrize("name", format_names("keys", "values"))
-def test_pages_have_the_bytes_of_a_cache_that_grows_whatever_the_updates(name, recent):
-    for lengths in ((40, *[1] * 37), (3, 20, 1, 33, 16, 1, 1, 50)):
-        fixed, grown = caches(name, recent_tokens=recent)
-        filled(fixed, lengths, (0, 7, 25))
-        filled(grown, (sum(lengths),), (0, 7, 25))
-        same_bytes(fixed, grown)
+def fixed_cache(**options):
+    options = {"page_size": 16, "sink_tokens": 2, **options}
+    return kv_hf.PagedCache(make_config("llama", head_dim=DIM), max_length=LENGTH, **options)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm5_next"])
@@ -75,9 +38,9 @@ def addresses(cache):
 
 
 def test_all_pages_are_made_at_the_first_forward_and_never_move():
-    fixed, _ = caches("int4")
-    assert fixed.memory().total == 0
-    filled(fixed, (5,))
+    fixed = fixed_cache(keys="int4")
+    assert (fixed.memory().total, fixed.memory().per_token) == (0, 0)
+    append(fixed, states(3, 5, 0))
     places, before = addresses(fixed), fixed.memory()
     for seed in range(100):
         append(fixed, states(3, 1, seed))
@@ -88,8 +51,8 @@ def test_all_pages_are_made_at_the_first_forward_and_never_move():
 
 
 def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
-    fixed, _ = caches()
-    filled(fixed, (150,))
+    fixed = fixed_cache()
+    append(fixed, states(3, 150, 0))
     before = [layer.keys for layer in fixed.layers]
     with pytest.raises(kv_hf.CacheMismatchError, match="max_length=160 is reached: 150 columns"):
         append(fixed, states(3, 11, 0))

@@ -18,12 +18,12 @@ from kv_hf.pages.step import block_table
 
 
 def tensor_bytes(cache):
-    """Add up the tensors of a cache by hand."""
-    total = 0
-    for layer in cache.paged_layers:
-        total += sum(t.nbytes for side in layer.storage.sides for t in side.fields.values())
-        total += sum(window.tokens.nbytes for window in layer.residuals)
-    return total + block_table(cache._group.batch.pages).nbytes
+    """Add up the tensors of a cache by hand: codes, what stands beside them, exact tokens, tables."""
+    sides = [side.fields for layer in cache.paged_layers for side in layer.storage.sides]
+    codes = sum(fields["codes"].nbytes for fields in sides)
+    pages = sum(tensor.nbytes for fields in sides for tensor in fields.values())
+    exact = sum(one.tokens.nbytes for layer in cache.paged_layers for one in layer.residuals)
+    return codes, pages - codes, exact, block_table(cache._group.batch.pages).nbytes
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,9 @@ def test_memory_equals_tensors_after_generation(implementation, options):
     pages = {"cache_implementation": implementation, "cache_config": options}
     for inputs in ({"input_ids": tokens(1, 3)}, left_padded([150, 4, 77])):
         cache = run(model, inputs, pages, max_new_tokens=41).past_key_values
-        assert cache.memory().total == tensor_bytes(cache)
+        found, expected = cache.memory(), tensor_bytes(cache)
+        assert (found.payload, found.scales, found.tail, found.tables) == expected
+        assert found.total == sum(expected)
 
 
 @pytest.mark.parametrize("implementation", ONE_FORMAT)

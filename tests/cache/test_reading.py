@@ -262,7 +262,7 @@ def test_models_without_layers_to_choose_for_are_errors():
 # -- pages outside of the device ----------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["disk", "eager", "late"])
+@pytest.fixture(params=["disk", "late", pytest.param("eager", marks=pytest.mark.slow)])
 def place(request, monkeypatch):
     """Options that offload pages."""
     return offload_to(request.param, monkeypatch)
@@ -344,7 +344,6 @@ def pages_of(copies):
         ("exact", {}),
         ("int4", {}),
         ("int4", {"read": {"share": 0.4, "from": 64}}),
-        ("int4", {"read": {"tokens": 100, "from": 64}}),
     ],
     ids=str,
 )

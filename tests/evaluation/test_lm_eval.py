@@ -141,9 +141,7 @@ def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):
 def test_bad_options_are_refused(model):
     for cache, config, says in (
         (None, None, "cache_implementation must name the cache"),
-        ("pagedint4", None, "did you mean 'paged_int4'"),
         ("dynamic:a=1", None, "takes no options"),
-        ("paged_int4", "sinks=3", "must be one of .*, got 'sinks'"),
         ("paged_int4", "keys", "NAME=VALUE"),
         (
             "paged_int4:read=0.5,read.from=8k",
@@ -161,12 +159,7 @@ def test_bad_options_are_refused(model):
         lm_of(encoder_decoder("t5"))
 
 
-def test_options_reach_the_cache():
-    config = shared_model("llama").config
-    kind = chosen_cache("paged_int4:sink_tokens=0", "keys=int8;page_size=32")
-    options = kind.make(config, 10).options
-    found = (options.keys, options.values, options.page_size, options.sink_tokens)
-    assert found == ("int8", "int4", 32, 0)
+def test_options_are_part_of_the_name_of_a_cache():
     parts = {"layers": {"0": "int8", "1": "fp8"}, "read": {"tokens": 2048, "from": 8192}}
     name = "paged_int4:layers.0=int8,layers.1=fp8,read.tokens=2048,read.from=8192"
     assert chosen_cache("paged_int4", parts).name == name

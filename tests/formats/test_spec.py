@@ -1,4 +1,4 @@
-"""Bytes: what PageSpec states, what storage allocates and what predict_memory adds up are one number."""
+"""Bytes: what PageSpec states and what storage allocates are one number."""
 
 from functools import partial
 
@@ -12,31 +12,10 @@ from kv_hf.formats import WHOLE_HEAD, format_names
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.row_pages import page_capacity
-from kv_hf.spec import LANES, ROWS, MemoryReport, predict_memory
+from kv_hf.spec import LANES, ROWS
 
 F16, FP32, U8, I8 = torch.float16, torch.float32, torch.uint8, torch.int8
 make_spec = partial(page_spec, key_dim=128, dtype=F16)
-
-
-# (format, side) -> shapes and dtypes of codes, scales and offsets in a page of 64 tokens, 2 kv heads, head_dim 128, by hand
-FIELDS = {
-    ("exact", "keys"): [((2, 64, 128), torch.bfloat16)],
-    ("exact", "values"): [((2, 64, 128), torch.bfloat16)],
-    ("fp8", "keys"): [((2, 64, 128), U8), ((2, 1, 1), F16), ((2, 1, 128), F16)],
-    ("fp8", "values"): [((2, 128, 64), U8), ((2, 64, 1), F16)],
-    ("int8", "keys"): [((2, 64, 128), I8), ((2, 1, 1), F16), ((2, 1, 128), F16)],
-    ("int8", "values"): [((2, 128, 64), I8), ((2, 64, 1), F16)],
-    ("plain4", "keys"): [((2, 64, 64), U8), ((2, 1, 128), F16), ((2, 1, 128), F16)],
-    ("plain4", "values"): [((2, 64, 64), U8), ((2, 64, 1), F16), ((2, 64, 1), F16)],
-    ("plain2", "keys"): [((2, 64, 32), U8), ((2, 2, 128), F16), ((2, 2, 128), F16)],
-    ("plain2", "values"): [((2, 32, 64), U8), ((2, 64, 4), F16), ((2, 64, 4), F16)],
-}
-
-
-@pytest.mark.parametrize(("name", "side"), FIELDS, ids="-".join)
-def test_fields_have_the_documented_shapes(name, side):
-    spec = make_spec(name, dtype=torch.bfloat16)
-    assert [*getattr(spec, side).fields.values()] == FIELDS[name, side]
 
 
 @pytest.mark.parametrize("key_dim", [64, 128])
@@ -121,41 +100,6 @@ def test_page_capacity_wastes_little_and_never_falls():
     assert len(set(capacities[1025:2049])) == 128
     for n in (2**24 - 1, 2**24, 2**24 + 1):
         assert n <= page_capacity(n) == page_capacity(page_capacity(n)) < n * (1 + 1 / 64)
-
-
-# -- predict_memory ----------------------------------------------------------------------------------------
-
-
-def test_predict_memory_adds_up_by_hand():
-    specs = [make_spec("int4", dtype=torch.bfloat16), make_spec("int8", dtype=torch.bfloat16)]
-    report = predict_memory(specs, [200, 70, 0], sink_tokens=4, recent_tokens=2)
-    # (200 - 6) // 64 = 3 pages, (70 - 6) // 64 = 1 page, 0 pages; 70 slots a row
-    payload = {"int4": 2 * (64 * 64 + 64 * 64), "int8": 2 * (64 * 128 + 64 * 128)}
-    scales = {"int4": 2 * 2 * (2 * 128 + 2 * 64), "int8": 2 * 2 * (1 + 128 + 64)}
-    assert report == MemoryReport(
-        payload=4 * sum(payload.values()),
-        scales=4 * sum(scales.values()),
-        tail=2 * 2 * (3 * 2 * 70 * 128 * 2),
-        tables=3 * 3 * 4,
-        other=0,
-        pages_held=4,
-        pages_allocated=4,
-        tokens=270,
-    )
-    assert report.total == sum(
-        (report.payload, report.scales, report.tail, report.tables, report.other)
-    )
-    assert report.per_token == report.total / 270
-
-
-def test_predict_memory_counts_allocated_pages_and_nothing_of_an_empty_cache():
-    spec = make_spec("int4")
-    report = predict_memory([spec], [64 * 261], sink_tokens=0, recent_tokens=0)
-    assert (report.pages_held, report.pages_allocated) == (261, 262)
-    assert report.payload == 262 * (spec.keys.payload_bytes + spec.values.payload_bytes)
-    assert report.scales == 262 * (spec.keys.scale_bytes + spec.values.scale_bytes)
-    report = predict_memory([spec], [], sink_tokens=4, recent_tokens=0)
-    assert (report.total, report.per_token) == (0, 0.0)
 
 
 class OneBit(kv_hf.Format):

@@ -43,16 +43,9 @@ HEADS = 4  # of all tiny models, queries' and keys'
 
 
 def mean_of_heads(tensor, kv_heads):
-    """Return the mean of each group of neighbouring heads of rows, summed number by number in Python's floats."""
-    rows, size = len(tensor) // HEADS, HEADS // kv_heads
-    flat = tensor.reshape(len(tensor), -1).tolist()
-    made = [
-        [sum(each) / size for each in zip(*(flat[(g * size + i) * rows + row] for i in range(size)), strict=True)]
-        for g in range(kv_heads)
-        for row in range(rows)
-    ]  # fmt: skip
-    wide = torch.tensor(made, dtype=torch.float64).reshape(-1, *tensor.shape[1:])
-    return wide.to(tensor.dtype)
+    """Return the mean of each group of neighbouring heads of rows, summed in fp64."""
+    heads = tensor.double().unflatten(0, (kv_heads, HEADS // kv_heads, len(tensor) // HEADS))
+    return (heads.sum(1) * kv_heads / HEADS).flatten(0, 1).to(tensor.dtype)
 
 
 def by_hand(before, name, new, kv_heads):

@@ -57,7 +57,7 @@ CAPTURED = [
     *((family, "paged_exact", {}, 79) for family in FAMILIES),
     ("llama", "paged_int4", {"recent_tokens": 0}, 79),
     ("llama", "paged_fp8", {}, 79),
-    *((family, "paged_exact", {}, 40) for family in ("mistral", "gpt_oss")),
+    ("gpt_oss", "paged_exact", {}, 40),
     *((family, "paged_exact", RECENT, 40) for family in ("gemma3_text", "deepseek_v3")),
 ]
 

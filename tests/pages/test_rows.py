@@ -1,4 +1,4 @@
-"""Which token lies where, planned and in plain numbers; the counts of page ids; tables and steps that layers get."""
+"""Pages of rows, planned and in plain numbers; the counts of page ids; tables and steps that layers get."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kv_hf.errors import PagePoolExhaustedError
-from kv_hf.geometry import Geometry, Place, place_of
+from kv_hf.geometry import Geometry
 from kv_hf.pages.forward import Forward
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.rows import Rows, RowSizes
@@ -193,71 +193,3 @@ def test_check_integrity_finds_pages_that_could_be_handed_out_twice(free, pages)
     pool._free[:], held.pages = free, (pages,)
     with pytest.raises(ValueError, match="handed out|are held"):
         pool.check_integrity()
-
-
-# -- which token lies where ----------------------------------------------------------------------------------
-
-# rows around every border: the table of cases that all who place tokens are checked with
-GEOMETRIES = [
-    Geometry(16, 4, 0),
-    Geometry(16, 0, 0),
-    Geometry(32, 1, 40),
-    Geometry(16, 33, 5),
-    Geometry(16, 4, 0, 1),
-    Geometry(16, 4, 0, 40),
-    Geometry(32, 0, 7, 33),
-    Geometry(16, 20, 3, 17),
-]
-
-
-def lengths_of(sizes):
-    """Row lengths around the sinks, the first and later borders of pages, and the borders that leave the window."""
-    borders = [0, sizes.sink_tokens, sizes.kept, sizes.kept + sizes.page_size]
-    borders += [sizes.kept + 3 * sizes.page_size, sizes.sink_tokens + 2 * sizes.page_size]
-    if sizes.window is not None:
-        start = sizes.sink_tokens + sizes.window - 1
-        borders += [sizes.window, start + sizes.page_size, start + 4 * sizes.page_size]
-    return sorted({length for at in borders for length in (at - 1, at, at + 1) if length >= 0})
-
-
-def name_of(sizes):
-    window = "" if sizes.window is None else f"-window{sizes.window}"
-    return f"page{sizes.page_size}-sinks{sizes.sink_tokens}-recent{sizes.recent_tokens}{window}"
-
-
-sizes_of_the_table = pytest.mark.parametrize("sizes", GEOMETRIES, ids=name_of)
-
-
-def filled_by_tokens(sizes, tokens):
-    """(window, pages): the tokens in each slot, of a row to which tokens were appended one by one."""
-    window, pages = [], []
-    for token in range(tokens):
-        window.append(token)
-        if len(window) == sizes.sink_tokens + sizes.recent_tokens + sizes.page_size:
-            first = sizes.sink_tokens
-            pages.append(window[first : first + sizes.page_size])
-            del window[first : first + sizes.page_size]
-    return window, pages
-
-
-@sizes_of_the_table
-def test_place_of_is_where_a_row_filled_by_tokens_has_each(sizes):
-    where = {"page_size": sizes.page_size, "sink_tokens": sizes.sink_tokens}
-    for tokens in lengths_of(sizes):
-        window, pages = filled_by_tokens(sizes, tokens)
-        assert (len(pages), len(window)) == (sizes.sealed(tokens), sizes.exact(tokens))
-        assert len(window) < sizes.slots
-        places = {place_of(token, len(pages), **where): token for token in range(tokens)}
-        expected = {Place(None, slot): token for slot, token in enumerate(window)}
-        for page, held in enumerate(pages):
-            expected |= {Place(page, slot): token for slot, token in enumerate(held)}
-        assert places == expected
-
-
-@pytest.mark.parametrize("sizes", [one for one in GEOMETRIES if one.window], ids=name_of)
-def test_out_of_sight_counts_pages_that_no_later_query_sees(sizes):
-    for tokens in lengths_of(sizes):
-        _, pages = filled_by_tokens(sizes, tokens + 2 * sizes.slots)
-        seen_from = tokens - sizes.window + 1  # by the next token's query
-        hidden = [page for page in pages if page[-1] < seen_from]
-        assert sizes.out_of_sight(tokens) == len(hidden)

@@ -271,6 +271,9 @@ def fill(cache, lengths, new, layers):
     room=st.none() | st.integers(0, 70),
 )
 @example({"page_size": 16, "keys": "int4", "values": "int8"}, [90, 33], 7, 9, [False] * 3, 5)
+@example(
+    {"page_size": 16, "keys": "int8", "values": "int8"}, [2100, 2116], 20, 9, [False] * 3, None
+)
 def test_any_options_lengths_and_layers(options, lengths, new, window, slides, room):
     config, inventory = small(window, slides)
     rows = {"row_tokens": [length + new for length in lengths], "prompt": max(lengths)}

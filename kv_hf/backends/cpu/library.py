@@ -227,7 +227,7 @@ def pack_sides(
 def with_room(
     sides: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
 ) -> tuple[PageFields, PageFields]:
-    """Return both sides' fields with their room, beyond which C reads and writes no page, and a mark.
+    """Return both sides' fields, [pages, ..] each, with their room, beyond which C reads and writes no page, and a mark.
 
     Staged pages are fetched then; others have no mark, and are packed at every call.
     """

@@ -115,7 +115,10 @@ class ModelId:
             for name, value in decoder.to_dict().items()
             if name not in IGNORED and not name.startswith("_")
         }
-        sizes = json.loads(json.dumps({**signature(decoder), **config}, default=str))
+        text = json.dumps({**signature(decoder), **config}, default=str)
+        sizes = json.loads(
+            text, parse_constant=str
+        )  # Mamba's limits are inf, which JSON does not have
         weights = described(weight for weight in weights_of(model) if weight.persistent)
         return cls(sizes, adapters_of(model), weights)
 

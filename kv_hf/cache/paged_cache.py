@@ -481,7 +481,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheMismatchError for an empty cache, a model of other sizes or weights, other token ids, and where generate()
             filled the cache with other adapters than the model has now;
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
-            keeps states of layers; OSError where the disk refuses. The old file then is what it was.
+            keeps keys of layers; OSError where the disk refuses. The old file then is what it was.
         """
         from . import saved  # pydantic, only where it is needed
 

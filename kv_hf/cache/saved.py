@@ -3,6 +3,7 @@
     token_ids                           [rows, columns] int64, where they were given
     layers.<n>.<side>.<field>           [pages, ..]: pages in layout "rows", in the order of rows and tokens
     layers.<n>.<side>.window            [rows, num_kv_heads, longest row, head_dim]: exact tokens, zero after a row's own
+    layers.<n>.<name>                   what the layer holds beside pages, at the end of the text (states.py)
     metadata                            "cache": `Description` as JSON, with the SHA-256 of every tensor; "checksum": that of
                                         all other metadata
 
@@ -50,6 +51,7 @@ from .identity import Adapters, ModelId, adapters_of
 from .layer import PagedLayer
 from .origin import check_token_ids
 from .report import tensor_bytes
+from .states import check_states, restore_states, state_names, states_of
 
 FORMAT, VERSION = "kv_hf.PagedCache", "7"
 TOKEN_IDS = "token_ids"
@@ -103,8 +105,13 @@ def save(
     formats = _registered(cache)
     groups = tuple(group.state() for group in cache.groups)
     with persistent_tensors():
-        for layer in cache.paged_layers:
+        for layer in _storing(cache):
             tensors.update(_tensors_of(layer, groups[cache.groups.index(layer.group)]))
+        for index, layer in enumerate(cache.layers):
+            states = states_of(layer)
+            check_states(cache, index, states)
+            for name, state in states.items():
+                tensors[f"layers.{index}.{name}"] = state.to("cpu", copy=True).contiguous()
     description = Description(
         options=_told_options(cache),
         formats=formats,
@@ -135,21 +142,27 @@ def _check_model_argument(model: Any) -> None:
         )
 
 
+def _storing(cache: Any) -> list[Any]:
+    """Return the paged layers that store tokens: others attend to the latents of one of these."""
+    return [layer for layer in cache.paged_layers if getattr(layer, "has_latents", True)]
+
+
 def _check_complete(cache: Any) -> None:
-    """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
+    """Raise an error unless the cache holds tokens, up to the same column in all layers, and nothing that a file does not."""
     if not len(cache._group):
         raise CacheMismatchError("this cache is empty: there is nothing to save")
     kept = [
         f"{index} ({type(layer).__name__})"
         for index, layer in enumerate(cache.layers)
-        if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
+        if not isinstance(layer, PagedLayer)
+        and tensor_bytes(vars(layer)) > tensor_bytes(states_of(layer))
     ]
     if kept:
         raise UnsupportedModelError(
-            f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold "
-            "pages only"
+            f"layers {', '.join(kept)} are transformers' own and hold keys that are in no page; saved caches hold pages, an "
+            "indexer's keys beside latents, and states of linear attention only"
         )
-    without = [one.layer_idx for one in cache.paged_layers if not one.store]
+    without = [one.layer_idx for one in _storing(cache) if not one.store]
     if without:
         raise InterruptedForwardError(
             f"layers {without} have not taken part in the forwards of this cache: an earlier one stopped half-way; it "
@@ -275,9 +288,14 @@ def load(
         _check_fits(cache, found.groups)
         for group, rows in zip(cache.groups, found.groups, strict=True):
             group.restore(rows)
-        for layer in cache.paged_layers:
+        for layer in _storing(cache):
             rows = found.groups[cache.groups.index(layer.group)]
             _fill(layer, tensors, rows, chosen or device_of(model, layer.layer_idx))
+        for index, layer in enumerate(cache.layers):
+            names = [name for name in state_names(layer) if f"layers.{index}.{name}" in tensors]
+            states = {name: tensors.pop(f"layers.{index}.{name}") for name in names}
+            check_states(cache, index, states)
+            restore_states(layer, states, chosen or device_of(model, index))
         if tensors:
             raise CacheFileError(f"it holds tensors that belong to no cache: {short(min(tensors))}")
         _resume(cache)
@@ -290,11 +308,12 @@ def load(
 
 def _resume(cache: Any) -> None:
     """Let a cache go on from rows and layers that were filled from a file."""
-    for layer in cache.paged_layers:
+    storing = _storing(cache)
+    for layer in storing:
         layer.seen = layer.group.seen
         layer.revision += 1
-    cache.forward.resume(len(cache.paged_layers))
-    cache._tokens_on = cache.paged_layers[0].device if cache._group.seen else None
+    cache.forward.resume(len(storing))
+    cache._tokens_on = storing[0].device if cache._group.seen else None
     cache.check_integrity()
 
 

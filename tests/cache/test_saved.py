@@ -11,9 +11,11 @@ import transformers
 from allocations import NewTensors
 from at_once import at_once
 from beside_stock import run
+from measure.family_models import build_model, families
 from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
 
 import kv_hf
+from kv_hf.cache.states import states_of
 from kv_hf.pages.cpu_memory import RESERVE_FACTOR
 
 PAGE = 16
@@ -55,12 +57,20 @@ MADE = {
         for name in ("gemma3_text", "gpt_oss", "mistral")
     },
 }
+# states beside pages: of Mamba, linear attention with latents, convolutions (four a layer: Inkling); an indexer's keys
+WITH_STATES = [
+    name
+    for name in ("falcon_h1", "zamba2", "qwen3_next", "kimi_linear", "lfm2", "inkling_text", "zaya", "deepseek_v32", "hy_v4")
+    if name in families("causal")
+]  # fmt: skip
+MADE |= {name: functools.partial(build_model, name) for name in WITH_STATES}
 CASES = [
     *(("llama", {"keys": keys, "values": values, "recent_tokens": 5}) for keys, values in zip(FORMATS, reversed(FORMATS), strict=True)),
     ("bf16", {"keys": "int4", "layers": {"1": {"values": "int8"}}}),
     ("gemma3_text", {"keys": "exact"}),
     ("gpt_oss", {"keys": "int4"}),
     ("mistral", {"keys": "int8"}),
+    *((name, {"layers": {}}) for name in WITH_STATES),
 ]  # fmt: skip
 
 
@@ -73,12 +83,38 @@ def test_loaded_cache_goes_on_bit_by_bit(name, options, tmp_path):
     for group, other in zip(loaded.groups, cache.groups, strict=True):
         assert [row.padding for row in group.rows] == [0, 67, 39]
         assert [row.dropped for row in group.rows] == [row.dropped for row in other.rows]
+    states, others = ([states_of(layer) for layer in one.layers] for one in (loaded, cache))
+    assert any(others) == (name in WITH_STATES) and [*map(len, states)] == [*map(len, others)]
+    for one, other in zip(states, others, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert [str(row) for row in loaded.report()] == [str(row) for row in cache.report()]
     never_saved, _ = filled(model, inputs, **options)
     mask = inputs["attention_mask"]
     expected = go_on(model, never_saved, text, mask)
     check_equal(go_on(model, loaded, text, mask), expected)
     check_equal(go_on(model, cache, text, mask), expected)
     loaded.check_integrity()
+
+
+@pytest.mark.parametrize("length", [2, 90])
+@pytest.mark.parametrize("name", [name for name in WITH_STATES if name in ("lfm2", "inkling_text")])
+def test_states_that_record_their_past_go_on(name, length, tmp_path):
+    """Behind assisted decoding a convolution's state grows: its size then is not that of the kernel, which the file tells."""
+    model, ids = build_model(name), tokens(1, length)
+    cache = kv_hf.PagedCache(model.config, page_size=PAGE)
+    text = model.generate(
+        ids, past_key_values=cache, max_new_tokens=9, prompt_lookup_num_tokens=3, do_sample=False
+    )
+    for turn in range(2):
+        loaded = detour(cache, model, tmp_path / "cache")
+        found, expected = (go_on(model, one, text) for one in (loaded, cache))
+        check_equal(found, expected)
+        text = expected[0]
+        for one in (loaded, cache):
+            one.activate_past_recording()
+            with torch.no_grad():
+                model(tokens(1, 4, seed=turn), past_key_values=one)
+            one.crop(-4)
 
 
 def test_pages_that_beams_share_are_saved_once(tmp_path):

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import safetensors.torch
+import tiny_latent
 import torch
 from allocations import NewTensors
 from hypothesis import HealthCheck, given, settings
@@ -250,6 +251,40 @@ def test_forged_orders_of_channels_are_refused(path, channel):
     refused(
         path, forged, model, "order of channels in pages of keys must name each channel 0 to 63"
     )
+
+
+@pytest.mark.skipif(not tiny_latent.is_there("glm5_next"), reason="this transformers lacks it")
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("0.conv_states.0", lambda held: None, "has None as conv_states.0 after 60 columns"),
+        ("0.conv_states.0", lambda held: held[:1], r"has \[1, 96, 4\]"),
+        ("0.conv_states.0", lambda held: held[:, 0, 0], r"has \[2\] of"),
+        ("0.recurrent_states.0", lambda held: held.double(), "of torch.float64"),
+        ("0.recurrent_states.0", lambda held: held[:, :0], r"has \[2, 0, "),
+        ("0.conv_states.1", lambda held: torch.ones(2, 96, 4), "belong to no cache"),
+        ("0.indexer_keys", lambda held: torch.ones(2, 60, 4), "belong to no cache"),
+        ("0.past_kernels", lambda held: torch.zeros(1, dtype=torch.long), "as past_kernels"),
+        ("0.past_kernels", lambda held: torch.ones(1), "as past_kernels"),
+        ("1.indexer_keys", lambda held: held[:, :-1], "as indexer_keys after 60 columns of 2"),
+        ("1.indexer_keys", lambda held: held[..., 0], "as indexer_keys"),
+        ("1.indexer_keys", lambda held: None, "has None as indexer_keys"),
+    ],
+)
+def test_forged_states_are_refused(path, name, change, match):
+    model = tiny_latent.shared_model("glm5_next")
+    cache = kv_hf.PagedCache(model.config, page_size=PAGE)
+    with torch.no_grad():
+        model(tokens(2, 60), past_key_values=cache)
+    cache.save(path, model)
+    kv_hf.PagedCache.load(path, model).check_integrity()
+    header, description, _ = split(path.read_bytes())
+    held = safetensors.torch.load(path.read_bytes())
+    forged = change(held.pop(f"layers.{name}", None))
+    held |= {} if forged is None else {f"layers.{name}": forged.contiguous()}
+    header, _, rest = split(safetensors.torch.save(held, header["__metadata__"]))
+    claims(description, header)
+    refused(path, joined(header, description, rest), model, match)
 
 
 def places(value, where=()):

@@ -116,9 +116,7 @@ class ModelId:
             if name not in IGNORED and not name.startswith("_")
         }
         text = json.dumps({**signature(decoder), **config}, default=str)
-        sizes = json.loads(
-            text, parse_constant=str
-        )  # Mamba's limits are inf, which JSON does not have
+        sizes = json.loads(text, parse_constant=str)  # inf, as Mamba's limits are, is no JSON
         weights = described(weight for weight in weights_of(model) if weight.persistent)
         return cls(sizes, adapters_of(model), weights)
 

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..pages.prefix_tree import Prefix
 from ..pages.storage import PageStorage, Pair, Sides, carve, carved_bytes
 from ..quant.codec import is_order
 from ..spec import ROWS, PageSpec
-from .saved import VERSION, digest, in_layout
+from .saved import VERSION, digest, put, taken
 
 SUFFIX, ASIDE = ".safetensors", ".aside"
 QUEUED = 512  # pages that wait to be written, at most; others are written when they are used again
@@ -48,7 +48,7 @@ def name_of(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:LETTERS]
 
 
-def prefix_names(places: Sequence[bytes]) -> list[str]:
+def prefix_names(places: Iterable[bytes]) -> list[str]:
     """Return the names of the beginnings that end with each of `places`, the tokens of the sinks and of each page behind them."""
     found, above = [], ""
     for place in places:
@@ -83,7 +83,7 @@ class PrefixFolder:
         path: of the folder, which is made with the first page.
         max_bytes: bound of all files in it.
     Attributes:
-        read, written, damaged: counts of pages.
+        read, written, damaged: counts of pages; of damaged ones, first tokens among them.
     Raises: CacheOptionError for what is no path.
     """
 
@@ -166,7 +166,7 @@ class PrefixFolder:
         self,
         state: str,
         nodes: Sequence[Prefix],
-        places: Sequence[bytes],
+        places: Iterable[bytes],
         storages: Sequence[PageStorage],
     ) -> None:
         """Have what is new of a beginning written soon, and the rest noted as used, under the lock of its pool.
@@ -296,10 +296,8 @@ def page_of(page: int, storages: Sequence[PageStorage]) -> dict[str, torch.Tenso
     raw = torch.zeros(sum(sizes), dtype=torch.uint8)
     for part, spec, storage in zip(raw.split(sizes), specs, storages, strict=True):
         for side, fields in zip(storage.sides, carve(part, spec, 1), strict=True):
-            for name, held in side.take([page]).items():
-                fields[name].copy_(
-                    in_layout(held.cpu(), side.spec, ROWS) if name == "codes" else held
-                )
+            for name, held in taken(side, [page]).items():
+                fields[name].copy_(held)
     return {"page": raw}
 
 
@@ -320,11 +318,8 @@ def put_pages(ids: Sequence[int], pages: Sequence[Any], storages: Sequence[PageS
     for place, storage in enumerate(storages):
         storage.grow(max(storage.capacity, max(ids) + 1))
         for number, side in enumerate(storage.sides):
-            for name in side.fields:
-                field = torch.cat([page[place][number][name] for page in pages])
-                if name == "codes":
-                    field = in_layout(field, replace(side.spec, layout=ROWS), side.spec.layout)
-                side.put(ids, name, field)
+            parts = [page[place][number] for page in pages]
+            put(side, ids, {name: torch.cat([one[name] for one in parts]) for name in parts[0]})
 
 
 def in_pairs(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:

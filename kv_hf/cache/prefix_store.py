@@ -268,14 +268,15 @@ class PrefixStore:
         sinks: Any = known[0].sinks if known else folder.first_tokens(state, names[0])
         if sinks is None:
             return
-        storages = self._storages(layers, sinks)
+        self._make_storages(layers, sinks)
+        storages = self._storages()
         if not storages or len(storages) != len(sinks):
             return
         specs = [one.spec for one in storages]
         room = self.max_bytes // sum(spec.page_bytes for spec in specs)
         pages = folder.pages(state, names[max(1, len(known)) :][:room], specs)
         with tree.pool.lock, persistent_tensors():
-            held, storages = self._nodes(space, tokens, recent_tokens), self._storages((), ())
+            held, storages = self._nodes(space, tokens, recent_tokens), self._storages()
             # another thread may have brought or given up pages meanwhile, or made them wider
             same = len(held) == len(known) and [one.spec for one in storages] == specs
             if not (pages and same and make_free(len(pages))):
@@ -288,16 +289,18 @@ class PrefixStore:
             tree.add(space, _sought(tokens, recent_tokens), (*_pages_of(held), *ids), lambda: on)
             self._make_room()
 
-    def _storages(self, layers: Sequence[Any], sinks: Sinks) -> list[PageStorage]:
-        """Return the storage of all layers, made for first tokens of these sizes where no forward has made it yet."""
-        memory = self.page_memory
-        model = self._model() if self._model is not None else None
+    def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
+        """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
+        memory, model = self.page_memory, self._model() if self._model is not None else None
         for layer, (keys, values) in zip(layers, sinks, strict=False):
             if layer.layer_idx not in memory.storages and model is not None:
                 device = device_of(model, layer.layer_idx)
                 spec = layer.formats.spec_of(keys[None].to(device), values[None].to(device))
                 memory.storage(layer.layer_idx, spec, device, layer.group)
-        return [memory.storages[index] for index in sorted(memory.storages)]
+
+    def _storages(self) -> list[PageStorage]:
+        """Return the storage of all layers that have one, in order."""
+        return [one for _, one in sorted(self.page_memory.storages.items())]
 
     def _state_of(self, space: Hashable) -> str | None:
         """Return the name of a space in the folder; None where it is of this process alone."""
@@ -430,7 +433,7 @@ class PrefixStore:
             nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
             state = self._state_of(space)
             if self.folder is not None and state is not None and nodes:
-                self.folder.keep(state, nodes, self.tree.places(tokens), self._storages((), ()))
+                self.folder.keep(state, nodes, self.tree.places(tokens), self._storages())
         return _pages_of(nodes)
 
     def _make_room(self) -> None:

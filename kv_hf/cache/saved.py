@@ -41,7 +41,7 @@ from ..formats import is_shipped
 from ..formats.base import FORMATS
 from ..pages.moved import persistent_tensors
 from ..pages.rows import RowsState, held_pages
-from ..pages.storage import Pair
+from ..pages.storage import Pair, SideStorage
 from ..printable import short
 from ..quant.codec import is_order, lay_out, pick_up
 from ..row_pages import page_capacity
@@ -199,9 +199,8 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     found = {}
     for side, residual in zip(layer.storage.sides, layer.residuals, strict=True):
         spec = side.spec
-        for field, held in side.take(held_pages(layer.group.rows)).items():
-            held = in_layout(held, spec, ROWS) if field == "codes" else held
-            found[_named(layer.layer_idx, spec.side, field)] = held.cpu().contiguous()
+        for field, held in taken(side, held_pages(layer.group.rows)).items():
+            found[_named(layer.layer_idx, spec.side, field)] = held.contiguous()
         window = residual.tokens[:, :, : rows.longest].to("cpu", copy=True).contiguous()
         for row, tokens in zip(rows.rows, window, strict=True):
             tokens[:, row.exact :] = 0  # what earlier tokens left there
@@ -209,7 +208,20 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     return found
 
 
-def in_layout(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
+def taken(side: SideStorage, pages: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return copies of these pages on the CPU, [n, ..] by field name, in the layout of files."""
+    found = {name: held.cpu() for name, held in side.take(pages).items()}
+    return {**found, "codes": _in_layout(found["codes"], side.spec, ROWS)}
+
+
+def put(side: SideStorage, ids: Sequence[int], pages: Mapping[str, torch.Tensor]) -> None:
+    """Write pages as `taken` gave them, [n, ..] by field name, to these n ids, which must have room."""
+    codes = _in_layout(pages["codes"], replace(side.spec, layout=ROWS), side.spec.layout)
+    for name, field in {**pages, "codes": codes}.items():
+        side.put(ids, name, field)
+
+
+def _in_layout(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
     """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in another layout."""
     other = replace(side, layout=layout)
     return codes if side.layout == layout else lay_out(pick_up(codes, side), other)
@@ -417,7 +429,7 @@ def _fill(
     keys, values = (window[:1, :, :0].to(device) for window in _windows(layer, tensors))
     layer.lazy_initialization(keys, values)
 
-    def taken(side: SideSpec, field: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def claimed(side: SideSpec, field: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         name = _named(layer.layer_idx, side.side, field)
         held, wanted = _held(tensors, name), (dtype, [*shape])
         if (held.dtype, [*held.shape]) != wanted:
@@ -429,7 +441,7 @@ def _fill(
     count, pages = rows.num_pages, []
     for side in layer.spec.sides:
         fields = replace(side, layout=ROWS).fields.items()
-        pages.append({name: taken(side, name, of, count, *shape) for name, (shape, of) in fields})
+        pages.append({name: claimed(side, name, of, count, *shape) for name, (shape, of) in fields})
     layer.storage.grow(page_capacity(count))
     for held, storage, residual in zip(pages, layer.storage.sides, layer.residuals, strict=True):
         side = storage.spec
@@ -438,12 +450,9 @@ def _fill(
                 f"the order of channels in pages of {side.side} must name each channel 0 to {side.head_dim - 1} "
                 "of a head once, and does not; the file was damaged or forged: make it anew"
             )
-        for name, piece in held.items():
-            if name == "codes":
-                piece = in_layout(piece, replace(side, layout=ROWS), side.layout)
-            storage.put(range(count), name, piece)
+        put(storage, range(count), held)
         sizes = len(rows.rows), side.num_kv_heads, rows.longest, side.head_dim
-        residual.tokens = taken(side, "window", side.dtype, *sizes).to(device, copy=True)
+        residual.tokens = claimed(side, "window", side.dtype, *sizes).to(device, copy=True)
 
 
 def _check_claims(claimed: Description) -> None:

@@ -72,14 +72,9 @@ class PrefixTree:
         others = self.pool.held(besides=self)
         return sum(node.page not in others for node in self._nodes.values())
 
-    def _root_key(self, space: Hashable, tokens: Sequence[int]) -> Hashable:
-        return space, array("q", tokens[: self.sink_tokens]).tobytes()
-
-    def places(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the tokens of the root of `tokens`, and of each whole page behind it, as bytes that other processes have too."""
-        return [array("q", tokens[: self.sink_tokens]).tobytes(), *self._page_keys(tokens)]
-
-    def _page_keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
+    def places(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        """Yield the tokens of the root of `tokens`, then those of each whole page behind it, as bytes that any process has."""
+        yield array("q", tokens[: self.sink_tokens]).tobytes()
         size = self.page_size
         for start in range(self.sink_tokens, len(tokens) - size + 1, size):
             yield array("q", tokens[start : start + size]).tobytes()
@@ -90,11 +85,12 @@ class PrefixTree:
         Args:
             space: what besides tokens the keys and values depend on.
         """
-        root = self._roots.get(self._root_key(space, tokens))
+        keys = self.places(tokens)
+        root = self._roots.get((space, next(keys)))
         if root is None:
             return []
         found, places = [root], []
-        for key in self._page_keys(tokens):
+        for key in keys:
             node = self._nodes.get((found[-1], key))
             if node is None:
                 break
@@ -116,11 +112,12 @@ class PrefixTree:
         """
         if not pages or len(tokens) < self.sink_tokens:
             return []
-        place = self._root_key(space, tokens)
+        keys = self.places(tokens)
+        place = (space, next(keys))
         if place not in self._roots:
             self._roots[place] = Prefix(None, sinks=sinks())
         parent = self._roots[place]
-        for key, page in zip(self._page_keys(tokens), pages, strict=False):
+        for key, page in zip(keys, pages, strict=False):
             parent = self._nodes.setdefault((parent, key), Prefix(parent, page))
         return self.find(space, tokens)[: len(pages) + 1]
 

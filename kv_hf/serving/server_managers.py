@@ -136,7 +136,11 @@ class PagedManagers:
         own = self._own(model_id, use_cb=use_cb)
         if not use_cb:
             return PagedManager(own, lambda model: self.served(model, model_id))
-        self._batches = model_id, PagedBatches(own, self.options)
+        if self._batches is None or self._batches[1]._own is not own:
+            self._batches = (
+                model_id,
+                PagedBatches(own, self.options),
+            )  # with a prefix store of its own
         return self._batches[1]
 
     def check(self, model: Any, model_id: str) -> None:

@@ -5,7 +5,6 @@ tokens themselves: a hit has compared every token, there is no hash to collide. 
 automatic prefix caching (arXiv 2309.06180), the tree that of RadixAttention (arXiv 2312.07104).
 """
 
-import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,7 +28,7 @@ class Prefix:
     parent: "Prefix | None"
     page: int | None = None
     sinks: Any = None
-    filed: float = -math.inf
+    filed: float = float("-inf")
 
 
 class PrefixTree:

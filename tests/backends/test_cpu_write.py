@@ -48,7 +48,7 @@ class Inputs:
     """Everything that a step writes: windows, new tokens, and storage with pages that nobody may touch."""
 
     def __init__(self, spec, seed=0, place=torch.clone, q_len=5):
-        numbers = torch.Generator().manual_seed(seed)
+        numbers = torch.Generator(torch.get_default_device()).manual_seed(seed)
         rows, self.spec = len(STARTS), spec
         assert spec.keys.layout != LANES or unsupported(spec) is None
 

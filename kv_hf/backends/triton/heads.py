@@ -93,9 +93,10 @@ def attend_heads(
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = zeros(V_CUT, COLUMNS)
     # of weights times offsets, channel group by channel group: of one, still to be added up over tokens
-    SUMS: tl.constexpr = TILE if VALUES.groups == 1 else 1
+    GROUPS: tl.constexpr = VALUES.groups
+    SUMS: tl.constexpr = TILE if GROUPS == 1 else 1
     offsets = ()
-    for _ in tl.static_range(VALUES.groups):
+    for _ in tl.static_range(GROUPS):
         offsets = offsets + (tl.zeros([SUMS, COLUMNS], tl.float32),)
     queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
@@ -350,8 +351,9 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
     channels = ()
     if KEYS.fold == "page" or KEYS.fold == "tile":
         GROUP: tl.constexpr = KEYS.side.scale_tokens
+        GROUPS: tl.constexpr = KEYS.groups
         group = block * (KEYS.side.page // GROUP) + token // GROUP
-        for g in tl.static_range(KEYS.groups):
+        for g in tl.static_range(GROUPS):
             offsets = offsets + load_parts(keys.offset + (group + g) * KEYS.side.dim, OFFSETS)
             if KEYS.fold == "tile":
                 scales = scales + load_parts(keys.scale + (group + g) * KEYS.side.dim, CUT)
@@ -374,10 +376,11 @@ def score_keys(keys, factors, block, token, query, whole_query, KEYS: tl.constex
         at = token + tl.arange(0, KEYS.tile)
         return score_parts(load_plain(keys, block, at, KEYS, False), query)
     else:
-        TOKENS: tl.constexpr = KEYS.tile // KEYS.groups
+        GROUPS: tl.constexpr = KEYS.groups
+        TOKENS: tl.constexpr = KEYS.tile // GROUPS
         codes = keys.codes + block * (KEYS.side.page * KEYS.side.size)
         scores = ()
-        for g in tl.static_range(KEYS.groups):
+        for g in tl.static_range(GROUPS):
             rows = codes + (token + g * TOKENS + tl.arange(0, TOKENS)) * KEYS.side.size
             scores = scores + (_score_codes(rows, factors, query, whole_query, KEYS, g),)
         return _stack(scores)
@@ -449,12 +452,13 @@ def load_value_factors(values, tokens, VALUES: tl.constexpr):
         values: Fields; tokens: [tokens], block * page size + place in the page.
     Returns: the scale of each of VALUES.groups [tokens], and behind them the offsets of unsigned codes.
     """
+    GROUPS: tl.constexpr = VALUES.groups
     factors = ()
-    for g in tl.static_range(VALUES.groups):
-        factors = factors + (tl.load(values.scale + tokens * VALUES.groups + g),)
+    for g in tl.static_range(GROUPS):
+        factors = factors + (tl.load(values.scale + tokens * GROUPS + g),)
     if VALUES.side.code == "unsigned":
-        for g in tl.static_range(VALUES.groups):
-            factors = factors + (tl.load(values.offset + tokens * VALUES.groups + g),)
+        for g in tl.static_range(GROUPS):
+            factors = factors + (tl.load(values.offset + tokens * GROUPS + g),)
     return factors
 
 

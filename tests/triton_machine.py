@@ -59,9 +59,9 @@ def running_on(machine):
         _now = before
 
 
-def not_emulated(reason):
-    """Skip a test on an emulated GPU."""
-    if _now not in (INTERPRETER, CUDA):
+def skip_where(emulated, reason):
+    """Skip a test on an emulated GPU, or where there is none."""
+    if emulated == (_now not in (INTERPRETER, CUDA)):
         pytest.skip(reason)
 
 

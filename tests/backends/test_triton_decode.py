@@ -23,7 +23,7 @@ from paged_inputs import (
 )
 from rounding import Rounding
 from slow import slow_but
-from triton_machine import attend, call, compiled_pairs, runs_kernels
+from triton_machine import attend, call, compiled_pairs, runs_kernels, skip_where
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.formats import format_names
@@ -357,6 +357,7 @@ FAULTS = {
 @pytest.mark.compiled
 def test_faults_of_the_decode_kernel_are_noticed():
     """Without that, tests of compiled kernels could not fail where a GPU only sometimes does."""
+    skip_where(False, "a GPU carries out no edited PTX")
     import emulated_gpu
     import ptx
 

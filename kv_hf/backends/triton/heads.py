@@ -415,20 +415,27 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
     shape: tl.constexpr = [rows.shape[0], query[0].shape[1]]
     scores = tl.zeros(shape, tl.float32)
     added = tl.zeros([query[0].shape[1]], tl.float32)
+    products = tl.zeros(query[0].shape, tl.float32)
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, DTYPE)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
             if len(KEYS.side.runs) > 1:
-                # summed across threads: as a product of equal rows, gathered queries would go through shared memory
-                # twice
+                # summed across threads, parts of equal size together: as a product of equal rows, gathered queries
+                # would go through shared memory twice
                 o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
-                added += tl.sum(q.to(tl.float32) * o[:, None], 0)
+                product = q.to(tl.float32) * o[:, None]
+                if product.shape[0] == products.shape[0]:
+                    products += product
+                else:
+                    added += tl.sum(product, 0)
             if KEYS.fold == "tile":
                 factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
                 q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
             scores = tl.dot(runs[r], q, scores, input_precision="ieee")
+    if len(KEYS.side.runs) > 1:
+        added += tl.sum(products, 0)
     bias = tl.broadcast_to(added[None, :], shape)
     for p in tl.static_range(len(whole_query)):
         # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads

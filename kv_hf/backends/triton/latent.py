@@ -170,12 +170,9 @@ def times(tiles, factor, DTYPE: tl.constexpr):
 
 
 @triton.constexpr_function
-def step_unit(STEP, LATENTS):
-    """Return what the codes of the first of the places that are step `STEP` of a tile's are multiplied by besides."""
-    place = STEP * LATENTS.copies
-    return (
-        2.0 ** (place * LATENTS.side.bits % 8) if LATENTS.isa > 0 and LATENTS.side.bits < 8 else 1.0
-    )
+def place_unit(PLACE, BITS, ISA):
+    """Return what the codes of a place of words are multiplied by besides."""
+    return 2.0 ** (PLACE * BITS % 8) if ISA > 0 and BITS < 8 else 1.0
 
 
 @triton.jit
@@ -404,7 +401,11 @@ def score_channels(
     scores = ()
     for i in tl.static_range(SHARE):
         unit = row_unit * (
-            1.0 / (tile_unit(LATENTS.side.bits, LATENTS.isa) * step_unit(FIRST + i, LATENTS))
+            1.0
+            / (
+                tile_unit(LATENTS.side.bits, LATENTS.isa)
+                * place_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
+            )
         )
         unit = tl.broadcast_to(unit[None, None, :], bias.shape)
         scores = scores + (tl.fma(products[i], unit, bias),)
@@ -425,7 +426,9 @@ def add_channels(
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
     product = tl.zeros(acc.shape, tl.float32)
     for i in tl.static_range(SHARE):
-        unit = row_unit * (LATENTS.boost / step_unit(FIRST + i, LATENTS))
+        unit = row_unit * (
+            LATENTS.boost / place_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
+        )
         w = (parts[PART + i] * unit[None, :]).to(DTYPE)
         w = tl.broadcast_to(w[None, :, :], [acc.shape[0], w.shape[0], w.shape[1]])
         product = tl.dot(w, numbers[FIRST + i], product, input_precision="ieee")

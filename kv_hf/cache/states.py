@@ -5,7 +5,7 @@ past_kernels                            [states] int64: columns of its convoluti
 indexer_keys                            [rows, columns, index_head_dim]: of a sparse layer of latents
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import CacheMismatchError
+from ..pages.moved import persistent_tensors
 
 States = Mapping[str, torch.Tensor]
 INDEX, KERNELS = "indexer_keys", "past_kernels"
@@ -36,6 +37,15 @@ def states_of(layer: Any) -> dict[str, torch.Tensor]:
     if layer.record_past:
         found[KERNELS] = torch.tensor([size or 0 for size in layer.conv_kernel_size.values()])
     return found
+
+
+def states_of_row(layers: Sequence[Any], row: int) -> list[dict[str, torch.Tensor]]:
+    """Return copies of the states [1, ..] of one row, by name, for each layer."""
+    with persistent_tensors():
+        return [
+            {name: state[row : row + 1].clone() for name, state in states_of(layer).items()}
+            for layer in layers
+        ]
 
 
 def check_states(cache: Any, index: int, states: States) -> None:
@@ -62,13 +72,13 @@ def check_states(cache: Any, index: int, states: States) -> None:
             )
 
 
-def restore_states(layer: Any, states: States, device: torch.device) -> None:
-    """Let an empty layer hold copies of `states`, which were checked, on `device`."""
+def restore_states(layer: Any, states: States, device: torch.device | None = None) -> None:
+    """Let an empty layer hold copies of `states`, which were checked, on `device`; None: where they are."""
     for name, state in states.items():
         kind, _, index = name.partition(".")
         if index:
             update = getattr(layer, f"update_{kind.removesuffix('s')}")
-            update(state.to(device), state_idx=int(index))
+            update(state.to(device=device), state_idx=int(index))
         elif name == INDEX:
             layer.update_indexer(state.to(device))
         else:  # behind the states, whose own sizes these were until here

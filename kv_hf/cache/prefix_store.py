@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from .identity import ModelId
 from .prefix_folder import PrefixFolder, name_of, prefix_names, put_pages
 from .report import tensor_bytes
 from .saved import VERSION, device_of
-from .states import States, restore_states, states_of_row
+from .states import States, restore_rows, states_of_row
 
 SCAN = 64  # tokens that linear attention computes at a time
 SALT = " salt "  # between a space and the salt
@@ -74,13 +74,13 @@ class KnownPrefix:
         tokens: how many of the prompt's first tokens lie in `pages` and in front of them; 0 without any.
         pages: ids, in order.
         sinks: the exact first tokens, as `sinks_of` of the cache that brought them gave them; None without any.
-        states: of each layer, what it holds beside pages behind these tokens; empty where layers hold nothing.
+        states: what layers hold beside pages behind these tokens, as `states_of_row` gave it; empty where they hold nothing.
     """
 
     tokens: int = 0
     pages: tuple[int, ...] = ()
     sinks: Any = None
-    states: Sequence[States] = ()
+    states: States = field(default_factory=dict)
 
 
 class PrefixStore:
@@ -169,10 +169,12 @@ class PrefixStore:
 
         Args:
             has_states: whether layers of the model hold states beside pages.
-        Raises: CacheOptionError where the store holds pages of others, and where it cannot keep states.
+        Raises: CacheOptionError where the store holds pages of others, and for `snapshot_tokens` that do not end with a page.
         """
-        if has_states:
-            self._check_states(options)
+        if has_states and self.snapshot_tokens % max(SCAN, options.page_size):
+            raise CacheOptionError(
+                f"snapshot_tokens must be a multiple of {SCAN} and of page_size={options.page_size}, got {self.snapshot_tokens}"
+            )
         asked = {**{name: getattr(options, name) for name in _FORMAT}, **signature}
         if self._tree is None:
             self._bound, self.has_states = asked, has_states
@@ -187,18 +189,6 @@ class PrefixStore:
                     "one store per model and format"
                 )
         return self.page_memory
-
-    def _check_states(self, options: CacheConfig) -> None:
-        """Raise CacheOptionError where the store cannot keep states of the layers of a model."""
-        if self.folder is not None:
-            raise CacheOptionError(
-                "folder: a prefix_store of a model whose layers hold states beside pages (linear attention, Mamba, convolutions) "
-                "is in memory alone; leave folder out"
-            )
-        if self.snapshot_tokens % max(SCAN, options.page_size):
-            raise CacheOptionError(
-                f"snapshot_tokens must be a multiple of {SCAN} and of page_size={options.page_size}, got {self.snapshot_tokens}"
-            )
 
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Remember the model, and return the space of prefixes that its state has now.
@@ -281,7 +271,7 @@ class PrefixStore:
         if not pages:
             return KnownPrefix()
         tokens = page_start(len(pages), page_size=tree.page_size, sink_tokens=tree.sink_tokens)
-        return KnownPrefix(tokens, pages, nodes[0].sinks, nodes[-1].states or ())
+        return KnownPrefix(tokens, pages, nodes[0].sinks, nodes[-1].states or {})
 
     def ends(self, begin: int, end: int) -> list[int]:
         """Return the places behind `begin`, up to `end`, where the computing of a prompt stops for `add`."""
@@ -321,7 +311,12 @@ class PrefixStore:
             return
         specs = [one.spec for one in storages]
         room = self.max_bytes // sum(spec.page_bytes for spec in specs)
-        pages = folder.pages(state, names[max(1, len(known)) :][:room], specs)
+        names = names[max(1, len(known)) :][:room]
+        pages = folder.pages(state, names, specs)
+        states: States = {}
+        if self.has_states:
+            count, states = folder.states(state, names[: len(pages)], specs)
+            pages = pages[:count]
         with tree.pool.lock, persistent_tensors():
             held, storages = self._nodes(space, tokens, recent_tokens), self._storages()
             # another thread may have brought or given up pages meanwhile, or made them wider
@@ -333,8 +328,20 @@ class PrefixStore:
                 put_pages(ids, pages, storages)
             devices = [one.device for one in storages]
             on = [(k.to(at), v.to(at)) for (k, v), at in zip(sinks, devices, strict=True)]
-            tree.add(space, _sought(tokens, recent_tokens), (*_pages_of(held), *ids), lambda: on)
+            sought = _sought(tokens, recent_tokens)
+            added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: on)
+            if states:
+                self._hold(added[-1], self._on_layers(states))
             self._make_room()
+
+    def _on_layers(self, states: States) -> States:
+        """Return states by layer and name on the devices of the layers."""
+        model = self._model() if self._model is not None else None
+        found = {}
+        for name, state in states.items():
+            layer, _, _ = name.partition(".")
+            found[name] = state.to(device_of(model, int(layer)))
+        return found
 
     def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
         """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
@@ -483,24 +490,29 @@ class PrefixStore:
         tokens: Sequence[int],
         pages: tuple[int, ...],
         sinks: Callable[[], Any],
-        states: Sequence[States] | None = None,
+        states: States | None = None,
     ) -> tuple[int, ...]:
         """Keep the sealed pages of a row that begins with `tokens`; return the pages of the same tokens that the store then has.
 
         Args:
             sinks: called without arguments for the exact first tokens where they are new.
-            states: of each layer behind the last page; None where layers hold none.
+            states: of all layers behind the last page; None where they hold none.
         """
         with self.tree.pool.lock:
             added = self.tree.add(space, tokens, pages, sinks)
             if states is not None and added and added[-1].states is None:
-                added[-1].states, self._state_bytes = states, tensor_bytes(states)
+                self._hold(added[-1], states)
             self._make_room()
             nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
             state = self._state_of(space)
             if self.folder is not None and state is not None and nodes:
                 self.folder.keep(state, nodes, self.tree.places(tokens), self._storages())
         return _pages_of(nodes)
+
+    def _hold(self, node: Prefix, states: States) -> None:
+        """Keep the states behind a page, which a folder then has to write."""
+        node.states, node.filed = states, float("-inf")
+        self._state_bytes = tensor_bytes(states)
 
     def _make_room(self) -> None:
         """Give up pages beyond `max_bytes`."""
@@ -652,10 +664,7 @@ def _begin(cache: Any, rows: Sequence[Row], known: Sequence[KnownPrefix], seen: 
         cache._group.adopt(rows, seen)
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
-        rows_of = zip(*(one.states for one in known), strict=True)
-        for layer, held in zip(cache.layers, rows_of, strict=False):
-            states = {name: torch.cat([one[name] for one in held]) for name in held[0]}
-            restore_states(layer, states)
+        restore_rows(cache.layers, [one.states for one in known])
     cache._tokens_on = cache.paged_layers[0].device
 
 

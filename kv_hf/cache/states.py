@@ -39,13 +39,22 @@ def states_of(layer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def states_of_row(layers: Sequence[Any], row: int) -> list[dict[str, torch.Tensor]]:
-    """Return copies of the states [1, ..] of one row, by name, for each layer."""
+def states_of_row(layers: Sequence[Any], row: int) -> dict[str, torch.Tensor]:
+    """Return copies of the states [1, ..] of one row, by layer and name: "3.conv_states.0"."""
     with persistent_tensors():
-        return [
-            {name: state[row : row + 1].clone() for name, state in states_of(layer).items()}
-            for layer in layers
-        ]
+        return {
+            f"{index}.{name}": state[row : row + 1].clone()
+            for index, layer in enumerate(layers)
+            for name, state in states_of(layer).items()
+        }
+
+
+def restore_rows(layers: Sequence[Any], rows: Sequence[States]) -> None:
+    """Let empty layers hold copies of the states of rows, as `states_of_row` gave them."""
+    for index, layer in enumerate(layers):
+        names = [name for name in state_names(layer) if f"{index}.{name}" in rows[0]]
+        parts = {name: [row[f"{index}.{name}"] for row in rows] for name in names}
+        restore_states(layer, {name: torch.cat(states) for name, states in parts.items()})
 
 
 def check_states(cache: Any, index: int, states: States) -> None:

@@ -856,11 +856,14 @@ def test_a_prompt_goes_on_behind_the_last_states_that_are_known(family):
     for begins, end in CUTS:
         paged = kv_hf.PagedCache(model.config, page_size=PAGE)
         alone = cut_at(model, row, [*begins, end], paged)
-        states = [states_of(layer) for layer in alone.layers]
+        states = {
+            f"{index}.{name}": state
+            for index, layer in enumerate(alone.layers)
+            for name, state in states_of(layer).items()
+        }
         stored = nodes[(end - 4) // PAGE].states
-        assert [[*one] for one in states] == [[*one] for one in stored] and any(states)
-        for ours, others in zip(stored, states, strict=True):
-            assert all(torch.equal(ours[name], others[name]) for name in others)
+        assert [*states] == [*stored]
+        assert all(torch.equal(stored[name], state) for name, state in states.items())
 
 
 STATE_BATCHES = {
@@ -983,6 +986,32 @@ def test_a_second_turn_goes_on_behind_the_first_prompt():
     assert pages_of_prompt == 12
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "kimi_linear", "lfm2"])
+@pytest.mark.parametrize("name", ["paged_exact", "paged_int4"])
+def test_a_folder_keeps_states_with_their_pages(family, name, tmp_path, said):
+    model, of_store = of_family(family), {"snapshot_tokens": STEP}
+    stores = [kv_hf.PrefixStore(folder=one, **of_store) for one in (tmp_path, None)]
+    for store, length in product(stores, (200, 190)):
+        run(model, [SYSTEM[:length]], store, name)
+        store.flush()  # the second gives states to a page that is written by then
+    files = sorted(tmp_path.glob("*/*.states.safetensors"))
+    assert len(files) == stores[0].tree.num_states == (4 if name == "paged_exact" else 3)
+    text = SYSTEM[:190] + words(9, 2)
+    expected, in_memory = run(model, [text], stores[1], name), stores[1].stats()
+    found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))
+    known = {"paged_exact": 180, "paged_int4": 132}[name]
+    assert counts.tokens_computed == len(text) - known and counts.pages_damaged == 0
+    assert in_memory.tokens_computed == counts.tokens_computed + stores[0].stats().tokens_computed
+    for path in tmp_path.glob("*/*.states.safetensors"):
+        DAMAGE["a flipped bit"](path, None)
+    found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert counts.pages_damaged > 0 == counts.rows_hit and len(said("is damaged")) == 1
+    assert kept_in(tmp_path, name, model, [text], of_store=of_store)[1].rows_hit == 1
+
+
 NOT_FROM_STATES = {
     "bamba": "BambaForCausalLM: its forwards of several tokens do not go on from states",
     "jamba": "do not go on from states",
@@ -1006,11 +1035,6 @@ def test_models_that_do_not_go_on_from_states_get_no_prefixes(family):
     [
         ("deepseek_v32", {}, "layer 0 is transformers' DynamicIndexedLayer"),
         ("minimax_m3_vl_text", {}, "layer 1 is transformers' MiniMaxM3VLSparseCacheLayer"),
-        (
-            "lfm2",
-            {"folder": "prefixes"},
-            "states beside pages .* in memory alone; leave folder out",
-        ),
         ("lfm2", {"snapshot_tokens": 96}, "multiple of 64 and of page_size=16, got 96"),
         ("lfm2", {"snapshot_tokens": 32}, "snapshot_tokens must be an integer of at least 64"),
     ],

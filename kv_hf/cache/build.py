@@ -194,12 +194,14 @@ def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
         )
     for index, layer in enumerate(layers):
         name = type(layer).__name__
-        if name in (INDEXED, *HYBRID) or (index not in paged and not is_dummy(layer)):
+        known = index in paged or name == _STATES or is_dummy(layer)
+        if name == INDEXED or not known:
             raise CacheOptionError(
-                f"prefix_store needs layers that hold nothing but pages; layer {index} is transformers' {name}, which holds an "
-                "indexer's keys, or a state of the whole text; leave it out"
+                f"prefix_store needs layers that hold nothing but pages and states; layer {index} is transformers' {name}, which "
+                "holds an indexer's keys, or tensors of its own; leave it out"
             )
-    return store.bind(options, signature(config))
+    has_states = any(type(layer).__name__ in (_STATES, *HYBRID) for layer in layers)
+    return store.bind(options, signature(config), has_states)
 
 
 def make_room(

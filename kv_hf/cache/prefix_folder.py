@@ -2,6 +2,8 @@
 
     FOLDER/<state>/<prefix>.safetensors             "<layer>.<side>": the exact first tokens of a beginning
     FOLDER/<state>/<prefix>.<formats>.safetensors   "page": a page of all layers, one behind the other, in layout "rows"
+    FOLDER/<state>/<prefix>.<formats>.states.safetensors   "<layer>.<name>": what layers hold beside pages behind a page, where
+                                                           that is known (states.py)
 
 <state> is a digest of everything besides tokens that decides a page: model, weights, adapters, options, salt. <prefix> is one
 of all tokens up to the page's end, chained page by page, and <formats> one of the layers' page specs. Metadata holds the name and
@@ -35,11 +37,13 @@ from ..pages.storage import PageStorage, Pair, Sides, carve, carved_bytes
 from ..quant.codec import is_order
 from ..spec import ROWS, PageSpec
 from .saved import VERSION, digest, put, taken
+from .states import States
 
 SUFFIX, ASIDE = ".safetensors", ".aside"
 QUEUED = 512  # pages that wait to be written, at most; others are written when they are used again
 OFTEN = 60.0  # seconds within which a page is not noted as used again
 KEPT = 0.9  # part of the bound that stays when it is passed, so that not every page looks through the folder
+STATES = "states"
 LETTERS = 32  # hexadecimal digits of a name
 
 
@@ -67,6 +71,7 @@ class Waiting:
         storages: of all layers.
         used: when, in nanoseconds; the end of a beginning a little before what leads to it.
         ready: on a device with streams: when the page is there.
+        states: whether the states behind its page are written, and not the page.
     """
 
     path: Path
@@ -74,6 +79,7 @@ class Waiting:
     storages: Sequence[PageStorage]
     used: int
     ready: Any = None
+    states: bool = False
 
 
 class PrefixFolder:
@@ -132,8 +138,19 @@ class PrefixFolder:
         self.read += len(found)
         return found
 
+    def states(
+        self, state: str, prefixes: Sequence[str], specs: Sequence[PageSpec]
+    ) -> tuple[int, States]:
+        """Return how many of these pages the last states lie behind that are there, and those states, by layer and name."""
+        formats = name_of(*(in_rows(spec) for spec in specs))
+        for count in range(len(prefixes), 0, -1):
+            found = self._read(self._path(state, prefixes[count - 1], formats, STATES), dict)
+            if found:
+                return count, found
+        return 0, {}
+
     def _path(self, state: str, *name: str) -> Path:
-        """Return the place of first tokens, named by their prefix, or of a page, named by prefix and formats."""
+        """Return the place of first tokens, named by their prefix, or of a page or its states, named by prefix and formats."""
         self._states.add(state)
         return self.path / state / f"{'.'.join(name)}{SUFFIX}"
 
@@ -188,8 +205,11 @@ class PrefixFolder:
         with self._lock:
             for number, node in [*old.items()][: max(0, QUEUED - len(self._waiting))]:
                 name = [names[number]] if node.page is None else [names[number], formats]
-                path = self._path(state, *name)
-                self._waiting.append(Waiting(path, node, storages, stamp - number, ready))
+                rest = (node, storages, stamp - number, ready)
+                self._waiting.append(Waiting(self._path(state, *name), *rest))
+                if node.states is not None:
+                    path = self._path(state, *name, STATES)
+                    self._waiting.append(Waiting(path, *rest, states=True))
                 node.filed = now
             # not a daemon: a process that ends writes what waits
             if self._waiting and (self._thread is None or not self._thread.is_alive()):
@@ -237,7 +257,10 @@ class PrefixFolder:
         if one.ready is not None:
             one.ready.synchronize()
         page = one.node.page
-        tensors = first_tokens_of(one.node) if page is None else page_of(page, one.storages)
+        if one.states:
+            tensors = {name: held.cpu().contiguous() for name, held in one.node.states.items()}
+        else:
+            tensors = first_tokens_of(one.node) if page is None else page_of(page, one.storages)
         data = save(tensors, about(one.path, tensors))
         one.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = one.path.with_name(f"{one.path.name}.{secrets.token_hex(8)}{ASIDE}")
@@ -250,7 +273,7 @@ class PrefixFolder:
             with contextlib.suppress(OSError):
                 aside.unlink()
             raise
-        self.written += page is not None
+        self.written += page is not None and not one.states
         self._make_room(len(data))
 
     def _make_room(self, new: int) -> None:

@@ -5,12 +5,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..geometry import full_pages, page_start
@@ -23,8 +24,11 @@ from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId
 from .prefix_folder import PrefixFolder, name_of, prefix_names, put_pages
+from .report import tensor_bytes
 from .saved import VERSION, device_of
+from .states import States, restore_rows, states_of_row
 
+SCAN = 64  # tokens that linear attention computes at a time
 SALT = " salt "  # between a space and the salt
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
@@ -70,11 +74,13 @@ class KnownPrefix:
         tokens: how many of the prompt's first tokens lie in `pages` and in front of them; 0 without any.
         pages: ids, in order.
         sinks: the exact first tokens, as `sinks_of` of the cache that brought them gave them; None without any.
+        states: what layers hold beside pages behind these tokens, as `states_of_row` gave it; empty where they hold nothing.
     """
 
     tokens: int = 0
     pages: tuple[int, ...] = ()
     sinks: Any = None
+    states: States = field(default_factory=dict)
 
 
 class PrefixStore:
@@ -89,14 +95,20 @@ class PrefixStore:
     With a folder the pages outlive the process, and other processes of this machine find them: of a model with the same weights,
     adapters and formats. They are written behind the forwards, by a thread.
 
+    Of a model whose layers hold states beside pages (linear attention, Mamba, convolutions) prompts are computed in parts, and the
+    states behind each part are kept with its last page. A prompt goes on behind the last part that is known. Answers are
+    not kept there.
+
     Args:
-        max_bytes: bound of the pages that the store keeps, and of the exact tokens in front of them, over all layers: a
-            number or "2GiB".
+        max_bytes: bound of the pages that the store keeps, of the exact tokens in front of them and of states, over all
+            layers: a number or "2GiB".
         keep_answers: keep the pages of the text that generate() writes too, for the next turn of a chat.
         folder: where pages are written to and looked for too; None: in memory alone.
         folder_bytes: bound of the files of all models in it.
-    Raises: CacheOptionError for a bound that is no size, a `folder` that is no path, and for a `keep_answers` that is neither True
-        nor False.
+        snapshot_tokens: tokens between two places where states are kept, a multiple of 64 and of page_size; the last whole
+            page of a prompt is one, too.
+    Raises: CacheOptionError for a bound that is no size, a `folder` that is no path, a `keep_answers` that is neither True nor
+        False, and other `snapshot_tokens`.
     """
 
     def __init__(
@@ -106,11 +118,18 @@ class PrefixStore:
         keep_answers: bool = False,
         folder: str | os.PathLike[str] | None = None,
         folder_bytes: int | str = 2**34,
+        snapshot_tokens: int = 1024,
     ) -> None:
         self.max_bytes = parse_bytes("max_bytes", max_bytes)
         if not isinstance(keep_answers, bool):
             raise CacheOptionError(f"keep_answers must be True or False, got {short(keep_answers)}")
         self.keep_answers = keep_answers
+        check_int("snapshot_tokens", snapshot_tokens, SCAN)
+        self.snapshot_tokens = snapshot_tokens
+        self.has_states, self._state_bytes = (
+            False,
+            0,
+        )  # of the model's layers, and of a snapshot of them
         room = parse_bytes("folder_bytes", folder_bytes)
         self.folder = None if folder is None else PrefixFolder(folder, room)
         self._states: dict[str, str | None] = {}  # space -> name of the model's state in the folder
@@ -145,14 +164,20 @@ class PrefixStore:
 
     # -- whose pages these are ---------------------------------------------------------------------------
 
-    def bind(self, options: CacheConfig, signature: dict[str, Any]) -> PageMemory:
+    def bind(self, options: CacheConfig, signature: dict[str, Any], has_states: bool) -> PageMemory:
         """Return the memory of pages for caches of these options and of a model of these sizes.
 
-        Raises: CacheOptionError where the store holds pages of others.
+        Args:
+            has_states: whether layers of the model hold states beside pages.
+        Raises: CacheOptionError where the store holds pages of others, and for `snapshot_tokens` that do not end with a page.
         """
+        if has_states and self.snapshot_tokens % max(SCAN, options.page_size):
+            raise CacheOptionError(
+                f"snapshot_tokens must be a multiple of {SCAN} and of page_size={options.page_size}, got {self.snapshot_tokens}"
+            )
         asked = {**{name: getattr(options, name) for name in _FORMAT}, **signature}
         if self._tree is None:
-            self._bound = asked
+            self._bound, self.has_states = asked, has_states
             pool = self.page_memory.pool(None)
             self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
             if self.folder is not None:
@@ -233,14 +258,26 @@ class PrefixStore:
             return self._prefix(self._nodes(space, tokens, recent_tokens))
 
     def _nodes(self, space: Hashable, tokens: Sequence[int], recent_tokens: int) -> list[Prefix]:
-        return self.tree.find(space, _sought(tokens, recent_tokens))
+        return self._known(self.tree.find(space, _sought(tokens, recent_tokens)))
+
+    def _known(self, nodes: list[Prefix]) -> list[Prefix]:
+        """Return the first of `nodes`, up to the last one behind which a text can go on."""
+        while self.has_states and nodes and nodes[-1].states is None:
+            nodes = nodes[:-1]
+        return nodes
 
     def _prefix(self, nodes: Sequence[Prefix]) -> KnownPrefix:
         tree, pages = self.tree, _pages_of(nodes)
         if not pages:
             return KnownPrefix()
         tokens = page_start(len(pages), page_size=tree.page_size, sink_tokens=tree.sink_tokens)
-        return KnownPrefix(tokens, pages, nodes[0].sinks)
+        return KnownPrefix(tokens, pages, nodes[0].sinks, nodes[-1].states or {})
+
+    def ends(self, begin: int, end: int) -> list[int]:
+        """Return the places behind `begin`, up to `end`, where the computing of a prompt stops for `add`."""
+        first, step = self.tree.sink_tokens, self.snapshot_tokens
+        places = range(first + step, end, step) if self.has_states else ()
+        return [*(place for place in places if place > begin), *([end] if end > begin else [])]
 
     def take_in(
         self,
@@ -274,7 +311,12 @@ class PrefixStore:
             return
         specs = [one.spec for one in storages]
         room = self.max_bytes // sum(spec.page_bytes for spec in specs)
-        pages = folder.pages(state, names[max(1, len(known)) :][:room], specs)
+        names = names[max(1, len(known)) :][:room]
+        pages = folder.pages(state, names, specs)
+        states: States = {}
+        if self.has_states:
+            count, states = folder.states(state, names[: len(pages)], specs)
+            pages = pages[:count]
         with tree.pool.lock, persistent_tensors():
             held, storages = self._nodes(space, tokens, recent_tokens), self._storages()
             # another thread may have brought or given up pages meanwhile, or made them wider
@@ -286,8 +328,20 @@ class PrefixStore:
                 put_pages(ids, pages, storages)
             devices = [one.device for one in storages]
             on = [(k.to(at), v.to(at)) for (k, v), at in zip(sinks, devices, strict=True)]
-            tree.add(space, _sought(tokens, recent_tokens), (*_pages_of(held), *ids), lambda: on)
+            sought = _sought(tokens, recent_tokens)
+            added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: on)
+            if states:
+                self._hold(added[-1], self._on_layers(states))
             self._make_room()
+
+    def _on_layers(self, states: States) -> States:
+        """Return states by layer and name on the devices of the layers."""
+        model = self._model() if self._model is not None else None
+        found = {}
+        for name, state in states.items():
+            layer, _, _ = name.partition(".")
+            found[name] = state.to(device_of(model, int(layer)))
+        return found
 
     def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
         """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
@@ -315,19 +369,19 @@ class PrefixStore:
         rows: Sequence[Sequence[int]],
         padding: Sequence[int],
         chunk: int | None = None,
-        counted: bool = True,
+        computed: int | None = 0,
     ) -> int:
         """Let an empty cache begin with the pages known of its rows; return the columns that it has then seen.
 
         All rows begin at one column, that of the row with the least. A row that has more computes some tokens once
-        more; they are not stored again.
+        more; they are not stored again. Where layers hold states, rows begin at a column that all of them have states of.
 
         Args:
             space: what besides tokens the keys and values depend on.
             rows: the tokens of each row, without padding.
             padding: columns of left padding of each row.
             chunk: columns of the first forward, where that is not all of them.
-            counted: whether the rows count in `stats`.
+            computed: tokens of them that went through the model for the store just before; None: the rows do not count in `stats`.
         Raises: CacheMismatchError where the cache is not empty; InterruptedForwardError where an earlier call stopped
             half-way.
         """
@@ -342,9 +396,12 @@ class PrefixStore:
             found = [self._nodes(space, tokens, recent) for tokens in rows]
             seen = self._first_column(found, padding, chunk)
             known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
-            if counted:
+            if computed is not None:
+                self._computed += computed
                 for tokens, columns, one in zip(rows, padding, known, strict=True):
-                    self.count_prompt(len(tokens), max(0, seen - columns), bool(one.pages))
+                    held = max(0, seen - columns)
+                    hit = held > computed if computed else bool(one.pages)
+                    self.count_prompt(len(tokens), held, hit)
             if seen:
                 sinks = tree.sink_tokens
                 adopted = [
@@ -353,18 +410,22 @@ class PrefixStore:
                     else Row(columns, (), 0)
                     for one, columns in zip(known, padding, strict=True)
                 ]
-                _begin(cache, adopted, [one.sinks for one in known], seen)
+                _begin(cache, adopted, known, seen)
         return seen
 
     def _first_column(
         self, found: list[list[Prefix]], padding: Sequence[int], chunk: int | None
     ) -> int:
-        """Return the column to begin at, 0 for none; shorten `found` so that no row is a whole chunk ahead of it."""
+        """Return the column to begin at, 0 for none; shorten `found` so that no row is a whole chunk ahead of it.
+
+        Where layers hold states, no row is ahead of it at all, and all have begun.
+        """
+        chunk, begun = (1, max(padding)) if self.has_states else (chunk, min(padding))
         while True:
             held = [self._prefix(nodes).tokens for nodes in found]
             ends = [columns + tokens for columns, tokens in zip(padding, held, strict=True)]
             seen = min(ends)
-            if seen <= min(padding):
+            if seen <= begun:
                 return 0
             late = [
                 i for i, tokens in enumerate(held) if chunk and tokens and ends[i] - seen >= chunk
@@ -372,7 +433,7 @@ class PrefixStore:
             if not late:
                 return seen
             for index in late:
-                found[index].pop()
+                found[index] = self._known(found[index][:-1])
 
     def add(
         self,
@@ -382,7 +443,8 @@ class PrefixStore:
     ) -> None:
         """Keep the sealed pages of `cache`, whose rows begin with the tokens `rows`.
 
-        Rows that hold pages of the same tokens twice let go of theirs and share the store's.
+        Rows that hold pages of the same tokens twice let go of theirs and share the store's. Where layers hold states, a row is kept
+        that ends with a page: nothing can go on behind others.
 
         Args:
             cache: one that uses this store.
@@ -410,8 +472,15 @@ class PrefixStore:
             )
         with tree.pool.lock:
             for index, tokens in enumerate(rows):
-                _, pages = held_rows[index]
-                shared = self.keep(space, tokens, pages, partial(_sinks_of, cache, index))
+                count, pages = held_rows[index]
+                states = None
+                if self.has_states:
+                    sizes = {"page_size": tree.page_size, "sink_tokens": tree.sink_tokens}
+                    if not len(tokens) == count == page_start(len(pages), **sizes):
+                        continue
+                    states = states_of_row(cache.layers, index)
+                sinks = partial(_sinks_of, cache, index)
+                shared = self.keep(space, tokens, pages, sinks, states)
                 if shared != pages[: len(shared)]:
                     _replace_pages(cache, index, shared + pages[len(shared) :])
 
@@ -421,20 +490,29 @@ class PrefixStore:
         tokens: Sequence[int],
         pages: tuple[int, ...],
         sinks: Callable[[], Any],
+        states: States | None = None,
     ) -> tuple[int, ...]:
         """Keep the sealed pages of a row that begins with `tokens`; return the pages of the same tokens that the store then has.
 
         Args:
             sinks: called without arguments for the exact first tokens where they are new.
+            states: of all layers behind the last page; None where they hold none.
         """
         with self.tree.pool.lock:
             added = self.tree.add(space, tokens, pages, sinks)
+            if states is not None and added and added[-1].states is None:
+                self._hold(added[-1], states)
             self._make_room()
             nodes = self.tree.find(space, tokens)[: len(added)]  # those that are left
             state = self._state_of(space)
             if self.folder is not None and state is not None and nodes:
                 self.folder.keep(state, nodes, self.tree.places(tokens), self._storages())
         return _pages_of(nodes)
+
+    def _hold(self, node: Prefix, states: States) -> None:
+        """Keep the states behind a page, which a folder then has to write."""
+        node.states, node.filed = states, float("-inf")
+        self._state_bytes = tensor_bytes(states)
 
     def _make_room(self) -> None:
         """Give up pages beyond `max_bytes`."""
@@ -443,15 +521,16 @@ class PrefixStore:
             if not self.tree.evict(max(1, excess // max(1, sum(self._bytes_each())))):
                 break
 
-    def _bytes_each(self) -> tuple[int, int]:
-        """Return the bytes of a page, and of the exact tokens in front of a beginning, over all layers."""
+    def _bytes_each(self) -> tuple[int, int, int]:
+        """Return the bytes of a page, of the exact tokens in front of a beginning, and of states behind a page, over all layers."""
         specs, sinks = self.page_memory.specs(), self.tree.sink_tokens
         pages = sum(spec.page_bytes for spec in specs)
-        return pages, sum(spec.window_bytes(1, sinks) for spec in specs)
+        return pages, sum(spec.window_bytes(1, sinks) for spec in specs), self._state_bytes
 
     def _held_bytes(self) -> int:
-        page, sinks = self._bytes_each()
-        return self.tree.num_pages * page + self.tree.num_roots * sinks
+        states = self.tree.num_states if self.has_states else 0
+        counts = self.tree.num_pages, self.tree.num_roots, states
+        return sum(count * size for count, size in zip(counts, self._bytes_each(), strict=True))
 
     def evict(self, pages: int) -> int:
         """Release up to `pages` pages that nobody else holds, the least recently used first; return how many."""
@@ -502,10 +581,6 @@ class PrefixStore:
                 size = self._held_bytes()
         counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
         return PrefixStats(*counts, *(() if self.folder is None else self.folder.counts))
-
-    def count_computed(self, tokens: int) -> None:
-        """Count `tokens` that went through the model for a prefix before its rows did."""
-        self._computed += tokens
 
     def flush(self) -> None:
         """Wait until the folder has all pages that were kept; a process that ends waits by itself."""
@@ -576,18 +651,20 @@ def salted(space: str, salt: str) -> str:
     return f"{space}{SALT}{salt}" if salt else space
 
 
-def _begin(cache: Any, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:
+def _begin(cache: Any, rows: Sequence[Row], known: Sequence[KnownPrefix], seen: int) -> None:
     """Let an empty cache begin with `rows`, whose pages are in its storage, and have seen `seen` columns.
 
     Stopped half-way, by whatever exception, it holds no more pages than its rows do, and asks for reset().
 
     Args:
-        sinks: for each row its exact first keys and values; None for a row without pages.
+        known: of each row: its exact first keys and values, and its states, of which the layers get copies.
     """
+    sinks = [one.sinks for one in known]
     with cache.forward.change():
         cache._group.adopt(rows, seen)
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
+        restore_rows(cache.layers, [one.states for one in known])
     cache._tokens_on = cache.paged_layers[0].device
 
 

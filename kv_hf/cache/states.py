@@ -5,7 +5,7 @@ past_kernels                            [states] int64: columns of its convoluti
 indexer_keys                            [rows, columns, index_head_dim]: of a sparse layer of latents
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import CacheMismatchError
+from ..pages.moved import persistent_tensors
 
 States = Mapping[str, torch.Tensor]
 INDEX, KERNELS = "indexer_keys", "past_kernels"
@@ -36,6 +37,24 @@ def states_of(layer: Any) -> dict[str, torch.Tensor]:
     if layer.record_past:
         found[KERNELS] = torch.tensor([size or 0 for size in layer.conv_kernel_size.values()])
     return found
+
+
+def states_of_row(layers: Sequence[Any], row: int) -> dict[str, torch.Tensor]:
+    """Return copies of the states [1, ..] of one row, by layer and name: "3.conv_states.0"."""
+    with persistent_tensors():
+        return {
+            f"{index}.{name}": state[row : row + 1].clone()
+            for index, layer in enumerate(layers)
+            for name, state in states_of(layer).items()
+        }
+
+
+def restore_rows(layers: Sequence[Any], rows: Sequence[States]) -> None:
+    """Let empty layers hold copies of the states of rows, as `states_of_row` gave them."""
+    for index, layer in enumerate(layers):
+        names = [name for name in state_names(layer) if f"{index}.{name}" in rows[0]]
+        parts = {name: [row[f"{index}.{name}"] for row in rows] for name in names}
+        restore_states(layer, {name: torch.cat(states) for name, states in parts.items()})
 
 
 def check_states(cache: Any, index: int, states: States) -> None:
@@ -62,13 +81,13 @@ def check_states(cache: Any, index: int, states: States) -> None:
             )
 
 
-def restore_states(layer: Any, states: States, device: torch.device) -> None:
-    """Let an empty layer hold copies of `states`, which were checked, on `device`."""
+def restore_states(layer: Any, states: States, device: torch.device | None = None) -> None:
+    """Let an empty layer hold copies of `states`, which were checked, on `device`; None: where they are."""
     for name, state in states.items():
         kind, _, index = name.partition(".")
         if index:
             update = getattr(layer, f"update_{kind.removesuffix('s')}")
-            update(state.to(device), state_idx=int(index))
+            update(state.to(device=device), state_idx=int(index))
         elif name == INDEX:
             layer.update_indexer(state.to(device))
         else:  # behind the states, whose own sizes these were until here

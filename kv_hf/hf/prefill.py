@@ -3,7 +3,9 @@
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache
@@ -14,7 +16,8 @@ from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
 from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore, common_tokens
-from ..errors import UnsupportedModelError
+from ..cache.states import check_states, states_of
+from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import logger, warn_once
 from .generation import check_made
 from .history import Text, comes_from_ids, note_at_end
@@ -22,6 +25,8 @@ from .models import why_other_tokens
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
+_TRIAL = (8, 4)  # tokens in front of a forward that is tried, and of that forward
+_tried: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,11 @@ def _prompt_to_share(
     if getattr(generation_config, "prefill_chunk_size", None) is None or CHUNKS_BEHIND_A_CACHE:
         prompt = read_prompt(input_ids, inputs.get("attention_mask"), inputs)
     prompt = more_than_tokens(model) or prompt
+    if isinstance(prompt, Prompt) and cache.options.prefix_store.has_states:
+        if len(set(prompt.padding)) > 1:
+            prompt = "rows of several lengths have no column that all of them have states of"
+        else:
+            prompt = why_not_from_states(model, cache) or prompt
     if isinstance(prompt, Prompt):
         return prompt
     warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
@@ -163,26 +173,60 @@ def attach_prefix(
 ) -> int:
     """Let an empty cache begin with what the store knows of `prompt`; return the columns that may be skipped.
 
-    What all rows have in common goes through the model once, as a row of its own, and into the store.
+    What all rows have in common goes through the model once, as a row of its own, and into the store; where layers hold states, so
+    does the beginning of a single row, in parts.
     """
     store = cache.options.prefix_store
     assert store is not None
-    common = common_tokens(prompt.rows, cache.options.page_size, cache.options.sink_tokens)
+    rows, computed = prompt.rows, 0
+    if store.has_states and (exact := cache.options.recent_tokens) > 1:
+        rows = [row[: 1 - exact] for row in rows]  # states must not be behind what stays exact
+    common = common_tokens(rows, cache.options.page_size, cache.options.sink_tokens)
     alone = prompt.rows[0][: len(common) + 1]
-    if len(prompt.rows) > 1 and len(common) > store.find(space, alone).tokens:
+    shared = len(rows) > 1 or store.has_states
+    if shared and len(common) > store.find(space, alone).tokens:
         lead = cache.fresh(recent_tokens=0)  # all that is common goes into pages
-        store.attach(lead, space, [alone], [0], counted=False)
-        if rest := common[
-            lead.get_seq_length() :
-        ]:  # a folder, or another thread, may have brought all of it
-            ids = torch.tensor([rest], device=model.device)
+        # a folder, or another thread, may have brought all of it
+        begin = store.attach(lead, space, [alone], [0], computed=None)
+        for start, end in pairwise([begin, *store.ends(begin, len(common))]):
+            ids = torch.tensor([common[start:end]], device=model.device)
             with lead.reading_everything():
-                for part in ids.split(chunk or len(rest), dim=1):
+                for part in ids.split(chunk or end - start, dim=1):
                     model(input_ids=part, past_key_values=lead, use_cache=True, **last_logit(model))
-            store.add(lead, [common], space)
-            lead.end_prefill()
-            store.count_computed(len(rest))
-    return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
+            store.add(lead, [common[:end]], space)
+        lead.end_prefill()
+        computed = len(common) - begin
+    return store.attach(cache, space, prompt.rows, prompt.padding, chunk, computed)
+
+
+def why_not_from_states(model: Any, cache: PagedCache) -> str | None:
+    """Return why a forward of several tokens does not go on from states as steps of one token do, None where it does; tried once.
+
+    In transformers 5.23 those of Bamba, Jamba and Zamba begin anew, and RecurrentGemma's states lie in its modules.
+    """
+    if model not in _tried:
+        before, after = _TRIAL
+        ids = torch.arange(1, 1 + before + after, device=model.device)[None]
+        found = []
+        try:
+            for sizes in ([before, after], [before, *[1] * after]):
+                one = cache.fresh(prefix_store=None)
+                for part in ids.split(sizes, dim=1):
+                    out = model(input_ids=part, past_key_values=one, use_cache=True)
+                states = [states_of(layer) for layer in one.layers]
+                for index, held in enumerate(states):
+                    check_states(one, index, held)
+                found.append(
+                    [out.logits[:, -1], *(one for held in states for one in held.values())]
+                )
+            # a forward that begins anew is off by 0.05 and more; half precision rounds in another order
+            most = 0.02 if model.dtype.itemsize > 2 else 0.2
+            alike = all((a - b).norm() <= most * b.norm() for a, b in zip(*found, strict=True))
+            reason = None if alike else "its forwards of several tokens do not go on from states"
+        except CacheMismatchError as error:
+            reason = str(error)
+        _tried[model] = reason and f"{type(model).__name__}: {reason}"
+    return _tried[model]
 
 
 def note_origin(model: Any, cache: Any) -> None:

@@ -22,12 +22,14 @@ class Prefix:
         parent: None for a root.
         page: page id, None for a root.
         sinks: of a root: the exact first tokens, as the layers keep them; opaque here.
+        states: what layers hold beside pages behind the page's last token, where it is known; opaque here.
         filed: when it was last written to a folder, or found there as used, in seconds.
     """
 
     parent: "Prefix | None"
     page: int | None = None
     sinks: Any = None
+    states: Any = None
     filed: float = float("-inf")
 
 
@@ -64,6 +66,11 @@ class PrefixTree:
     def num_roots(self) -> int:
         """Beginnings whose exact tokens the tree holds."""
         return len(self._roots)
+
+    @property
+    def num_states(self) -> int:
+        """Pages that the tree knows the states behind."""
+        return sum(node.states is not None for node in self._nodes.values())
 
     @property
     def num_evictable(self) -> int:

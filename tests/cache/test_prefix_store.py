@@ -3,13 +3,14 @@
 import contextlib
 import copy
 import errno
+import functools
 import gc
 import os
 import subprocess
 import sys
 import threading
 import time
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import beside_stock
@@ -19,10 +20,12 @@ import tiny_latent
 import torch
 from at_once import at_once
 from beside_stock import assert_same, pages
+from measure.family_models import build_model, families
 from safetensors.torch import save
 from tiny_models import make_model, make_sliding, shared_model, tokens
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.cache import prefix_folder
@@ -35,6 +38,8 @@ from kv_hf.cache.identity import (
     sample,
 )
 from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
+from kv_hf.cache.report import tensor_bytes
+from kv_hf.cache.states import states_of
 from kv_hf.hf import prefill
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
@@ -789,3 +794,254 @@ def test_a_writer_that_is_killed_leaves_no_damaged_page(seconds, tmp_path):
         assert counts.pages_damaged == 0
         assert counts.pages_read or seed
         assert torch.equal(found.sequences, kept_in(tmp_path / "other", rows=row)[0].sequences)
+
+
+# -- states beside pages -------------------------------------------------------------------------------------
+
+# Mamba, linear attention with and without latents, convolutions, several states a layer
+WITH_STATES = [
+    name
+    for name in ("falcon_h1", "granitemoehybrid", "inkling_text", "kimi_linear", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_next", "zamba2", "zaya")
+    if name in families("causal")
+]  # fmt: skip
+of_family = functools.cache(build_model)
+STEP = 64  # of the snapshots; with 4 sinks they lie behind 68, 132, 196, .. tokens
+
+
+def cut_at(model, row, ends, cache):
+    """Compute the beginning of a row in parts that end there."""
+    with torch.no_grad():
+        for begin, end in pairwise([0, *ends]):
+            model(torch.tensor([row[begin:end]]), past_key_values=cache)
+    return cache
+
+
+TURNS = [  # a prompt, and how many of its tokens no snapshot holds
+    (SYSTEM + words(9, 2), 209),
+    (SYSTEM + words(40, 3), 44),  # branches in the page behind a snapshot
+    (SYSTEM[:180] + words(60, 4), 108),  # branches where pages are known and no snapshot is
+    (SYSTEM + words(9, 2), 13),
+    (SYSTEM[:90], 22),  # within what is known
+]
+# where the states of the second one are known then, and where its computing had stopped before
+CUTS = [
+    ((), 68),
+    ((68,), 132),
+    ((68, 132), 196),
+    ((68, 132, 196), 228),
+    ((68,), 84),
+]
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_prompt_goes_on_behind_the_last_states_that_are_known(family):
+    model, store = of_family(family), kv_hf.PrefixStore(snapshot_tokens=STEP)
+    for number, (row, new) in enumerate(TURNS):
+        before = store.stats()
+        found = run(model, [row], store)
+        after = store.stats()
+        assert after.tokens_computed - before.tokens_computed == new
+        assert after.rows_hit - before.rows_hit == bool(number)
+        last = 4 + (len(row) - 5) // PAGE * PAGE
+        ends = [*range(68, last, STEP), last]
+        by_hand = cut_at(model, row, ends, DynamicCache(config=model.config))
+        assert_same(found, beside_stock.run(model, batch([row]), by_hand, max_new_tokens=24))
+        assert torch.equal(found.sequences, stock(model, [row]).sequences)
+        found.past_key_values.check_integrity()
+    # all that generations have done since has not touched what is stored
+    space, row = store.bind_model(model), TURNS[1][0]
+    nodes = store.tree.find(space, row)
+    kept = [4 + PAGE * place for place, node in enumerate(nodes) if node.states is not None]
+    assert kept == sorted(end for _, end in CUTS)
+    for begins, end in CUTS:
+        paged = kv_hf.PagedCache(model.config, page_size=PAGE)
+        alone = cut_at(model, row, [*begins, end], paged)
+        states = {
+            f"{index}.{name}": state
+            for index, layer in enumerate(alone.layers)
+            for name, state in states_of(layer).items()
+        }
+        stored = nodes[(end - 4) // PAGE].states
+        assert [*states] == [*stored]
+        assert all(torch.equal(stored[name], state) for name, state in states.items())
+
+
+STATE_BATCHES = {
+    "equal rows": [SYSTEM + words(8, 3)] * 3,
+    "a common beginning": [SYSTEM + words(8, seed) for seed in (3, 4, 5)],
+    "nothing in common": [words(80, seed) for seed in (6, 7)],
+    "rows that end with a page": [words(100, seed) for seed in (6, 7)],
+}
+
+
+@pytest.mark.parametrize("chunk", [None, *CHUNKS])
+@pytest.mark.parametrize("name", STATE_BATCHES)
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+def test_rows_of_one_length_begin_with_copies_of_the_states(family, name, chunk):
+    model, rows = of_family(family), STATE_BATCHES[name]
+    store, options = kv_hf.PrefixStore(snapshot_tokens=STEP), {}
+    if chunk is not None:
+        options["prefill_chunk_size"] = chunk
+    for turn in range(2):
+        assert_same(run(model, rows, store, **options), stock(model, rows))
+        stats = store.stats()
+        assert stats.rows_hit == (turn * len(rows) if rows[0][:9] == SYSTEM[:9] else 0)
+    for row in rows:  # what a batch has left is right for each of its rows
+        assert_same(run(model, [row], store, **options), stock(model, [row]))
+    known = [store.find(store.bind_model(model), row).tokens for row in rows]
+    assert known == [{80: 68, 100: 84, 208: 196}[len(row)] for row in rows]
+    # and for several at once, which begin where all are known
+    assert_same(run(model, rows, store, **options), stock(model, rows))
+    more = [row + words(20 + len(row) % 2, 9) for row in rows]
+    assert_same(run(model, more, store, **options), stock(model, more))
+
+
+def test_rows_that_know_different_places_begin_at_one_that_all_know():
+    model, store = of_family("qwen3_next"), kv_hf.PrefixStore(snapshot_tokens=STEP)
+    rows = [SYSTEM, words(100, 6) + SYSTEM[:100]]
+    run(model, rows[:1], store)
+    run(model, [rows[1][:90]], store)  # up to 84, with a snapshot at 68
+    before = store.stats().tokens_computed
+    assert_same(run(model, rows, store), stock(model, rows))
+    assert store.stats().tokens_computed - before == 2 * (200 - 68)
+
+
+def test_left_padding_of_one_row_is_taken_and_that_of_ragged_rows_is_refused():
+    model, store = of_family("falcon_h1"), kv_hf.PrefixStore(snapshot_tokens=STEP)
+    inputs = batch([SYSTEM + words(20, 2), SYSTEM[:150]])
+    alone = {name: given[1:] for name, given in inputs.items()}
+    for hits in range(2):
+        found = beside_stock.run(model, alone, pages(prefix_store=store), max_new_tokens=24)
+        assert_same(found, beside_stock.run(model, alone, max_new_tokens=24))
+        assert store.stats().rows_hit == hits
+    with pytest.warns(kv_hf.KVCacheWarning, match="prefix_store is not used: rows of several len"):
+        found = beside_stock.run(model, inputs, pages(prefix_store=store), max_new_tokens=24)
+    assert_same(found, beside_stock.run(model, inputs, max_new_tokens=24))
+    assert store.stats().rows == 2
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "kimi_linear", "zaya"])
+@pytest.mark.parametrize("name", ["paged_int8", "paged_int4", "paged_int2"])
+def test_the_second_time_a_prompt_is_answered_bit_for_bit_as_the_first(family, name):
+    """In pages of any width, which layers may widen, and with exact tokens at the end: states end where pages do."""
+    model, store = of_family(family), kv_hf.PrefixStore(snapshot_tokens=STEP)
+    rows = [SYSTEM + words(9, 2)]
+    first, second = (run(model, rows, store, name) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert all(map(torch.equal, first.logits, second.logits))
+    exact = first.past_key_values.options.recent_tokens
+    known = 4 + (209 - max(1, exact) - 4) // PAGE * PAGE
+    assert store.stats().tokens_computed == 2 * 209 - known
+
+
+def test_states_count_in_the_bytes_of_a_store_and_go_with_their_pages():
+    model, texts = of_family("qwen3_next"), [words(150, seed) for seed in range(20, 25)]
+    store = kv_hf.PrefixStore(snapshot_tokens=STEP)
+    run(model, texts[:1], store)
+    space = store.bind_model(model)
+
+    def held():
+        nodes = [*store.tree._nodes.values(), *store.tree._roots.values()]
+        page = sum(one.spec.page_bytes for one in store.page_memory.storages.values())
+        whole = store.tree.num_pages * page
+        return whole + sum(tensor_bytes((node.sinks, node.states)) for node in nodes)
+
+    one = held()
+    assert store.stats().bytes == one and store.stats().pages == 9
+    states = tensor_bytes([node.states for node in store.tree.find(space, texts[0])])
+    assert states > one // 3
+    store = kv_hf.PrefixStore(int(2.5 * one), snapshot_tokens=STEP)
+    for text in (*texts[:2], texts[0], *texts[2:4]):
+        assert_same(run(model, [text], store), stock(model, [text]))
+        gc.collect()
+        assert store.stats().bytes == held() <= 2.5 * one + one  # with what the cache held
+    store.keep(space, [], (), lambda: None)
+    assert store.stats().bytes == held() <= 2.5 * one
+    known = [store.find(space, [*text, 0]).tokens for text in texts]
+    assert known == [68, 0, 148, 148, 0] and store.stats().evictions > 9
+    store.clear()
+    assert store.stats().bytes == store.tree.num_states == 0
+
+
+def test_tenants_and_adapters_share_no_states():
+    model, store = build_model("lfm2"), kv_hf.PrefixStore(snapshot_tokens=STEP)
+    for tenant in (store, store.for_tenant("a"), store.for_tenant("b")):
+        before = store.stats().rows_hit
+        for _ in range(2):
+            assert_same(run(model, [SYSTEM], tenant), stock(model, [SYSTEM]))
+        assert store.stats().rows_hit == before + 1
+    with torch.no_grad():
+        model.model.layers[0].conv.conv.weight.mul_(1.5)
+    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
+        found = run(model, [SYSTEM], store)
+    assert_same(found, stock(model, [SYSTEM]))
+
+
+def test_a_second_turn_goes_on_behind_the_first_prompt():
+    model, store = of_family("lfm2"), kv_hf.PrefixStore(keep_answers=True, snapshot_tokens=STEP)
+    first = run(model, [SYSTEM], store).sequences[0].tolist()
+    pages_of_prompt = store.stats().pages
+    second = [first + words(20, 5)]
+    assert_same(run(model, second, store), stock(model, second))
+    assert store.stats().tokens_computed == 200 + len(second[0]) - 196
+    assert pages_of_prompt == 12
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "kimi_linear", "lfm2"])
+@pytest.mark.parametrize("name", ["paged_exact", "paged_int4"])
+def test_a_folder_keeps_states_with_their_pages(family, name, tmp_path, said):
+    model, of_store = of_family(family), {"snapshot_tokens": STEP}
+    stores = [kv_hf.PrefixStore(folder=one, **of_store) for one in (tmp_path, None)]
+    for store, length in product(stores, (200, 190)):
+        run(model, [SYSTEM[:length]], store, name)
+        store.flush()  # the second gives states to a page that is written by then
+    files = sorted(tmp_path.glob("*/*.states.safetensors"))
+    assert len(files) == stores[0].tree.num_states == (4 if name == "paged_exact" else 3)
+    text = SYSTEM[:190] + words(9, 2)
+    expected, in_memory = run(model, [text], stores[1], name), stores[1].stats()
+    found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))
+    known = {"paged_exact": 180, "paged_int4": 132}[name]
+    assert counts.tokens_computed == len(text) - known and counts.pages_damaged == 0
+    assert in_memory.tokens_computed == counts.tokens_computed + stores[0].stats().tokens_computed
+    for path in tmp_path.glob("*/*.states.safetensors"):
+        DAMAGE["a flipped bit"](path, None)
+    found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert counts.pages_damaged > 0 == counts.rows_hit and len(said("is damaged")) == 1
+    assert kept_in(tmp_path, name, model, [text], of_store=of_store)[1].rows_hit == 1
+
+
+NOT_FROM_STATES = {
+    "bamba": "BambaForCausalLM: its forwards of several tokens do not go on from states",
+    "jamba": "do not go on from states",
+    "zamba": "do not go on from states",
+    "recurrent_gemma": "RecurrentGemmaForCausalLM: layer 0 has None as conv_states.0",
+}
+
+
+@pytest.mark.parametrize("family", [name for name in NOT_FROM_STATES if name in families("causal")])
+def test_models_that_do_not_go_on_from_states_get_no_prefixes(family):
+    """transformers' Bamba computes the second part of a prompt as if it were the first; its own caches do so, too."""
+    model, store = of_family(family), kv_hf.PrefixStore(snapshot_tokens=STEP)
+    with pytest.warns(kv_hf.KVCacheWarning, match=NOT_FROM_STATES[family]):
+        found = run(model, [SYSTEM], store)
+    assert_same(found, stock(model, [SYSTEM]))
+    assert store.stats().rows == store.stats().pages == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "says"),
+    [
+        ("deepseek_v32", {}, "layer 0 is transformers' DynamicIndexedLayer"),
+        ("minimax_m3_vl_text", {}, "layer 1 is transformers' MiniMaxM3VLSparseCacheLayer"),
+        ("lfm2", {"snapshot_tokens": 96}, "multiple of 64 and of page_size=16, got 96"),
+        ("lfm2", {"snapshot_tokens": 32}, "snapshot_tokens must be an integer of at least 64"),
+    ],
+)
+def test_stores_that_cannot_keep_states_are_refused_by_name(family, given, says):
+    if family not in families("causal"):
+        pytest.skip("the installed transformers has no such family")
+    with pytest.raises(kv_hf.CacheOptionError, match=says):
+        run(of_family(family), [SYSTEM], kv_hf.PrefixStore(**given))

@@ -126,10 +126,8 @@ class PrefixStore:
         self.keep_answers = keep_answers
         check_int("snapshot_tokens", snapshot_tokens, SCAN)
         self.snapshot_tokens = snapshot_tokens
-        self.has_states, self._state_bytes = (
-            False,
-            0,
-        )  # of the model's layers, and of a snapshot of them
+        self.has_states = False  # of the model's layers
+        self._state_bytes = 0  # of one snapshot of them
         room = parse_bytes("folder_bytes", folder_bytes)
         self.folder = None if folder is None else PrefixFolder(folder, room)
         self._states: dict[str, str | None] = {}  # space -> name of the model's state in the folder

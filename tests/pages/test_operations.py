@@ -484,7 +484,7 @@ KINDS = {
 }
 SLOW = pytest.mark.slow
 # (seed, operations): few in `make test`, many in `make test-all`
-RUNS = [(0, 40), pytest.param(1, 2000, marks=SLOW)]
+RUNS = [(0, 40), pytest.param(1, 1500, marks=SLOW)]
 FORWARDS = [kind for kind in KINDS if "forwards" in kind]
 PLACES = [
     *((kind, "disk") for kind in KINDS),

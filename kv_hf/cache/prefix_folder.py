@@ -280,7 +280,8 @@ class PrefixFolder:
 
 def about(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the metadata of a file in this place, which holds tensors [any shape] by these names."""
-    sums = {name: digest(tensors[name]) for name in sorted(tensors)}
+    # sizes too: a tensor of no numbers has the sum of every other one
+    sums = [(name, str(a.dtype), [*a.shape], digest(a)) for name, a in sorted(tensors.items())]
     return {"version": VERSION, "name": "/".join(path.parts[-2:]), "sums": json.dumps(sums)}
 
 

@@ -636,6 +636,15 @@ def test_damaged_files_are_computed_anew_said_once_and_written_again(damage, whi
     assert (counts.pages_read, counts.pages_damaged) == (before.pages, 0)
 
 
+def test_metadata_of_a_file_tells_its_state_and_sizes():
+    """A file of another model's folder passed for this one's; and without sinks a flipped bit made 3 heads of 2, as no numbers do not tell."""
+    told = [
+        prefix_folder.about(Path(place), {"0.0": torch.zeros(heads, 0, 16)})
+        for place, heads in (("a/b", 2), ("a/b", 3), ("c/b", 2))
+    ]
+    assert told[0] != told[1] and told[0] != told[2]
+
+
 def another_weight(model):
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight[0, 0] += 1

@@ -18,8 +18,8 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "tokens in front of a page": ("cache/prefix_folder.py", "above = name_of(above, place)", "above = name_of(place)", "exact"),
     "first tokens": ("pages/prefix_tree.py", "tokens[: self.sink_tokens]).tobytes", "tokens[:0]).tobytes", "exact"),
     "model, in the folder": ("cache/prefix_store.py", "VERSION, sorted(found.items()),", "VERSION,", "exact"),
-    "model, in a file": ("cache/prefix_folder.py", '"/".join(path.parts[-2:])', "path.name", "latent int4 forwards"),
-    "options": ("cache/prefix_store.py", "sorted(self._bound.items()),", "", ("prefix_store", "a_folder_gives_nothing_to_another", ("other", "layers"))),
+    "model, in a file": ("cache/prefix_folder.py", '"/".join(path.parts[-2:])', "path.name", ("prefix_store", "metadata_of_a_file_tells_its_state_and_sizes")),
+    "sizes in a file": ("cache/prefix_folder.py", "str(a.dtype), [*a.shape], ", "", ("prefix_store", "metadata_of_a_file_tells_its_state_and_sizes")),
     "changed weights": ("cache/prefix_store.py", "if kept != own.weights:", "if False:", ("prefix_store", "weights_that_change_unseen_by_torch_empty_the_store", ("change", "through_data"))),
     "adapters": ("cache/identity.py", "parts = (adapters,", "parts = (None,", ("integrations_peft", "pages_of_another_state_are_neither_served_nor_loaded", ("change", "scale"), ("says", "differ"))),
     "hooks": ("cache/identity.py", "_hooks(model), _autocast(model), drops", "_autocast(model), drops", ("prefix_store", "a_hook_has_prefixes_of_its_own")),
@@ -29,7 +29,7 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "checksum of a saved cache": ("cache/saved.py", "if digest(tensor) != described.get(name):", "if False:", "exact"),
     "formats of a page": ("cache/prefix_folder.py", "name_of(*", "name_of(*() and ", ("widening", "a_folder_gives_no_pages_to_a_layer_of_other_formats")),
     "copied first tokens": ("cache/layer.py", ": self.group.sizes.sink_tokens].clone()", ": self.group.sizes.sink_tokens]", "exact"),
-    "the last token": ("cache/prefix_store.py", "max(1, recent_tokens)", "recent_tokens", "exact"),
+    "the last token": ("cache/prefix_store.py", "max(1, recent_tokens)", "recent_tokens", "llama int4 forwards"),
     "pages of copies": ("pages/rows.py", "copied.pool.register(copied)", "pass", "exact"),
     "pages that wait for the writer": ("cache/prefix_folder.py", "with self._lock:\n            waiting = list(self._waiting)", "waiting = []", ("prefix_store", "pages_that_wait_for_the_writer_are_not_given_to_others")),
     "pages in use": ("pages/prefix_tree.py", "if node in needed or node.page in others:", "if node in needed:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
@@ -89,7 +89,7 @@ def look(who: Any, folder: Path) -> None:
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(who, str):
-            for seed in range(4):
+            for seed in range(6):
                 (folder / str(seed)).mkdir()
                 test_operations.walk(who, seed, 200, "disk", folder / str(seed), patch)
             return

@@ -29,7 +29,15 @@ from kv_hf.errors import (
 # what is thrown into a generator that is being closed is ignored by Python, and said
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 WORDS, LONGEST = 50, 260
-OPERATIONS = [*["append"] * 6, *["share"] * 4, "crop", "reorder", "select", "repeat", "reset"]
+OPERATIONS = [
+    *["append"] * 6,
+    *["share"] * 4,
+    *["crop"] * 2,
+    "reorder",
+    "select",
+    "repeat",
+    "reset",
+]
 OPERATIONS += ["fork", "drop", "save", "keep"]
 OTHERS = [*OPERATIONS, "restart", "weights"]  # into which nothing is thrown
 MODELS = {
@@ -304,9 +312,11 @@ class World:
 
     def prompt(self):
         """Return tokens that begin as many others do, now and then with another one among them."""
-        known = self.text[: self.rng.randrange(120)]
+        whole = self.options["sink_tokens"] + PAGE * self.rng.randrange(7)
+        known = self.text[: self.rng.choice([self.rng.randrange(120), whole])]
         if known and self.rng.random() < 0.3:
-            known[self.rng.randrange(len(known))] = self.rng.randrange(WORDS)
+            place = self.rng.choice([0, self.rng.randrange(len(known))])
+            known[place] = self.rng.randrange(WORDS)
         new = self.rng.choice([0, self.rng.randint(1, 30)])
         return known + [self.rng.randrange(WORDS) for _ in range(new)] or [1]
 
@@ -330,7 +340,8 @@ class World:
         self.store.flush()
         files = sorted(self.path.parent.glob("prefixes/*/*"))
         for path in self.rng.sample(files, min(len(files), self.rng.choice([0, 1, 3]))):
-            self.damage(path, self.rng.choice(files))
+            alike = [one for one in files if one.name == path.name]
+            self.damage(path, self.rng.choice(files), self.rng.choice(alike))
         self.store = self.make_store()
 
     def damage(self, path, *others):

@@ -27,7 +27,7 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "salt, in the folder": ("cache/prefix_store.py", "return name_of(state, salt) if state and salt else state", "return state", "exact"),
     "checksum of a page": ("cache/prefix_folder.py", "if told == about(path, found):", "if told:", "int4"),
     "checksum of a saved cache": ("cache/saved.py", "if digest(tensor) != described.get(name):", "if False:", "exact"),
-    "formats of a page": ("cache/prefix_folder.py", "name_of(*", "name_of(*() and ", ("widening", "a_folder_gives_no_pages_to_a_layer_of_other_formats")),
+    "formats of a page": ("cache/prefix_folder.py", "= name_of(*", "= name_of(*() and ", ("widening", "a_folder_gives_no_pages_to_a_layer_of_other_formats")),
     "copied first tokens": ("cache/layer.py", ": self.group.sizes.sink_tokens].clone()", ": self.group.sizes.sink_tokens]", "exact"),
     "the last token": ("cache/prefix_store.py", "max(1, recent_tokens)", "recent_tokens", "llama int4 forwards"),
     "pages of copies": ("pages/rows.py", "copied.pool.register(copied)", "pass", "exact"),
@@ -107,6 +107,6 @@ def look(who: Any, folder: Path) -> None:
 def test_a_guard_that_is_missing_is_noticed(guard, tmp_path):
     *change, who = GUARDS[guard]
     look(who, tmp_path / "with")
-    with pytest.raises(BaseException) as noticed, without(*change):
+    with without(*change), pytest.raises(BaseException) as noticed:
         look(who, tmp_path / "without")
     print(f"\n{guard}: {noticed.typename}")

@@ -211,6 +211,13 @@ def test_full_store_gives_up_the_least_recently_used():
     store.page_memory.pool(None).check_integrity()
 
 
+def test_first_tokens_of_a_store_stay_where_rows_of_their_cache_move():
+    model, store, rows = shared_model("llama"), kv_hf.PrefixStore(), [SYSTEM[:60], SYSTEM[1:61]]
+    run(model, rows, store, max_new_tokens=1).past_key_values.reorder_cache(torch.tensor([1, 0]))
+    assert_same(run(model, rows, store), stock(model, rows))
+    assert store.stats().rows_hit == 2
+
+
 def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)

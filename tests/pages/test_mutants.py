@@ -28,10 +28,10 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "checksum of a page": ("cache/prefix_folder.py", "if told == about(path, found):", "if told:", "int4"),
     "checksum of a saved cache": ("cache/saved.py", "if digest(tensor) != described.get(name):", "if False:", "exact"),
     "formats of a page": ("cache/prefix_folder.py", "= name_of(*", "= name_of(*() and ", ("widening", "a_folder_gives_no_pages_to_a_layer_of_other_formats")),
-    "copied first tokens": ("cache/layer.py", ": self.group.sizes.sink_tokens].clone()", ": self.group.sizes.sink_tokens]", "exact"),
+    "copied first tokens": ("cache/layer.py", ": self.group.sizes.sink_tokens].clone()", ": self.group.sizes.sink_tokens]", ("prefix_store", "first_tokens_of_a_store_stay_where_rows_of_their_cache_move")),
     "the last token": ("cache/prefix_store.py", "max(1, recent_tokens)", "recent_tokens", "llama int4 forwards"),
     "pages of copies": ("pages/rows.py", "copied.pool.register(copied)", "pass", "exact"),
-    "pages that wait for the writer": ("cache/prefix_folder.py", "with self._lock:\n            waiting = list(self._waiting)", "waiting = []", ("prefix_store", "pages_that_wait_for_the_writer_are_not_given_to_others")),
+    "pages that wait for the writer": ("cache/prefix_folder.py", "with self._lock:\n            waiting = list(self._waiting)", "\n        waiting = []", ("prefix_store", "pages_that_wait_for_the_writer_are_not_given_to_others")),
     "pages in use": ("pages/prefix_tree.py", "if node in needed or node.page in others:", "if node in needed:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "ends before beginnings": ("pages/prefix_tree.py", "for place in reversed(places):", "for place in places:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "the bound": ("cache/prefix_store.py", "- self.max_bytes) > 0:", "- self.max_bytes) > 10**9:", ("prefix_store", "full_store_gives_up_the_least_recently_used")),
@@ -49,6 +49,11 @@ def codes(code: CodeType) -> Iterator[CodeType]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
             yield from codes(one)
+
+
+def named(code: CodeType) -> Any:
+    """Return by what a function is found in a changed file: a lambda by its line and arguments too."""
+    return code.co_qualname, code.co_firstlineno, code.co_varnames[: code.co_argcount]
 
 
 def functions(space: Any) -> Iterator[FunctionType]:
@@ -71,12 +76,12 @@ def without(path: str, text: str, other: str) -> Iterator[None]:
     source, module = file.read_text("utf-8"), sys.modules[f"kv_hf.{path[:-3].replace('/', '.')}"]
     assert text in source
     changed = compile(source.replace(text, other), str(file), "exec", dont_inherit=True)
-    new = {code.co_qualname: code for code in codes(changed)}
+    new = {named(code): code for code in codes(changed)}
     before = {
         one: one.__code__ for one in functions(module) if one.__code__.co_filename == str(file)
     }
     for one, code in before.items():
-        one.__code__ = new[code.co_qualname]
+        one.__code__ = new[named(code)]
     try:
         yield
     finally:

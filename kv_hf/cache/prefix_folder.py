@@ -6,7 +6,7 @@
                                                            that is known (states.py)
 
 <state> is a digest of everything besides tokens that decides a page: model, weights, adapters, options, salt. <prefix> is one
-of all tokens up to the page's end, chained page by page, and <formats> one of the layers' page specs. Metadata holds the name and
+of all tokens up to the page's end, chained page by page, and <formats> one of the layers' page specs. Metadata holds both names and
 the SHA-256 of the tensors: a file that does not fit is no page, is said once and removed. So readers need no lock, and a
 process may be killed at any moment. Files are written aside and renamed, by a thread, and read when a prompt begins with
 them; those used least recently, by their time stamps, are removed beyond a bound.
@@ -303,8 +303,9 @@ class PrefixFolder:
 
 def about(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the metadata of a file in this place, which holds tensors [any shape] by these names."""
-    sums = {name: digest(tensors[name]) for name in sorted(tensors)}
-    return {"version": VERSION, "name": path.name, "sums": json.dumps(sums)}
+    # sizes too: a tensor of no numbers has the sum of every other one
+    sums = [(name, str(a.dtype), [*a.shape], digest(a)) for name, a in sorted(tensors.items())]
+    return {"version": VERSION, "name": "/".join(path.parts[-2:]), "sums": json.dumps(sums)}
 
 
 def in_rows(spec: PageSpec) -> PageSpec:

@@ -92,8 +92,9 @@ class PagePool:
                 # as many as storage makes room for, so that it is not asked each time who holds what
                 room = page_capacity(self.num_ids + lacking)
                 most = room if self.max_pages is None else min(room, self.max_pages)
-                self._free = [*range(most - 1, self.num_ids - 1, -1), *self._free]
-                self.num_ids = most
+                # counted first: stopped between the two, the new ones are found free later
+                first, self.num_ids = self.num_ids, most
+                self._free = [*range(most - 1, first - 1, -1), *self._free]
             return [self._free.pop() for _ in range(count)]
 
     def clear(self) -> None:

@@ -216,6 +216,13 @@ def test_full_store_gives_up_the_least_recently_used():
     store.page_memory.pool(None).check_integrity()
 
 
+def test_first_tokens_of_a_store_stay_where_rows_of_their_cache_move():
+    model, store, rows = shared_model("llama"), kv_hf.PrefixStore(), [SYSTEM[:60], SYSTEM[1:61]]
+    run(model, rows, store, max_new_tokens=1).past_key_values.reorder_cache(torch.tensor([1, 0]))
+    assert_same(run(model, rows, store), stock(model, rows))
+    assert store.stats().rows_hit == 2
+
+
 def test_tree_gives_up_ends_before_what_leads_to_them():
     pool = PagePool()
     tree = PrefixTree(pool, 2, 0)
@@ -639,6 +646,15 @@ def test_damaged_files_are_computed_anew_said_once_and_written_again(damage, whi
     assert len(said("is damaged")) == 1
     _, counts = kept_in(tmp_path, "paged_exact")
     assert (counts.pages_read, counts.pages_damaged) == (before.pages, 0)
+
+
+def test_metadata_of_a_file_tells_its_state_and_sizes():
+    """A file of another model's folder passed for this one's; and without sinks a flipped bit made 3 heads of 2, as no numbers do not tell."""
+    told = [
+        prefix_folder.about(Path(place), {"0.0": torch.zeros(heads, 0, 16)})
+        for place, heads in (("a/b", 2), ("a/b", 3), ("c/b", 2))
+    ]
+    assert told[0] != told[1] and told[0] != told[2]
 
 
 def another_weight(model):

@@ -230,6 +230,17 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
             assert damage(one, exact).max() < 0.05
 
 
+def test_a_folder_gives_no_pages_to_a_layer_of_other_formats(tmp_path):
+    """A new store's layers are as narrow as asked, and the pages are those of wider ones: neither read nor taken for damaged."""
+    for _ in range(2):
+        store = kv_hf.PrefixStore(folder=tmp_path)
+        held = cache_of(prefix_store=store)
+        loud().generate(words(1, PROMPT + PAGE), past_key_values=held, max_new_tokens=1)
+        store.flush()
+        assert widened(held) and store.stats().pages == 4
+        assert (store.stats().pages_read, store.stats().pages_damaged) == (0, 0)
+
+
 def test_offloaded_pages_say_why_they_stay():
     held = cache_of(offload="disk", device_bytes=311_296)
     with pytest.warns(

@@ -541,7 +541,7 @@ def walk(kind, seed, operations, place, tmp_path, monkeypatch):
     print(
         f"\n{kind}: {world.counts.total()} operations {dict(world.counts)} {thrown} {world.hits} hits"
     )
-    assert operations < 1000 or world.hits > 20 or world.store is None
+    assert operations < 1000 or world.hits > 10 or world.store is None
     world.end()
 
 

@@ -18,12 +18,11 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
-from typing import Annotated, Any
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -59,7 +58,8 @@ MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_SIZE = 1 << 16  # kv heads, channels of a head
 
 
-class Description(BaseModel):
+@dataclass(frozen=True)
+class Description:
     """All of a saved cache but its tensors.
 
     Attributes:
@@ -70,12 +70,12 @@ class Description(BaseModel):
         tensors: names -> SHA-256.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "extra": "forbid"}
 
     options: dict[str, Any]
     formats: list[str]
     model: ModelId
-    groups: Annotated[tuple[RowsState, ...], Field(min_length=1)]
+    groups: tuple[RowsState, ...]
     tensors: dict[str, str]
 
 
@@ -125,7 +125,7 @@ def save(
         "kv_hf": __version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "cache": description.model_dump_json(),
+        "cache": json.dumps(asdict(description)),
     }
     with replacing(path) as aside:
         try:
@@ -344,10 +344,6 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
         raise CacheFileError(
             f"{path} cannot be loaded: it is cut off or no saved cache ({error})"
         ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CacheFileError(f"{path} cannot be loaded: its {place[:80]}: {first['msg']}") from None
     except ValueError as error:  # ours, and those of options that a file claims
         raise CacheFileError(f"{path} cannot be loaded: {str(error)[:800]}") from error
 
@@ -366,7 +362,16 @@ def _described(file: Any) -> Description:
         )
     if metadata.get("checksum") != _checksum(metadata):
         raise CacheFileError("the file is damaged: its description does not fit its checksum")
-    found = Description.model_validate_json(metadata["cache"])
+    from pydantic import TypeAdapter, ValidationError  # only where a file is read
+
+    try:
+        found = TypeAdapter(Description).validate_json(metadata["cache"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CacheFileError(f"its {place[:80]}: {first['msg']}") from None
+    if not found.groups:
+        raise CacheFileError("it has no rows")
     _check_claims(found)
     return found
 

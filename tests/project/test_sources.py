@@ -2,6 +2,8 @@
 
 import ast
 import re
+import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
@@ -39,6 +41,9 @@ IMPORTED_BY = {
     "datasets": ("evaluation/", "gqa/", "texts"),
     "measure": ("none: of scripts/, which no wheel carries",),
 }
+# what transformers brings, the commands' own module, and folders that are imported where their extra is
+EVERYWHERE = {"kv_hf", "kv_hf_cli", "numpy", "tqdm", "yaml", "huggingface_hub"}
+EXTRAS = ("backends/triton/", "serving/")
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -88,6 +93,25 @@ def test_other_packages_are_imported_where_they_belong():
         for name, package in asked
         if package in IMPORTED_BY and not name.startswith(IMPORTED_BY[package])
     ]
+
+
+def test_files_begin_with_imports_of_what_every_install_has():
+    """`import kv_hf` failed where nothing else had brought pydantic."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}
+    known = named | EVERYWHERE | set(sys.stdlib_module_names)
+    for name in FILES:
+        if not name.startswith(EXTRAS):
+            begin = [
+                node for node in tree(name).body if isinstance(node, ast.Import | ast.ImportFrom)
+            ]
+            found = {
+                one.name for node in begin if isinstance(node, ast.Import) for one in node.names
+            }
+            found |= {
+                node.module for node in begin if isinstance(node, ast.ImportFrom) and not node.level
+            }
+            assert {module.split(".")[0] for module in found} <= known, name
 
 
 def test_files_import_each_other_in_no_circle():

@@ -11,12 +11,12 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..errors import UnsupportedModelError
 
-MINIMUM = "5.17.0"
 VERSION = Version(transformers.__version__)
 
-if Version(MINIMUM) > VERSION:
+if not Version("5.17") <= VERSION < Version("5.24.dev0"):
+    # from 5.24 on generate() and models know `past_key_values` as `cache`
     raise ImportError(
-        f"kv_hf needs transformers {MINIMUM} or newer, found {transformers.__version__}"
+        f"kv_hf needs transformers 5.17 to 5.23, found {transformers.__version__}: pip install 'transformers>=5.17,<5.24'"
     )
 
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises

@@ -11,6 +11,8 @@ import hashlib
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -88,6 +90,16 @@ def write():
         known[VERSION] = fingerprint(sources_of(place)[0])
     rows = ",\n".join(f"  {json.dumps(place)}: {json.dumps(row)}" for place, row in SEAMS.items())
     TABLE.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("version", ["5.16.2", "5.24.0.dev0"])
+def test_other_transformers_are_named_when_kv_hf_is_imported(version):
+    told = f"import transformers; transformers.__version__ = {version!r}; import kv_hf.cache.model_shape"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True)
+    assert (
+        f"ImportError: kv_hf needs transformers 5.17 to 5.23, found {version}: pip install"
+        in done.stderr
+    )
 
 
 if __name__ == "__main__":

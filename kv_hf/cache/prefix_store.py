@@ -475,6 +475,7 @@ class PrefixStore:
                 if self.has_states:
                     sizes = {"page_size": tree.page_size, "sink_tokens": tree.sink_tokens}
                     if not len(tokens) == count == page_start(len(pages), **sizes):
+                        self._make_room()  # caches that held others' pages may be gone
                         continue
                     states = states_of_row(cache.layers, index)
                 sinks = partial(_sinks_of, cache, index)

@@ -23,7 +23,7 @@ from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadMemory
 from ..spec import MemoryReport
-from . import compiled
+from . import compiled, saved
 from .build import MadeOfOptions, make_room, page_layers
 from .layer import HandleLayer, PagedLayer
 from .layer_kinds import HybridLayer
@@ -483,8 +483,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
             keeps keys of layers; OSError where the disk refuses. The old file then is what it was.
         """
-        from . import saved  # pydantic, only where it is needed
-
         saved.save(self, path, model, token_ids)
 
     @classmethod
@@ -506,8 +504,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheFileError for a damaged, foreign or forged file and for another model; OSError where it cannot
             be opened.
         """
-        from . import saved
-
         return saved.load(cls, path, model, device, kernel, max_length)
 
 

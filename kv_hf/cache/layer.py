@@ -213,7 +213,7 @@ class PagedLayer(DynamicLayer):
 
     def follow(self, step: Step) -> None:
         """Do to the tensors what another order of rows, or a crop, has done to the rows."""
-        self.revision += 1
+        self.revision += not step.keeps_pages
         if self.store is not None:
             if step.seen_after != step.seen_before:
                 self.store.reopen(step)
@@ -315,6 +315,11 @@ class HandleLayer(PagedLayer):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the view out: it refers to tensors and a kernel of this process."""
         return {name: value for name, value in vars(self).items() if name != "_view"}
+
+    def follow(self, step: Step) -> None:
+        """As PagedLayer does; handles of what the layer holds are stale behind any crop."""
+        super().follow(step)
+        self.revision += 1
 
     def _read(self, side: str) -> torch.Tensor | None:
         """Return one side as a handle."""

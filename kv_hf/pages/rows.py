@@ -502,12 +502,16 @@ class Rows:
         seen = max(0, self.seen - count)
         cropped = [self._cropped(row, seen) for row in self.rows]
         reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
+        batch = Batch.of([row for row, _ in cropped])
+        keeps = batch.pages == self.batch.pages
         with self.pool.lock:
-            # nobody else may seal into what is still to be decoded
-            cut = tuple((page,) for _, page, _ in reopened) if len(self.pool.owners) > 1 else ()
-            self.batch, self._leaving = Batch.of([row for row, _ in cropped]), cut
+            if not keeps:  # nobody else may seal into what is still to be decoded
+                cut = tuple((page,) for _, page, _ in reopened)
+                self._leaving = cut if len(self.pool.owners) > 1 else ()
+            self.batch = batch
         everyone = range(len(cropped))
         self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
+        self.step.keeps_pages = keeps
         self.seen = self.confirmed = seen
         self._padding_seen = None
         self.reading.note_end()

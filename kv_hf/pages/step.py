@@ -226,6 +226,7 @@ class Step:
     Of another order of rows and of a crop:
         sources: the former row that each row continues.
         reopened: (row, page id, tokens) of the pages that a crop decodes back into the window.
+        keeps_pages: whether a crop takes tokens from the windows alone, so that nothing moves.
     """
 
     seen_before: int
@@ -249,6 +250,7 @@ class Step:
     checked: torch.Tensor | None = None
     sources: Sequence[int] = ()
     reopened: Sequence[tuple[int, int, int]] = ()
+    keeps_pages: bool = False
     _tensors: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def tensor(

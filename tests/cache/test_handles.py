@@ -119,7 +119,27 @@ def test_handle_is_stale_as_soon_as_its_layer_is_being_changed(monkeypatch):
         handles[0] + 0
 
 
-def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_reads():
+@pytest.mark.parametrize(("count", "is_stale"), [(3, False), (11, False), (27, True), (30, True)])
+def test_handles_outlive_a_crop_that_moves_no_page(count, is_stale):
+    """An assistant of Gemma 4 reads keys of the forward whose drafts were just refused: it ended in a StaleHandleError."""
+    _, cache = filled_cache()
+    handles = [cache.update(*new_states(length=5), layer)[0] for layer in range(2)]
+    held = [handle.dense() for handle in handles]  # of 95 tokens: 4 first ones, 5 pages, 11
+    cache.crop(-count)
+    for handle, before in zip(handles, held, strict=True):
+        if is_stale:
+            with pytest.raises(kv_hf.StaleHandleError):
+                handle + 0
+        else:
+            assert torch.equal(handle + 0, before)
+    assert torch.equal(cache.layers[0].keys, held[0][:, :, :-count])
+    cache.update(*new_states(), 0)
+    with pytest.raises(kv_hf.StaleHandleError):
+        handles[0] + 0
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_reads(refused):
     """A copy took a page that the source's last forward had given back, and its handles still read, for its own."""
     from tiny_models import make_sliding as make
 
@@ -135,6 +155,7 @@ def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_read
     copied.reset()  # it lets go of the pages that it shared
     handles = append(cache, 17)
     held = [handle + 0 for handle in handles]
+    cache.crop(-refused)
     append(copied, 21)  # takes one page: storage need not grow, and nothing moves
     for handle, before in zip(handles, held, strict=True):
         assert torch.equal(handle + 0, before)

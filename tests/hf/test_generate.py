@@ -2,17 +2,23 @@
 
 import copy
 import importlib
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from beside_stock import compare, pages, run
+from measure.family_models import build_model, families
+from rounding import assert_close
+from slow import slow_but
 from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 from transformers import (
     GenerationConfig,
     StoppingCriteria,
     StoppingCriteriaList,
+    modeling_layers,
 )
+from transformers.generation import candidate_generator
 
 import kv_hf
 
@@ -98,6 +104,62 @@ def test_drafted_decoding_equals_dynamic_cache(kind, sampled):
     assert torch.equal(*found)
     if not sampled:
         assert torch.equal(found[1], run(model, REPEATING, PAGES).sequences)
+
+
+# way -> families: layers with windows, with states of convolutions beside their pages, of latents, and of latents with an indexer
+GENERATORS = {"lookup": "PromptLookupCandidateGenerator", "mtp": "MTPCandidateGenerator"}
+QUICK = [("lookup", "gemma3_text"), ("lookup", "lfm2"), ("mtp", "deepseek_v3")]
+DRAFTED = [*QUICK, ("lookup", "inkling_text"), ("lookup", "deepseek_v32"), ("mtp", "inkling_text")]
+
+
+@pytest.mark.parametrize(("way", "family"), slow_but(QUICK, DRAFTED))
+def test_refused_drafts_leave_no_trace_in_layers_of_any_kind(monkeypatch, way, family):
+    """Exact pages give DynamicCache's tokens; int4 pages the logits of forwards that had the kept tokens alone.
+
+    In float64 no code of these rounds otherwise.
+    """
+    generator = getattr(candidate_generator, GENERATORS[way], None)
+    if generator is None or family not in families("causal"):
+        pytest.skip("this transformers does not have it")
+    model, prompt, cuts = build_model(family), tokens(1, 90), [0]
+    options = {"use_mtp": True} if way == "mtp" else {"prompt_lookup_num_tokens": 9}
+    model.config.num_mtp_layers = 2
+    model.set_experts_implementation("eager")  # which multiplies float64 too
+    draft, crop = generator.get_candidates, kv_hf.PagedCache.crop
+
+    def drafted(self, ids, **kwargs):
+        """The model's own text, every seventh token wrong: as many as there are MTP layers, or 0 to 8."""
+        start, end = ids.shape[1], draft(self, ids, **kwargs)[0].shape[1]
+        end = min(end if way == "mtp" else start + start % 9, text.shape[1] - 1)
+        places = torch.arange(start, end)
+        return torch.cat([ids, torch.where(places % 7 == 3, 5, text[:, places])], 1), None
+
+    def cropped(self, count):
+        crop(self, count)
+        cuts.append(self.get_seq_length())
+
+    def mtp_model(main, **_):
+        return modeling_layers.MtpModel(main, 2).to(main.dtype).eval()
+
+    inputs, int4 = {"input_ids": prompt}, pages("paged_int4")
+    text = run(model, inputs).sequences
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "get_candidates", drafted)
+        if way == "mtp":
+            patch.setattr(modeling_layers.MtpModel, "from_pretrained", mtp_model)
+        compare(model, inputs, **options)
+        text = run(model.double(), inputs, int4).sequences
+        patch.setattr(kv_hf.PagedCache, "crop", cropped)
+        found = run(model, inputs, int4, **options)
+    assert len(cuts) < 35  # of 40 tokens: many drafts were taken
+    again, logits = kv_hf.PagedCache.from_implementation(model.config, *int4.values()), []
+    again.activate_past_recording()
+    for start, end in pairwise(cuts):
+        with torch.no_grad():
+            logits.append(model(found.sequences[:, start:end], past_key_values=again).logits)
+        again.crop(0)
+    assert_close(torch.stack(found.logits, 1), torch.cat(logits, 1)[:, 89:].float())
+    assert again.memory().pages_held == found.past_key_values.memory().pages_held > 0
 
 
 # -- chats ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from .model_shape import (
 )
 from .origin import Origin, check_token_ids
 from .report import LayerReport, measure_memory, one_line, report_layers
+from .states import check_crop
 
 
 def filled_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
@@ -289,6 +290,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         for group in self.groups:
             group.check_crop(count)
         layer: Any
+        for layer in self.layers:
+            check_crop(layer, count, self._group.seen)
         for layer in self.layers:  # states first: they may refuse, and then nothing has changed
             if isinstance(layer, HybridLayer):
                 layer.crop_state(tokens_to_remove)

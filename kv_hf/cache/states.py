@@ -81,6 +81,25 @@ def check_states(cache: Any, index: int, states: States) -> None:
             )
 
 
+def check_crop(layer: Any, count: int, seen: int) -> None:
+    """Raise CacheMismatchError where the recorded states of a layer do not reach `count` of `seen` tokens back.
+
+    Without past recording transformers' layer refuses any crop itself; with it, it would take what there is.
+    """
+    if not count or not getattr(layer, "record_past", False):
+        return
+    goes_back = not any(layer.is_recurrent_states_initialized.values())
+    for index, state in layer.conv_states.items():
+        if state is not None:  # a convolution's own column is not read again
+            context = min(layer.conv_kernel_size[index] - 1, seen - count)
+            goes_back = goes_back and state.shape[-1] - count >= context
+    if not goes_back:
+        raise CacheMismatchError(
+            f"a crop of {count} tokens needs states that are gone: recurrent ones cannot go back, and those of convolutions "
+            "only as far as the last crop. Call reset(), and compute the text again"
+        )
+
+
 def restore_states(layer: Any, states: States, device: torch.device | None = None) -> None:
     """Let an empty layer hold copies of `states`, which were checked, on `device`; None: where they are."""
     for name, state in states.items():

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import rounding
 import torch
-from beside_stock import compare, pages, run
+from beside_stock import assert_same, compare, pages, run
 from measure.family_models import build_model, families
 from tiny_models import WINDOWS, left_padded, make_sliding, tokens
 from transformers import DynamicCache
@@ -139,3 +139,21 @@ def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
             one.crop(-1)
         one.check_integrity()
         assert one.get_seq_length() == 30 and one.memory().other == cache.memory().other > 0
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "inkling_text"])
+def test_a_crop_beyond_recorded_states_is_refused_and_an_edit_begins_anew(family):
+    """transformers' layers kept what there was: behind drafts a convolution had lost its context, and a crop said nothing."""
+    if family not in families("causal"):
+        pytest.skip("the installed transformers has no such family")
+    model, ids, drafts = model_of(family), tokens(1, 60), {"prompt_lookup_num_tokens": 3}
+    cache = paged(model, on_edit="crop")
+    cache.activate_past_recording()
+    given = {} if family == "falcon_h1" else drafts  # whose state cannot go back at all
+    text = run(model, {"input_ids": ids}, cache, **given).sequences
+    with pytest.raises(kv_hf.CacheMismatchError, match="needs states that are gone"):
+        cache.crop(-3 if given else -1)
+    cache.check_integrity()
+    assert cache.get_seq_length() == text.shape[1] - 1
+    edited = {"input_ids": torch.cat([text[:, :-4], ids[:, :9]], 1)}
+    assert_same(run(model, edited, cache), run(model, edited))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ..cache.layer import PagedLayer
 from ..cache.paged_cache import PagedCache
@@ -57,11 +58,11 @@ class Request:
     coming: int = 0
 
 
-class BatchCache:
+class BatchCache(PagedAttentionCache):
     """Pages and exact windows of requests that come and go, for all layers of a model.
 
-    transformers' continuous batching (generation/continuous_batching, 5.23) asks it for room, for prefixes and for
-    copies; attention over pages calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
+    transformers' continuous batching (generation/continuous_batching, 5.24) asks it for room, for prefixes and for
+    copies, as it asks the class that this one stands for; attention over pages calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
     requests, and with a PrefixStore by calls of generate().
 
     Args:
@@ -436,6 +437,22 @@ class BatchCache:
         if places == list(range(first, first + count)):
             return slice(first, first + count)
         return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tell attention of this cache, through `kwargs`; before 5.24 attention is given the cache, and nobody calls this.
+
+        Args:
+            key_states, value_states: [1, num_kv_heads, tokens, dim], of this forward.
+        Returns: both as they are: attention stores them.
+        """
+        kwargs["cache"] = self
+        return key_states, value_states
 
     def paged_attend(
         self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any

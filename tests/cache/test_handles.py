@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.bridge.handles import view_of
+from kv_hf.cache.model_shape import CACHE
 
 
 def filled_cache(keys="exact", rows=2, length=90):
@@ -196,9 +197,9 @@ def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
     caches = [kv_hf.PagedCache(model.config, page_size=16), DynamicCache(config=model.config)]
 
     def look(module, args, kwargs):
-        held = kwargs["past_key_values"].layers[module.layer_idx]
+        held = kwargs[CACHE].layers[module.layer_idx]
         if held.get_seq_length():
-            read.setdefault(id(kwargs["past_key_values"]), []).append((held.keys, held.values))
+            read.setdefault(id(kwargs[CACHE]), []).append((held.keys, held.values))
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)

@@ -101,7 +101,7 @@ class BatchCache(PagedAttentionCache):
             for window, kind in kinds_of(template).items()
         }
         layers: Sequence[Any] = template.layers
-        self.device = layers[0].device
+        self.device: torch.device = layers[0].device
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
         self.known: dict[str, Request] = {}
         self.requests: list[Request] = []
@@ -172,7 +172,7 @@ class BatchCache(PagedAttentionCache):
             lacking -= store.evict(lacking)
         return lacking <= 0
 
-    def can_store_request_tokens(self, state: Any, request_len: int) -> bool:
+    def can_store_request_tokens(self, state: Any, request_len: int) -> bool:  # type: ignore[override]
         """Say whether `request_len` more tokens of a request have room; if so it is reserved."""
         tokens = state.current_len() + request_len
         request = self.request(state.request_id)
@@ -198,7 +198,7 @@ class BatchCache(PagedAttentionCache):
                 return count
         return len(starved)
 
-    def compute_free_capacity(self) -> float:
+    def compute_free_capacity(self) -> float:  # type: ignore[override]
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
         if None not in self.groups:
             return 1 - len(self.requests) / self.room.rows
@@ -209,7 +209,7 @@ class BatchCache(PagedAttentionCache):
         return False
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> Any:  # type: ignore[override]
         """What transformers frees sectors of before it asks for room."""
         return self
 
@@ -287,7 +287,7 @@ class BatchCache(PagedAttentionCache):
             # transformers lets waiting requests in where one finishes, and not where the last is cancelled
             self.scheduler.block_new_requests = False
 
-    def free_all_requests(self) -> None:
+    def free_all_requests(self) -> None:  # type: ignore[override]
         """Let go of all requests."""
         for request_id in list(self.known):
             self.free_blocks(request_id)

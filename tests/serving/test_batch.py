@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import re
 import time
 import weakref
@@ -221,6 +222,27 @@ def pages_in_use(manager):
 def allocated(manager):
     counts = kv_hf.BatchCounts.of(manager)
     return counts.bytes_pages + counts.bytes_exact
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_on_a_saturated_pool_answer_as_each_alone():
+    """Most wait, many leave and are computed anew, some are cancelled; those that ask the same share pages."""
+    model, draw = make_model("llama"), random.Random(5)
+    texts = prompts(draw.choices(range(1, 200), k=60))
+    expected = alone(model, texts, config(new=12))
+    asked = draw.choices(range(len(texts)), k=1000)
+    gone = set(draw.sample(range(1000), 50))
+    with running(model, "paged_exact", new=12, blocks=9) as manager:
+        for number, text in enumerate(asked):
+            manager.add_request(texts[text], request_id=f"{number}")
+            if number in gone:
+                manager.cancel_request(f"{number}")
+        found = collected(manager, 1000 - len(gone), timeout=600)
+        for number in set(range(1000)) - gone:
+            assert found[f"{number}"].generated_tokens == expected[asked[number]]
+        counts = kv_hf.BatchCounts.of(manager)
+        assert counts.requests_evicted > 20 and counts.prefixes.evictions > 500  # 48 and 1,090
+        assert pages_in_use(manager)[0] == 0
 
 
 def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():

@@ -15,7 +15,6 @@ from transformers.cache_utils import (
 from ..backends.dispatch import MAX_DECODE_QUERIES, choose, layout_for
 from ..config import SIDES_WITH_GROUPS, CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import format_names
 from ..pages.forward import Forward
 from ..pages.offload import Demand, OffloadMemory
 from ..pages.rows import Rows, RowSizes
@@ -23,7 +22,7 @@ from ..pages.storage import PageMemory
 from ..row_pages import page_capacity
 from ..spec import ROWS, PageSpec
 from .layer import PagedLayer
-from .layer_formats import LayerFormats, planned_specs
+from .layer_formats import LayerFormats, check_no_latents, planned_specs
 from .layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
 from .model_shape import is_dummy, latent_ranks, page_sizes, signature
 from .prefix_store import PrefixStore
@@ -73,20 +72,6 @@ class MadeOfOptions:
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         raise NotImplementedError
-
-
-def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
-    """Raise CacheOptionError for options about latents, which the model does not cache.
-
-    Beside a format that latents cannot have, `latent` is what a cache name says for other models.
-    """
-    one_sided = {options.keys, options.values} - {*format_names("latent")}
-    asked = isinstance(options.latent, Mapping) or (options.latent and not one_sided)
-    if asked:
-        raise CacheOptionError(
-            f"latent={options.latent!r} is for models with multi-head latent attention (MLA), which "
-            f"{model_type!r} is not; leave it out"
-        )
 
 
 def _check_overrides(classes: Sequence[str], paged: set[int], options: CacheConfig) -> None:
@@ -141,7 +126,7 @@ def page_layers(
     ]
     options.check_groups(stored)
     if all(rank is None for rank in ranks):
-        _check_no_latent_options(model_type, options)
+        check_no_latents(options, repr(model_type))
     first = {ranks[index]: index for index in reversed(paged)}  # without `layers` others are alike
     by_layer = {
         index: LayerFormats.of(options, index, count, ranks[index])
@@ -162,7 +147,7 @@ def page_layers(
     made = list(layers)
     for index, kept_window in kept_windows.items():
         group, window = groups[kept_window], windows[index]
-        rest = (group, forward, memory, formats[index], options.kernel, window)
+        rest = (group, forward, memory, formats[index], window)
         if classes[index] in HYBRID:
             states = layers[index].number_of_states
             made[index] = HybridLayer(index, *rest, number_of_states=states)
@@ -171,7 +156,7 @@ def page_layers(
         else:
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
-            made[index] = latent_class(index, *rest, options=options, config=config)
+            made[index] = latent_class(index, *rest, config=config)
     return made, forward, memory
 
 

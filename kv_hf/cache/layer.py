@@ -49,8 +49,7 @@ class PagedLayer(DynamicLayer):
         group: rows and lengths, shared with the other paged layers of the same window.
         forward: the forward in progress, shared with all layers of the cache.
         page_memory: where the sealed pages live.
-        formats: of this layer.
-        kernel: CacheConfig.kernel.
+        formats: of this layer, and the options of the cache.
         window: tokens that a query of this layer sees, itself included; None for all.
     Attributes:
         seen: columns that the layer has taken in, padding included.
@@ -66,7 +65,6 @@ class PagedLayer(DynamicLayer):
         forward: Forward,
         page_memory: PageMemory,
         formats: LayerFormats,
-        kernel: str = "auto",
         window: int | None = None,
     ) -> None:
         self.layer_idx = layer_idx
@@ -75,7 +73,6 @@ class PagedLayer(DynamicLayer):
             self.sliding_window = window
         self.is_sliding = window is not None
         self.is_compileable = group.max_length is not None
-        self.kernel = kernel
         self.group = group
         self.forward = forward
         self.page_memory = page_memory

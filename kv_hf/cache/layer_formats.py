@@ -8,7 +8,8 @@ import torch
 
 from ..backends.dispatch import layout_for
 from ..config import CacheConfig
-from ..formats import Scheme, k_rope_scheme, key_scheme, value_scheme
+from ..errors import CacheOptionError
+from ..formats import Scheme, format_names, k_rope_scheme, key_scheme, value_scheme
 from ..notices import warn_once
 from ..spec import LATENT_SIDES, ROWS, PageSpec
 
@@ -123,6 +124,18 @@ def planned_specs(
     format cannot store them.
     """
     return [one.spec(**sizes, dtype=dtype, layout=layout) for one in formats] if sizes else []
+
+
+def check_no_latents(options: CacheConfig, model: str) -> None:
+    """Raise CacheOptionError for an option about latents, which a model, in words, does not cache.
+
+    Beside a format that latents cannot have, `latent` is what a cache name says for other models.
+    """
+    one_sided = {options.keys, options.values} - {*format_names("latent")}
+    if isinstance(options.latent, Mapping) or (options.latent and not one_sided):
+        raise CacheOptionError(
+            f"latent={options.latent!r} is for models with multi-head latent attention (MLA), which {model} is not; leave it out"
+        )
 
 
 FEW = 2  # bits

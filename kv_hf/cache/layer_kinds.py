@@ -1,6 +1,6 @@
 """Paged layers that hold more than keys and values: latents and RoPE keys (MLA), or a linear-attention state beside them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..config import CacheConfig
-from ..errors import CacheOptionError, InterruptedForwardError
+from ..errors import InterruptedForwardError
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
+from .layer_formats import check_no_latents
 from .model_shape import SPARSE_MODELS_CACHE_LATENTS
 from .report import tensor_bytes
 
@@ -29,35 +29,26 @@ class LatentLayer(PagedLayer):
     a model still caches expanded keys and values give an ordinary layer.
 
     Args:
-        options: as given to the cache; the others are those of PagedLayer.
-        config: the decoder's config.
+        config: the decoder's config; the others are those of PagedLayer.
     """
 
     _caches_latents = True  # as far as is known before the first keys
 
-    def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
-        self.latent_decode, self._decoder_config = options.latent_decode, config
-        self.asked: dict[str, Any] = {}  # options that are for latents alone
-        if options.latent is not None:
-            self.asked["latent"] = options.latent
-        if isinstance(options.group_size, Mapping):
-            self.asked["group_size"] = options.group_size
+    def __init__(self, layer_idx: int, *args: Any, config: Any) -> None:
+        self._decoder_config = config
         super().__init__(layer_idx, *args)
+        self.latent_decode = self.formats.options.latent_decode
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device, and whether the model caches latents [rows, 1, q_len, rank] or the keys of its heads.
 
         Raises: CacheOptionError where options about latents were given and there are none.
         """
-        expanded = not self.formats.are_latents(key_states)
-        for name, value in self.asked.items() if expanded else ():
-            raise CacheOptionError(
-                f"{name}={value!r}: in this version of transformers the model caches keys and values of "
-                f"{key_states.shape[1]} heads, not latents; leave it out, or use a newer transformers"
-            )
-        if not expanded:
+        if self.formats.are_latents(key_states):
             for tell in before_latents:
                 tell(self._decoder_config)
+        else:
+            check_no_latents(self.formats.options, "this model in this version of transformers")
         super().lazy_initialization(key_states, value_states)
 
     @property
@@ -81,13 +72,13 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
     _index: torch.Tensor | None
     _indexed: int
 
-    def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
+    def __init__(self, layer_idx: int, *args: Any, config: Any) -> None:
         # a "shared" layer reads the choice of another layer's indexer, a "reuse.." layer another layer's latents
         types = getattr(config, "indexer_types", None)
         modes = getattr(config, "kv_sharing_modes", None)
         self.has_index = types is None or types[layer_idx] != "shared"
         self.has_latents = modes is None or not str(modes[layer_idx]).startswith("reuse")
-        super().__init__(layer_idx, *args, options=options, config=config)
+        super().__init__(layer_idx, *args, config=config)
 
     @property
     def kind(self) -> str:

@@ -153,9 +153,9 @@ class LayerStore:
     def __init__(self, layer: Any, pages: PageStorage) -> None:
         device = self.device = pages.device
         self.on_host = device.type == "cpu"
-        self.asked_kernel: str = layer.kernel
+        self.asked_kernel: str = layer.formats.options.kernel
         self.formats: LayerFormats | None = layer.formats.if_widening
-        self.kernel = choose(layer.kernel, device, pages.spec)
+        self.kernel = choose(self.asked_kernel, device, pages.spec)
         self.layer_idx: int = layer.layer_idx
         self.pages = pages
         self.sink_tokens: int = layer.group.sizes.sink_tokens

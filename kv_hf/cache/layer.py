@@ -98,12 +98,8 @@ class PagedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device from the first keys and values [rows, num_kv_heads, q_len, head_dim]; check the formats on them."""
-        self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
-        pages = self.page_memory.storage(self.layer_idx, spec, self.device, self.group)
-        store = LayerStore(self, pages)
-        self.is_initialized = True
-        self._take(store)
+        self._take(self.page_memory.storage(self.layer_idx, spec, key_states.device, self.group))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -226,25 +222,13 @@ class PagedLayer(DynamicLayer):
             seen: columns that the layer then has seen.
         """
         self.group.has_storage = True
-        pages = self.page_memory.storages[self.layer_idx]
-        self.dtype, self.device = pages.spec.keys.dtype, pages.device
-        store = LayerStore(self, pages)
-        for side, window in enumerate(store.residuals):
-            window.begin(
-                [None if one is None else one[side] for one in sinks], self.group.sizes.slots
-            )
-        self.is_initialized = True
-        self._take(store)
+        store = self._take(self.page_memory.storages[self.layer_idx])
+        for window in store.windows:
+            window.resize(len(sinks), self.group.sizes.slots)
+        for row, first in enumerate(sinks):
+            if first is not None:
+                store.put_sinks(row, first)
         self.seen = seen
-
-    def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, ..]."""
-        assert self.store is not None
-        keys, values = (
-            window.tokens[row, :, : self.group.sizes.sink_tokens].clone()
-            for window in self.store.residuals
-        )
-        return keys, values
 
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now.
@@ -274,9 +258,12 @@ class PagedLayer(DynamicLayer):
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _take(self, store: LayerStore) -> None:
-        self.group.stores[self.layer_idx] = store
-        self.store = store
+    def _take(self, pages: PageStorage) -> LayerStore:
+        """Begin to hold tokens in these pages, and in windows beside them."""
+        self.dtype, self.device = pages.spec.keys.dtype, pages.device
+        self.store = self.group.stores[self.layer_idx] = LayerStore(self, pages)
+        self.is_initialized = True
+        return self.store
 
     def _dense(self, side: str) -> torch.Tensor | None:
         """Return one side as a dense tensor, a copy."""

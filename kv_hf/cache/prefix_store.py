@@ -4,9 +4,8 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -478,8 +477,8 @@ class PrefixStore:
                         self._make_room()  # caches that held others' pages may be gone
                         continue
                     states = states_of_row(cache.layers, index)
-                sinks = partial(_sinks_of, cache, index)
-                shared = self.keep(space, tokens, pages, sinks, states)
+                stores = [layer.store for layer in cache.paged_layers]
+                shared = self.keep(space, tokens, pages, stores, index, states)
                 if shared != pages[: len(shared)]:
                     _replace_pages(cache, index, shared + pages[len(shared) :])
 
@@ -488,17 +487,21 @@ class PrefixStore:
         space: Hashable,
         tokens: Sequence[int],
         pages: tuple[int, ...],
-        sinks: Callable[[], Any],
+        stores: Collection[Any],
+        row: int,
         states: States | None = None,
     ) -> tuple[int, ...]:
         """Keep the sealed pages of a row that begins with `tokens`; return the pages of the same tokens that the store then has.
 
         Args:
-            sinks: called without arguments for the exact first tokens where they are new.
+            stores: LayerStore of all layers, which hold the exact first tokens of the row.
+            row: its number.
             states: of all layers behind the last page; None where they hold none.
         """
         with self.tree.pool.lock:
-            added = self.tree.add(space, tokens, pages, sinks)
+            added = self.tree.add(
+                space, tokens, pages, lambda: [one.sinks_of(row) for one in stores]
+            )
             if states is not None and added and added[-1].states is None:
                 self._hold(added[-1], states)
             self._make_room()
@@ -665,11 +668,6 @@ def _begin(cache: Any, rows: Sequence[Row], known: Sequence[KnownPrefix], seen: 
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
         restore_rows(cache.layers, [one.states for one in known])
     cache._tokens_on = cache.paged_layers[0].device
-
-
-def _sinks_of(cache: Any, row: int) -> Sinks:
-    """Return copies of the exact first keys and values of a row."""
-    return [layer.sinks_of(row) for layer in cache.paged_layers]
 
 
 def _replace_pages(cache: Any, row: int, pages: tuple[int, ...]) -> None:

@@ -1,6 +1,5 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,14 +28,6 @@ class Residual:
         self.tokens = torch.zeros(
             (0, spec.num_kv_heads, 0, spec.head_dim), dtype=spec.dtype, device=device
         )
-
-    def begin(self, tokens: Sequence[torch.Tensor | None], slots: int) -> None:
-        """Make room for `slots` tokens of each row, and put `tokens` [num_kv_heads, n, head_dim] in front."""
-        with persistent_tensors():
-            self.resize(len(tokens), slots)
-            for index, first in enumerate(tokens):
-                if first is not None:
-                    self.tokens[index, :, : first.shape[1]] = first
 
     def over(self, tokens: torch.Tensor) -> "Residual":
         """Return windows like these in the memory of `tokens` [rows, num_kv_heads, slots, head_dim], until somebody replaces them."""
@@ -147,6 +138,8 @@ class LayerStore:
     Attributes:
         formats: of the layer, which its first pages may find too narrow; None: it keeps those that it has.
         sink_tokens: slots at the front of the windows that are never sealed.
+        windows: exact tokens of keys and of values, of all rows.
+        residuals: those of the rows of the next forward.
     Raises: CacheOptionError where the kernel that was asked for cannot run on these pages.
     """
 
@@ -163,9 +156,10 @@ class LayerStore:
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with persistent_tensors():
-            self.residuals = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
+            self.windows = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
             # 1: numbers were made finite
             self.damaged = torch.zeros((), dtype=torch.uint8, device=device)
+        self.residuals = self.windows
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
@@ -303,9 +297,21 @@ class LayerStore:
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.sources[i]`."""
+        self.residuals = self.windows
         with persistent_tensors():
-            for window in self.residuals:
+            for window in self.windows:
                 window.select_rows(step)
+
+    def put_sinks(self, row: int, sinks: Pair) -> None:
+        """Let a row begin with exact keys and values [num_kv_heads, sink_tokens, head_dim]."""
+        with persistent_tensors():
+            for window, first in zip(self.windows, sinks, strict=True):
+                window.tokens[row, :, : first.shape[1]] = first
+
+    def sinks_of(self, row: int) -> Pair:
+        """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, head_dim]."""
+        keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.windows)
+        return keys, values
 
     def reopen(self, step: Step) -> None:
         """Decode the pages that a crop cut into back into the windows; say so where that is not exact."""

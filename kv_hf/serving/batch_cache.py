@@ -364,14 +364,9 @@ class BatchCache:
         pages = group.batch.pages[row]
         space = self._space_of(request, store)
         with self.in_order():
-            shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
+            shared = store.keep(space, tokens, pages, self.stores.values(), row)
         if shared != pages[: len(shared)]:
             group.replace_pages(row, shared + pages[len(shared) :])
-
-    def _sinks_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return copies of the exact first keys and values of a row, for each layer."""
-        with self.in_order():
-            return [store.sinks_of(row) for store in self.stores.values()]
 
     # -- forwards --------------------------------------------------------------------------------------------------
 

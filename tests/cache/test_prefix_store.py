@@ -971,7 +971,7 @@ def test_states_count_in_the_bytes_of_a_store_and_go_with_their_pages():
         assert_same(run(model, [text], store), stock(model, [text]))
         gc.collect()
         assert store.stats().bytes == held() <= 2.5 * one + one  # with what the cache held
-    store.keep(space, [], (), lambda: None)
+    store.keep(space, [], (), [], 0)
     assert store.stats().bytes == held() <= 2.5 * one
     known = [store.find(space, [*text, 0]).tokens for text in texts]
     assert known == [68, 0, 148, 148, 0] and store.stats().evictions > 9

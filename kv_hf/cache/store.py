@@ -1,6 +1,5 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.moved import persistent_tensors
-from ..pages.step import Numbers, Step, TableView
-from ..pages.storage import PageStorage, Pair, ReadablePages
+from ..pages.step import Step, TableView
+from ..pages.storage import PageStorage, Pair
 from ..quant.codec import decode
 from ..read_budget import ReadBudget
 from ..spec import PageSpec, PageWrite, SideSpec
@@ -43,15 +42,6 @@ class Residual:
         kept = (min(rows, old.shape[0]), min(slots, old.shape[2]))
         self.tokens[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
 
-    def drop_first(self, step: Step, sinks: int) -> None:
-        """Take the tokens of the pages that were sealed before the append out of each row, behind its sinks."""
-
-        def place() -> torch.Tensor:
-            slots = self.tokens.shape[2]
-            return _without(step.first_leaving, sinks, slots, slots)
-
-        self.tokens = _picked(self.tokens, step.tensor("drop", self.tokens.device, place))
-
     def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
         """Return each row's window with the new tokens behind it, left-aligned: [rows, num_kv_heads, longest, head_dim].
 
@@ -75,13 +65,22 @@ class Residual:
         both = torch.cat([windows, new], 2)
         return _picked(both, step.tensor(("run", slots), new.device, place))
 
-    def keep_rest(self, step: Step, run: torch.Tensor, slots: int, sinks: int) -> None:
-        """Keep the tokens of `run` [rows, num_kv_heads, longest, head_dim] that the step did not seal: the sinks and the tail."""
+    def keep_rest(
+        self, step: Step, run: torch.Tensor, slots: int, sinks: int, leaving: str = "leaving"
+    ) -> None:
+        """Keep the tokens of `run` [rows, num_kv_heads, longest, head_dim] that stay: the sinks, and those behind what leaves.
+
+        Args:
+            leaving: the field of the step that says how many leave: "leaving", or "first_leaving" before the append.
+        """
 
         def place() -> torch.Tensor:
-            return _without(step.leaving, sinks, slots, run.shape[2])
+            """Return [rows, slots]: where each slot's token lies in `run`."""
+            slot = torch.arange(slots)[None]
+            gone = torch.from_numpy(getattr(step, leaving))[:, None]
+            return _once(torch.where(slot < sinks, slot, slot + gone).clamp(max=run.shape[2] - 1))
 
-        self.tokens = _picked(run, step.tensor(("rest", run.shape[2]), run.device, place))
+        self.tokens = _picked(run, step.tensor((leaving, run.shape[2]), run.device, place))
 
     def select_rows(self, step: Step) -> None:
         """Let row i continue the former row `step.sources[i]`.
@@ -107,13 +106,6 @@ class Residual:
         slots = max(self.tokens.shape[2], sinks + tokens.shape[1])  # a loaded window may be shorter
         self.resize(self.tokens.shape[0], slots)
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
-
-
-def _without(gone: Numbers, sinks: int, slots: int, held: int) -> torch.Tensor:
-    """Return [rows, slots]: where each slot's token lies in a run of `held` that loses `gone` [rows] tokens after its sinks."""
-    slot = torch.arange(slots)[None]
-    lost = torch.from_numpy(gone)[:, None]
-    return _once(torch.where(slot < sinks, slot, slot + lost).clamp(max=held - 1))
 
 
 def _once(places: torch.Tensor) -> torch.Tensor:
@@ -145,7 +137,6 @@ class LayerStore:
 
     def __init__(self, layer: Any, pages: PageStorage) -> None:
         device = self.device = pages.device
-        self.on_host = device.type == "cpu"
         self.asked_kernel: str = layer.formats.options.kernel
         self.formats: LayerFormats | None = layer.formats.if_widening
         self.kernel = choose(self.asked_kernel, device, pages.spec)
@@ -171,7 +162,6 @@ class LayerStore:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
         vars(self).update(state, _room=0, launches={}, _checked=())
         self.device = self.residuals[0].tokens.device
-        self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     @property
@@ -229,14 +219,16 @@ class LayerStore:
             if step.first is not None:
                 self._widen(step, step.first, self._write(step, step.first, None))
                 for window in self.residuals:
-                    window.drop_first(step, self.sink_tokens)
+                    held = window.tokens
+                    window.keep_rest(step, held, held.shape[2], self.sink_tokens, "first_leaving")
             runs = self._write(step, step.seal, new) if step.fits else self._run(step, new)
             if step.seal is not None:
                 self._widen(step, step.seal, runs)
             if not step.fits or step.moves_rest:
                 for window, run in zip(self.residuals, runs, strict=True):
                     window.keep_rest(step, run, slots, self.sink_tokens)
-        self._look_for_damage()
+        if moved.is_host(self.damaged.device):  # elsewhere that would wait: when asked
+            self.report_damage()
         return runs
 
     def _run(self, step: Step, new: Pair) -> Pair:
@@ -266,10 +258,8 @@ class LayerStore:
         Args:
             windows: None: the layer's own.
         """
-        pages, view = self.pages, step.view
-        assert view is not None
-        if not self.on_host:
-            view = view.on(self.device)
+        assert step.view is not None
+        pages, view = self.pages, step.view.on(self.device)
         if windows is None:
             windows = self.residuals[0].tokens, self.residuals[1].tokens
         fields, spec, here = (pages.keys.fields, pages.values.fields), pages.spec, None
@@ -340,13 +330,8 @@ class LayerStore:
         Args:
             columns: that the forward may see.
         """
-        pages = self.pages
-        table = view if self.on_host else view.on(self.device)
-        if pages.resident:
-            keys, values = pages.keys.fields, pages.values.fields
-            found = ReadablePages(keys, values, table.block_table, nullcontext)
-        else:
-            found = pages.readable(view)
+        pages, table = self.pages, view.on(self.device)
+        found = pages.readable(view)
         return PagedKV(  # by position, which takes a third of the time
             found.keys,
             found.values,
@@ -364,11 +349,6 @@ class LayerStore:
             budget,
             found.offloaded,
         )
-
-    def _look_for_damage(self) -> None:
-        """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""
-        if moved.is_host(self.damaged.device):
-            self.report_damage()
 
     def report_damage(self) -> None:
         """Warn once when keys or values of a sealed page were not finite."""

@@ -93,13 +93,11 @@ class ModelId:
         adapters: None where they are not compared.
         weights: "<dtype> <shape> <digest>" of each weight by name; None where they cannot be told: adapters are in the model,
             processes share the weights, or some are not in memory.
-        space: for stores, hexadecimal digest of adapters, hooks, autocast and dropout: what is switched to and fro.
     """
 
     sizes: dict[str, Any]
     adapters: Adapters | None = None
     weights: dict[str, str] | None = None
-    space: str = ""
 
     @classmethod
     def of(cls, model: Any) -> "ModelId":
@@ -119,15 +117,6 @@ class ModelId:
         sizes = json.loads(text, parse_constant=str)  # inf, as Mamba's limits are, is no JSON
         weights = described(weight for weight in weights_of(model) if weight.persistent)
         return cls(sizes, adapters_of(model), weights)
-
-    @classmethod
-    def for_store(cls, model: Any) -> "ModelId":
-        """Return the id within this process, with samples read now. Takes some milliseconds: once per generate()."""
-        adapters = adapters_of(model)
-        parts = (adapters, _hooks(model), _autocast(model), drops_numbers(model))
-        space = hashlib.sha256(repr(parts).encode()).hexdigest()
-        weights = described(weights_of(model), places=True)
-        return cls(signature(decoder_config(model.config)), adapters, weights, space=space)
 
     @classmethod
     def lasting(cls, model: Any) -> dict[str, Any] | None:
@@ -393,7 +382,17 @@ def _written(weight: torch.Tensor) -> tuple[int, int]:
         return id(weight), -1
 
 
-# -- what is switched to and fro -----------------------------------------------------------------------------
+# -- the state of a model within this process ---------------------------------------------------------------
+
+
+def space_of(model: Any) -> str:
+    """Return a digest of everything besides tokens that decides the keys and values of `model` now, for stores of this process.
+
+    Samples of weights are read each time, which takes some milliseconds: once per generate().
+    """
+    switched = adapters_of(model), _hooks(model), _autocast(model), drops_numbers(model)
+    state = (*switched, described(weights_of(model), places=True))
+    return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
 def _hooks(model: Any) -> list[tuple[str, int]]:

@@ -1,6 +1,5 @@
 """Prompts that begin alike share their sealed pages: within a batch, and from one call to the next."""
 
-import hashlib
 import os
 import threading
 import weakref
@@ -21,7 +20,7 @@ from ..pages.step import Row
 from ..pages.storage import PageMemory, PageStorage
 from ..printable import short
 from ..units import parse_bytes
-from .identity import ModelId
+from .identity import ModelId, space_of
 from .prefix_folder import PrefixFolder, name_of, prefix_names, put_pages
 from .report import tensor_bytes
 from .saved import VERSION, device_of
@@ -133,7 +132,6 @@ class PrefixStore:
         self.page_memory = PageMemory()
         self._bound: dict[str, Any] = {}  # options and sizes of the model
         self._model: weakref.ref[Any] | None = None
-        self._weights: dict[str, Any] = {}  # space -> weights seen in it, see ModelId
         self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
         self._rows = self._hits = self._tokens = self._computed = 0
@@ -190,15 +188,14 @@ class PrefixStore:
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Remember the model, and return the space of prefixes that its state has now.
 
-        Each state of adapters (active, scaling, merged, disabled), hooks and autocast has a space of its own. All pages
-        are let go of when the weights of a space have changed since it was last used (said once).
+        Each state of weights, adapters (active, scaling, merged, disabled), hooks and autocast has a space of its own.
 
         Args:
             options: of a cache whose answers are kept too. Steps that read a part of the text before them compute other
                 keys than a prompt that reads everything: those of equal read_* options have a space of their own.
         Raises: CacheMismatchError for another model: equal tokens have other keys there.
         """
-        own = ModelId.for_store(model)
+        space = space_of(model) + _reads(options)
         with self._binding:
             if self._model is None:
                 self._model = weakref.ref(model)
@@ -206,17 +203,6 @@ class PrefixStore:
                 raise CacheMismatchError(
                     f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
                 )
-            kept = self._weights.setdefault(own.space, own.weights)
-            if kept != own.weights:
-                warn_once(
-                    "prefix_store weights",
-                    "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
-                )
-                self._let_go()
-                self._weights = {own.space: own.weights}
-            # pages of other weights that a live cache still brings (`add`) are never found
-            weights = hashlib.sha256(repr(own.weights).encode()).hexdigest()
-            space = f"{own.space} {weights}{_reads(options)}"
             if self.folder is not None and space not in self._states:
                 self._states[space] = self._lasting(model, options)
         return space
@@ -597,9 +583,6 @@ class PrefixStore:
         """
         if self.folder is not None:
             self.folder.clear()
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self._tree is not None:
             with self._tree.pool.lock:
                 self._tree.clear()

@@ -321,7 +321,7 @@ class BatchCache:
     def _space_of(self, request: Request, store: PrefixStore) -> str:
         """Return the space of a request's prefixes: of the model as it was when the request began, and of its salt."""
         if request.space is None:
-            if self._space is None:  # pages of other weights are let go of
+            if self._space is None:
                 self._space = store.bind_model(self.model, self.options)
             request.space = self._space
         return salted(request.space, getattr(request.name, "salt", ""))

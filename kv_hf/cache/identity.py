@@ -20,7 +20,7 @@ import json
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -50,38 +50,25 @@ class Adapters:
     """The state of a model's adapters at one moment.
 
     Attributes:
-        active: names of the adapters that forwards add, sorted; without those that are merged or disabled.
-        merged: names of the adapters that are merged into the weights.
-        disabled: whether layers with adapters leave them out.
+        active: names of the adapters that forwards add, sorted; without those that are disabled, or merged: the weights say that.
         settings: hexadecimal digest of all settings of the active adapters in all layers; "" without any.
         virtual: kind and name of the virtual tokens in front of each prompt, "" without.
         by_call: whether hooks choose adapters for each row or token of the current call.
     """
 
     active: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
-    disabled: bool = False
     settings: str = ""
     virtual: str = ""
     by_call: bool = False
 
-    def effective(self) -> "Adapters":
-        """Return what keys and values depend on beside the weights: that adapters are merged, the weights say."""
-        return replace(self, merged=(), disabled=False)
-
     def __str__(self) -> str:
+        names = " + ".join(map(repr, self.active))
         found = [
-            f"{_named(self.active)} active" if self.active else "",
+            f"adapter{'s' * (len(self.active) > 1)} {names} active" if names else "",
             "adapters chosen for each row" if self.by_call else "",
             f"virtual tokens of {self.virtual}" if self.virtual else "",
-            "adapters disabled" if self.disabled else "",
-            f"{_named(self.merged)} merged" if self.merged else "",
         ]
         return ", ".join(filter(None, found)) or "no adapter"
-
-
-def _named(names: tuple[str, ...]) -> str:
-    return f"adapter{'s' if len(names) > 1 else ''} {' + '.join(map(repr, names))}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +116,7 @@ class ModelId:
         unread = any(one.endswith(f" {UNREADABLE}") for one in own.weights.values())
         if unread or own.adapters.by_call or _hooks(model) or drops_numbers(model):
             return None
-        return {**vars(own), "adapters": repr(own.adapters.effective()), "cast": _autocast(model)}
+        return {**vars(own), "adapters": repr(own.adapters), "cast": _autocast(model)}
 
     def difference(self, other: "ModelId") -> str | None:
         """Return in what the model of now, `other`, differs from this one, in words; None where keys and values are equal.
@@ -140,20 +127,15 @@ class ModelId:
             theirs = self.sizes.get(name, own)
             if theirs != own:
                 return f"a model with {name}={short(theirs)}, this model has {name}={short(own)}"
-        merged = ""
-        if self.adapters is not None and other.adapters is not None:
-            if self.adapters.effective() != other.adapters.effective():
-                texts = [str(one)[:200] for one in (self.adapters, other.adapters)]
-                rest = "; the settings of these adapters differ" * (texts[0] == texts[1])
-                return f"{texts[0]}, this model has {texts[1]}{rest}"
-            if self.adapters.merged != other.adapters.merged:
-                both = (short(one.merged) for one in (self.adapters, other.adapters))
-                merged = " (adapters merged into them: {} there, {} here)".format(*both)
+        if None not in (self.adapters, other.adapters) and self.adapters != other.adapters:
+            texts = [str(one)[:200] for one in (self.adapters, other.adapters)]
+            rest = "; the settings of these adapters differ" * (texts[0] == texts[1])
+            return f"{texts[0]}, this model has {texts[1]}{rest}"
         if self.weights is not None and other.weights is not None:
             weight = _first_different(self.weights, other.weights)
             if weight is not None:
                 both = (short(one.get(weight, "none")) for one in (self.weights, other.weights))
-                return f"other weights: {weight} differs ({' there, '.join(both)} here){merged}"
+                return f"other weights: {weight} differs ({' there, '.join(both)} here)"
         return None
 
 
@@ -181,12 +163,9 @@ def without_adapters(model: Any) -> Any:
 def adapters_of(model: Any) -> Adapters:
     """Return what adapters do in `model`, a transformers model or a peft one around it, right now."""
     names: set[str] = set()
-    merged: set[str] = set()
-    disabled = by_call = False
+    by_call = False
     digest = hashlib.sha256()
     for place, (_, layer) in enumerate(tuner_layers(model)):
-        merged.update(layer.merged_adapters)
-        disabled |= bool(layer.disable_adapters)
         by_call |= bool(layer._forward_pre_hooks)
         for name in _active_in(layer):
             names.add(name)
@@ -195,8 +174,6 @@ def adapters_of(model: Any) -> Adapters:
     owner = virtual_owner(model)
     return Adapters(
         tuple(sorted(names)),
-        tuple(sorted(merged)),
-        disabled,
         digest.hexdigest() if names else "",
         "" if owner is None else _virtual(owner),
         by_call,

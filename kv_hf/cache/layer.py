@@ -1,7 +1,7 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,12 @@ from .layer_formats import LayerFormats
 from .store import LayerStore, Residual
 
 
-def _refused(reason: str) -> Callable[..., None]:
-    """Return a method of a layer that raises CacheOptionError, whatever it gets."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise CacheOptionError(reason)
-
-    method.__doc__ = f"Raise CacheOptionError: {reason}."
-    return method
+def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise CacheOptionError: this is done to the whole cache."""
+    raise CacheOptionError(
+        "layers of a paged cache share their rows and their memory: call this method of the cache; pages leave the device "
+        "where it is made with offload='cpu' or offload='disk'"
+    )
 
 
 def _side(side: str, channels: str) -> Any:
@@ -159,12 +157,8 @@ class PagedLayer(DynamicLayer):
         """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
         return self.window or self.group.max_length or -1
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = _refused(
-        "layers of a paged cache share their rows: call this method of the cache"
-    )
-    offload = prefetch = _refused(
-        "layers of a paged cache are not moved one by one: make the cache with offload='cpu' or offload='disk'"
-    )
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = _refused
+    offload = prefetch = _refused
 
     def activate_past_recording(self) -> None:
         """Seal only tokens that a crop has left standing, with room for a page of unconfirmed ones.
@@ -231,30 +225,16 @@ class PagedLayer(DynamicLayer):
         self.seen = seen
 
     def current_kv(self) -> PagedKV:
-        """Return pages and window as they are now.
-
-        Within a forward, before its own update, a layer still shows what it held before; not where its padding is unstored, which
-        would be read as zeros, or a window gave pages back.
-
-        Raises: InterruptedForwardError where it lacks what the other layers hold.
-        """
-        group, store, step = self.group, self.store, self.group.step
+        """Return pages and window as they are now. Raises InterruptedForwardError where it lacks tokens that the other layers hold."""
+        group, store = self.group, self.store
         assert store is not None
-        keys, values = (window.tokens for window in store.residuals)
-        if self.seen == group.seen:
-            view = group.view()
-            columns = group.max_length or self.seen - view.offset
-            return store.kv(view, keys, values, columns)
-        if (
-            step is None or step.view is None or step.first is not None or self.window is not None
-            or self.seen != step.seen_before or group.batch.padding.any()
-        ):  # fmt: skip
+        if self.seen != group.seen:
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} lacks tokens that the other layers hold: read it outside of a forward"
             )
-        view = step.view.before()
+        view, (keys, values) = group.view(), store.windows
         columns = group.max_length or self.seen - view.offset
-        return store.kv(view, keys, values, columns)
+        return store.kv(view, keys.tokens, values.tokens, columns)
 
     # -- inside --------------------------------------------------------------------------------------------
 

@@ -65,33 +65,11 @@ class LayerFormats:
         exact = self.keys.is_exact and self.values.is_exact
         return None if exact or self.options.widen != "auto" or self.latent is not None else self
 
-    def widened_spec(
-        self, names: Mapping[str, str], like: PageSpec, device: torch.device
-    ) -> PageSpec:
-        """Return `spec` with other formats for some sides ("keys", "values"), the sizes and dtypes of `like`, and the layout of `device`.
-
-        That may be another than the layout of `like`, whose codes may not fill whole words.
-        """
-        made = self
-        if "keys" in names:
-            size = self.options.group_size_of("keys")
-            made = replace(made, keys=key_scheme(names["keys"], size))
-        if "values" in names:
-            size = self.options.group_size_of("values")
-            made = replace(made, values=value_scheme(names["values"], size))
-        keys, values = like.sides
-        return made.spec(
-            num_kv_heads=keys.num_kv_heads,
-            key_dim=keys.head_dim,
-            value_dim=values.head_dim,
-            dtype=keys.dtype,
-            value_dtype=values.dtype,
-            layout=layout_for(device),
-        )
-
-    def are_latents(self, keys: torch.Tensor) -> bool:
-        """Say whether `keys` [batch, num_kv_heads, q_len, ..] of a model are latents, which have a single head."""
-        return self.latent is not None and keys.shape[1] == 1 and keys.shape[-1] == self.rank
+    def widened(self, names: Mapping[str, str]) -> "LayerFormats":
+        """Return these formats with others for some sides ("keys", "values")."""
+        scheme, size = {"keys": key_scheme, "values": value_scheme}, self.options.group_size_of
+        made: dict[str, Any] = {side: scheme[side](names[side], size(side)) for side in names}
+        return replace(self, **made)
 
     def spec_of(self, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
         """Return `spec` for keys and values [batch, num_kv_heads, q_len, ..], in the layout of their device."""

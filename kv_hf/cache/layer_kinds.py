@@ -14,7 +14,6 @@ from ..errors import InterruptedForwardError
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import check_no_latents
-from .model_shape import SPARSE_MODELS_CACHE_LATENTS
 from .report import tensor_bytes
 
 # called with the decoder's config before the first latents are stored: its classes must take handles of them (hf/latent.py)
@@ -32,8 +31,6 @@ class LatentLayer(PagedLayer):
         config: the decoder's config; the others are those of PagedLayer.
     """
 
-    _caches_latents = True  # as far as is known before the first keys
-
     def __init__(self, layer_idx: int, *args: Any, config: Any) -> None:
         self._decoder_config = config
         super().__init__(layer_idx, *args)
@@ -44,7 +41,7 @@ class LatentLayer(PagedLayer):
 
         Raises: CacheOptionError where options about latents were given and there are none.
         """
-        if self.formats.are_latents(key_states):
+        if self.formats.spec_of(key_states, value_states).is_latent:
             for tell in before_latents:
                 tell(self._decoder_config)
         else:
@@ -54,8 +51,7 @@ class LatentLayer(PagedLayer):
     @property
     def kind(self) -> str:
         """Return the kind of the pages, for reports."""
-        latent = self._caches_latents if self.spec is None else self.spec.is_latent
-        return "paged latents" if latent else "paged"
+        return "paged latents" if self.spec is None or self.spec.is_latent else "paged"
 
 
 class IndexedLatentLayer(LatentLayer, HandleLayer):
@@ -67,7 +63,6 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
     indexer keys alone.
     """
 
-    _caches_latents = SPARSE_MODELS_CACHE_LATENTS
     indexer_position_ids: torch.Tensor | None = None  # of other models' indexers; transformers asks
     _index: torch.Tensor | None
     _indexed: int

@@ -1,5 +1,6 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..notices import warn_once
 from ..pages import moved
 from ..pages.moved import persistent_tensors
 from ..pages.step import Step, TableView
-from ..pages.storage import PageStorage, Pair
+from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..quant.codec import decode
 from ..read_budget import ReadBudget
 from ..spec import PageSpec, PageWrite, SideSpec
@@ -137,6 +138,7 @@ class LayerStore:
 
     def __init__(self, layer: Any, pages: PageStorage) -> None:
         device = self.device = pages.device
+        self.on_host = device.type == "cpu"
         self.asked_kernel: str = layer.formats.options.kernel
         self.formats: LayerFormats | None = layer.formats.if_widening
         self.kernel = choose(self.asked_kernel, device, pages.spec)
@@ -162,6 +164,7 @@ class LayerStore:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
         vars(self).update(state, _room=0, launches={}, _checked=())
         self.device = self.residuals[0].tokens.device
+        self.on_host = self.device.type == "cpu"
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     @property
@@ -258,8 +261,10 @@ class LayerStore:
         Args:
             windows: None: the layer's own.
         """
-        assert step.view is not None
-        pages, view = self.pages, step.view.on(self.device)
+        pages, view = self.pages, step.view
+        assert view is not None
+        if not self.on_host:
+            view = view.on(self.device)
         if windows is None:
             windows = self.residuals[0].tokens, self.residuals[1].tokens
         fields, spec, here = (pages.keys.fields, pages.values.fields), pages.spec, None
@@ -330,8 +335,13 @@ class LayerStore:
         Args:
             columns: that the forward may see.
         """
-        pages, table = self.pages, view.on(self.device)
-        found = pages.readable(view)
+        pages = self.pages
+        table = view if self.on_host else view.on(self.device)
+        if pages.resident:
+            keys, values = pages.keys.fields, pages.values.fields
+            found = ReadablePages(keys, values, table.block_table, nullcontext)
+        else:
+            found = pages.readable(view)
         return PagedKV(  # by position, which takes a third of the time
             found.keys,
             found.values,

@@ -225,6 +225,7 @@ class OffloadedStorage(PageStorage):
         index: what choices among offloaded pages read, from the first choice on.
     """
 
+    resident = False
     keeps = "its pages may leave the device, whose budget was planned for it"
 
     def __init__(

@@ -184,6 +184,7 @@ class PageStorage:
         lock: held while pages are written or storage grows; storages of one PageMemory share it.
     """
 
+    resident = True  # pages never leave the device
     keeps: str | None = None
 
     def __init__(self, spec: PageSpec, device: torch.device, lock: Any = None) -> None:

@@ -301,10 +301,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     step = max(1, min(bits.numel() // columns, columns - 1))
     while gcd(step, columns) > 1:
         step -= 1
-    if bits.is_contiguous():
-        return bits.view(-1)[::step]
-    places = torch.arange(0, bits.numel(), step, device=bits.device)
-    return bits[torch.unravel_index(places, bits.shape)]
+    return bits.reshape(-1)[::step]
 
 
 def described(weights: Iterable[Weight], places: bool = False) -> dict[str, str]:

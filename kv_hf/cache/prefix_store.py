@@ -40,7 +40,7 @@ class PrefixStats:
     """The counts and holdings of a store.
 
     Attributes:
-        rows, rows_hit: prompts asked for, and prompts of which at least one page was found in the store.
+        rows, rows_hit: prompts asked for, and prompts that began with tokens found in the store.
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
         evictions: pages evicted because the store was full.
@@ -381,10 +381,8 @@ class PrefixStore:
             known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
             if computed is not None:
                 self._computed += computed
-                for tokens, columns, one in zip(rows, padding, known, strict=True):
-                    held = max(0, seen - columns)
-                    hit = held > computed if computed else bool(one.pages)
-                    self.count_prompt(len(tokens), held, hit)
+                for tokens, columns in zip(rows, padding, strict=True):
+                    self.count_prompt(len(tokens), max(0, seen - columns), computed)
             if seen:
                 sinks = tree.sink_tokens
                 adopted = [
@@ -531,14 +529,10 @@ class PrefixStore:
         with self.tree.pool.lock:
             return self.tree.num_evictable
 
-    def count_prompt(self, tokens: int, found: int, hit: bool | None = None) -> None:
-        """Count a prompt of `tokens` tokens, `found` of which need no forward.
-
-        Args:
-            hit: whether pages of it were found; None where that is `found`.
-        """
+    def count_prompt(self, tokens: int, found: int, computed: int = 0) -> None:
+        """Count a prompt of `tokens` tokens, `found` of which need no forward: but for `computed` ones, which had one just before."""
         self._rows += 1
-        self._hits += bool(found) if hit is None else hit
+        self._hits += found > computed
         self._tokens += tokens
         self._computed += tokens - found
 

@@ -211,7 +211,9 @@ def make_room(
         held = len(set().union(*group.batch.pages)) + count
         most = max(page_capacity(held), group.reserved(batch))
         budget = group.reading.usual
-        if budget is not None and not _reads_everything(group, q_len):
+        reads_part = q_len <= MAX_DECODE_QUERIES and group.reading.budget is not None
+        # a first forward reads no pages
+        if budget is not None and (reads_part or not group.lengths().any()):
             most = budget.batch_width(most, batch, group.sizes.page_size)
         for layer in layers:
             if layer.group is group:
@@ -219,13 +221,6 @@ def make_room(
                 device = layer.storage.device if layer.storage else keys.device
                 demands[layer.layer_idx] = Demand(spec, device, capacity, most, budget is not None)
     memory.make_room(demands)
-
-
-def _reads_everything(group: Rows, q_len: int) -> bool:
-    """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
-    if not group.lengths().any():
-        return False  # a first forward reads no pages
-    return q_len > MAX_DECODE_QUERIES or group.reading.budget is None
 
 
 def check_kernel(cache: Any, devices: Sequence[torch.device], dtype: torch.dtype) -> None:

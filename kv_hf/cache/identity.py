@@ -375,8 +375,8 @@ def _hooks(model: Any) -> list[tuple[str, int]]:
     Those of all modules ("register_module_forward_hook") come first.
     """
     every = torch.nn.modules.module
-    found = [("all modules", every._global_forward_pre_hooks)]
-    found.append(("all modules", every._global_forward_hooks))
+    everywhere = every._global_forward_pre_hooks, every._global_forward_hooks
+    found = [("all modules", hooks) for hooks in everywhere]
     for name, module in without_adapters(model).named_modules():
         found += [(name, module._forward_pre_hooks), (name, module._forward_hooks)]
     return [

@@ -105,13 +105,12 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         new = indexer_key_states.detach()
         start = self._first_new(new.shape[1])
         end, most = start + new.shape[1], self.group.max_length
-        held = self._index if start else None  # an empty one may be of another batch
-        index = held
-        if index is None or held is None or end > held.shape[1]:
-            room = most or (end if held is None else end + end // 8 + 64)
-            index = new.new_zeros((new.shape[0], max(room, end), new.shape[2]))
-            if held is not None:
-                index[:, :start] = held[:, :start]
+        index = self._index if start else new[:, :0]  # an empty one may be of another batch
+        assert index is not None
+        if end > index.shape[1]:
+            room = max(most or (end + end // 8 + 64 if start else end), end)
+            added = new.new_zeros((new.shape[0], room - start, new.shape[2]))
+            index = torch.cat([index[:, :start], added], dim=1)
         index[:, start:end] = new
         self._index, self._indexed = index, end
         return index[:, : most if most is not None and start else end]
@@ -133,7 +132,6 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         super().follow(step)
         if self._index is not None:
             if step.seen_after != step.seen_before:
-                self._indexed -= min(self._indexed, step.seen_before - step.seen_after)
                 self._indexed = min(self._indexed, step.seen_after)
             else:
                 self._index = self._index[list(step.sources)]

@@ -70,7 +70,7 @@ class Origin:
         Adapters may change from call to call; those that a loaded cache was saved with may not.
         """
         adapters = self.computed_by[-1] if self.from_file else None
-        found = ModelId(own.sizes, adapters, self.weights).difference(own)
+        found = ModelId(self.sizes, adapters, self.weights).difference(own)
         if found is not None:
             raise CacheMismatchError(
                 f"this cache was filled with {found}. Use one cache per model, dtype and adapters; where they have changed "

@@ -444,9 +444,8 @@ class PrefixStore:
         tree, held_rows = self.tree, cache._held_rows()
         held = [count for count, _ in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
-        if len(lengths) != len(held) or any(
-            not 0 <= length <= most for length, most in zip(lengths, held, strict=True)
-        ):
+        pairs = zip(lengths, held, strict=False)
+        if len(lengths) != len(held) or not all(0 <= length <= most for length, most in pairs):
             raise CacheMismatchError(
                 f"rows must be a list of token ids for each row of the cache, which hold {held} tokens; got "
                 f"{['no list' if length < 0 else length for length in lengths]}"

@@ -44,7 +44,7 @@ from ..quant.codec import is_order, lay_out, pick_up
 from ..row_pages import page_capacity
 from ..spec import ROWS, SideSpec
 from ..version import __version__
-from .identity import Adapters, ModelId, adapters_of
+from .identity import ModelId
 from .layer import PagedLayer
 from .origin import check_token_ids
 from .report import tensor_bytes
@@ -90,10 +90,15 @@ def save(
         token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
     """
     _check_model_argument(model)
-    cache.origin.check_model(model.config)
-    cache.origin.check_filled_by(ModelId.of(model))
+    own = ModelId.of(model)
+    cache.origin.check_filled_by(own)
     _check_complete(cache)
-    _check_adapters(cache.origin.computed_by, model)
+    others = [str(one) for one in cache.origin.computed_by if one != own.adapters]
+    if others:
+        raise CacheMismatchError(
+            f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
+            f"{own.adapters}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
+        )
     tensors = {}
     if token_ids is not None:
         check_token_ids(token_ids, len(cache._group), cache._group.seen)
@@ -240,17 +245,6 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(numbers).hexdigest()
 
 
-def _check_adapters(computed_by: Sequence[Adapters], model: Any) -> None:
-    """Raise CacheMismatchError unless the adapters are those that every generate() of a cache had."""
-    own = adapters_of(model)
-    others = [str(one) for one in computed_by if one != own]
-    if others:
-        raise CacheMismatchError(
-            f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
-            f"{own}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
-        )
-
-
 # -- reading -------------------------------------------------------------------------------------------------
 
 
@@ -296,8 +290,8 @@ def load(
         _resume(cache)
         if token_ids is not None:
             cache.origin.note_text(token_ids, 0, cache._group.seen)
-    cache.origin.computed_by, cache.origin.from_file = (adapters_of(model),), True
-    cache.origin.weights = ModelId.of(model).weights
+    cache.origin.note_model(ModelId.of(model))
+    cache.origin.from_file = True
     return cache
 
 

@@ -140,7 +140,12 @@ def page_layers(
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
     kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}
     groups = {
-        window: _rows(window, options, memory)
+        window: Rows(
+            RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window),
+            memory.pool(window),
+            None if window else options.budget,
+            options.max_length,
+        )
         for window in sorted(set(kept_windows.values()), key=lambda w: (w is not None, w))
     }
     forward = Forward(tuple(groups.values()))
@@ -158,12 +163,6 @@ def page_layers(
             latent_class = IndexedLatentLayer if indexed else LatentLayer
             made[index] = latent_class(index, *rest, config=config)
     return made, forward, memory
-
-
-def _rows(window: int | None, options: CacheConfig, memory: PageMemory) -> Rows:
-    budget = None if window else options.budget
-    sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
-    return Rows(sizes, memory.pool(window), budget, options.max_length)
 
 
 def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageMemory:

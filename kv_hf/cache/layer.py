@@ -1,8 +1,8 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -31,7 +31,7 @@ def _side(side: str, channels: str) -> Any:
     """Return the property of a layer that gives its keys or its values."""
     return property(
         lambda self: self._read(side),
-        lambda self, value: self._check_unchanged(side, value),
+        lambda self, value: check_unchanged(side, self._dense(side), value),
         doc=f"""All {side} [batch, num_kv_heads, seen, {channels}], or None before the first; nobody can write to them.
 
         A sliding layer gives the last window - 1 tokens, as transformers' layer does.
@@ -76,8 +76,9 @@ class PagedLayer(DynamicLayer):
         self.page_memory = page_memory
         self.formats = formats
         self.revision = 0  # never goes down: a handle of an earlier text must not fit again
-        self.forget()
+        self.store: LayerStore | None = None
         super().__init__()
+        self.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Follow the tensors to where they were loaded."""
@@ -88,7 +89,7 @@ class PagedLayer(DynamicLayer):
     def forget(self) -> None:
         """Hold no tokens and no tensors; what other layers share is the cache's to reset."""
         self.revision += 1
-        self.store: LayerStore | None = None
+        self.store = None
         self.seen = 0
         self.is_initialized = False
 
@@ -264,9 +265,9 @@ class PagedLayer(DynamicLayer):
 
     _read = _dense
 
-    def _check_unchanged(self, side: str, value: Any) -> None:
-        if value is not None:
-            check_unchanged(side, self._dense(side), value)
+
+# (id, revision) of a layer -> the view that its handles share, as long as one of them lives
+_views: WeakValueDictionary[tuple[int, int], LayerView] = WeakValueDictionary()
 
 
 class HandleLayer(PagedLayer):
@@ -274,22 +275,14 @@ class HandleLayer(PagedLayer):
 
     # the config that names the attention by which `keys` and `values` are read
     attention_of: Any = None
-    _view: Any = None  # a weak reference to a LayerView: a cache that is gone holds no pages
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the view out: it refers to tensors and a kernel of this process."""
-        return {name: value for name, value in vars(self).items() if name != "_view"}
 
     def _read(self, side: str) -> torch.Tensor | None:
         """Return one side as a handle."""
         if self.store is None or not self.seen:
             return None
-        # one view for both sides: attention takes a pair of one view only
-        view = self._view and self._view()
-        if view is None or view.revision != self.revision:
-            view = LayerView(self)
-            self._view = weakref.ref(view)
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
-            return view.dense(side)
+            return self._dense(side)
+        # one for both sides: attention takes a pair of one view only
+        view = _views.setdefault((id(self), self.revision), LayerView(self))
         return view.handle(side)

@@ -150,9 +150,13 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         number_of_states: as transformers' layer has it; the others are those of PagedLayer.
     """
 
+    is_croppable = (
+        LinearAttentionCacheLayerMixin.is_croppable
+    )  # a recurrent state cannot be rolled back
+
     def __init__(self, layer_idx: int, *args: Any, number_of_states: int = 1) -> None:
         super().__init__(layer_idx, *args)
-        self._forget_state(number_of_states)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
 
     @property
     def kind(self) -> str:
@@ -163,11 +167,6 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def extra_bytes(self) -> int:
         """Bytes of the state."""
         return tensor_bytes(self.conv_states) + tensor_bytes(self.recurrent_states)
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """Return whether a crop leaves no trace: a recurrent state cannot be rolled back."""
-        return bool(LinearAttentionCacheLayerMixin.is_croppable.fget(self))  # type: ignore[attr-defined]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Learn about keys and values (two positional arguments), or make a state (keyword arguments)."""
@@ -201,8 +200,4 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def forget(self) -> None:
         """Hold no tokens, no tensors and no state."""
         super().forget()
-        if hasattr(self, "number_of_states"):
-            self._forget_state(self.number_of_states)
-
-    def _forget_state(self, number: int) -> None:
-        LinearAttentionCacheLayerMixin.__init__(self, number)
+        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)

@@ -131,7 +131,7 @@ class PrefixStore:
         self._states: dict[str, str | None] = {}  # space -> name of the model's state in the folder
         self.page_memory = PageMemory()
         self._bound: dict[str, Any] = {}  # options and sizes of the model
-        self._model: weakref.ref[Any] | None = None
+        self._model: Callable[[], Any] = _no_model
         self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
         self._rows = self._hits = self._tokens = self._computed = 0
@@ -197,7 +197,7 @@ class PrefixStore:
         """
         space = space_of(model) + _reads(options)
         with self._binding:
-            if self._model is None:
+            if self._model is _no_model:
                 self._model = weakref.ref(model)
             elif self._model() is not model:
                 raise CacheMismatchError(
@@ -319,8 +319,7 @@ class PrefixStore:
 
     def _on_layers(self, states: States) -> States:
         """Return states by layer and name on the devices of the layers."""
-        model = self._model() if self._model is not None else None
-        found = {}
+        model, found = self._model(), {}
         for name, state in states.items():
             layer, _, _ = name.partition(".")
             found[name] = state.to(device_of(model, int(layer)))
@@ -328,7 +327,7 @@ class PrefixStore:
 
     def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
         """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
-        memory, model = self.page_memory, self._model() if self._model is not None else None
+        memory, model = self.page_memory, self._model()
         for layer, (keys, values) in zip(layers, sinks, strict=False):
             if layer.layer_idx not in memory.storages and model is not None:
                 device = device_of(model, layer.layer_idx)
@@ -548,7 +547,7 @@ class PrefixStore:
             raise CacheMismatchError(
                 "this cache holds keys and values that do not follow from its tokens alone; a prefix_store cannot find them"
             )
-        model = self._model() if self._model is not None else None
+        model = self._model()
         return spaces[0] if spaces else () if model is None else self.bind_model(model)
 
     # -- what it holds -----------------------------------------------------------------------------------
@@ -598,6 +597,9 @@ class _TenantStore(PrefixStore):
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Return the tenant's own space of prefixes for the model's state now; see PrefixStore.bind_model."""
         return salted(super().bind_model(model, options), self._salt)
+
+
+def _no_model() -> None: ...
 
 
 def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:

@@ -443,8 +443,7 @@ def _check_claims(claimed: Description) -> None:
         raise CacheFileError("it does not say by which adapters and weights it was computed")
     for group in claimed.groups:
         pages = {page for row in group.rows for page in row.pages}
-        ends = len(pages), min(pages, default=0), max(pages, default=-1)
-        if ends != (group.num_pages, 0, group.num_pages - 1):
+        if len(pages) != group.num_pages or pages != {*range(len(pages))}:
             raise CacheFileError(f"its rows do not hold the pages 0 .. {group.num_pages - 1}")
         numbers = [n for row in group.rows for n in astuple(row) if not isinstance(n, tuple)]
         numbers += [group.window or 1, group.seen, group.confirmed, *(group.padding_seen or ())]

@@ -110,11 +110,6 @@ class PrefixFolder:
             waiting = list(self._waiting)
         yield from ((one.node.page,) for one in waiting if one.node.page is not None)
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Pages read, written and damaged."""
-        return self.read, self.written, self.damaged
-
     # -- reading -------------------------------------------------------------------------------------------------
 
     def first_tokens(self, state: str, prefix: str) -> list[Pair] | None:

@@ -560,7 +560,8 @@ class PrefixStore:
                 pages, evictions = self._tree.num_pages, self._tree.evictions
                 size = self._held_bytes()
         counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
-        return PrefixStats(*counts, *(() if self.folder is None else self.folder.counts))
+        of = self.folder
+        return PrefixStats(*counts, *((of.read, of.written, of.damaged) if of is not None else ()))
 
     def flush(self) -> None:
         """Wait until the folder has all pages that were kept; a process that ends waits by itself."""

@@ -468,12 +468,12 @@ def _device(asked: torch.device | str | None) -> torch.device | None:
         return None
     try:
         device = torch.empty(0, device=asked).device
+        if device.type == "meta":
+            raise TypeError("tensors on meta hold no numbers")
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
         raise CacheOptionError(
             f"device must be a device of torch that is there, got {asked!r}: {short(str(error))}"
         ) from None
-    if device.type == "meta":
-        raise CacheOptionError("device must be one that holds numbers, got 'meta'")
     return torch.device("cpu") if device.type == "cpu" else device
 
 

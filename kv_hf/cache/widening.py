@@ -1,6 +1,6 @@
 """Wider pages for a layer whose formats are too narrow: when it is looked for, which ones, done, and said."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -75,9 +75,6 @@ def _candidates(
             yield name, made
 
 
-NO_MEMORY = "there is no memory for wider pages"
-
-
 def widen(
     layer_idx: int,
     asked: LayerFormats,
@@ -99,7 +96,12 @@ def widen(
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     """
     places = list(dict.fromkeys(map(tuple, jobs[[0, -1]].tolist())))
-    sample = sample_of(tokens, places, asked.options.page_size)
+    size = asked.options.page_size
+    keys, values = (
+        torch.stack([side[row, :, slot : slot + size].detach() for row, slot, _ in places])
+        for side in tokens
+    )
+    sample = Sample(keys, values)
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]
     if all(sample.most_damage(fields, spec) <= limit(spec) for fields, spec in sides):
@@ -114,7 +116,7 @@ def widen(
         if kept is None:
             pages.widen(asked.widened(wider.formats).spec_of(*tokens), wider)
     except (torch.OutOfMemoryError, MemoryError):
-        kept = NO_MEMORY
+        kept = "there is no memory for wider pages"
     say(layer_idx, wider, kept)
 
 
@@ -122,15 +124,6 @@ def may_wait(device: torch.device) -> bool:
     """Say whether pages are sealed on `device` now, and may be read: not while a forward is traced or recorded."""
     traced = torch.compiler.is_dynamo_compiling() or device.type == "meta"
     return not traced and not moved.is_recorded(device)
-
-
-def sample_of(tokens: Pair, places: Sequence[Sequence[int]], page_size: int) -> Sample:
-    """Return the pages at `places` (row, first slot, ..) of keys and values [rows, heads, slots, channels]."""
-    keys, values = (
-        torch.stack([side[row, :, slot : slot + page_size].detach() for row, slot, _ in places])
-        for side in tokens
-    )
-    return Sample(keys, values)
 
 
 def say(layer_idx: int, wider: Wider, kept: str | None) -> None:

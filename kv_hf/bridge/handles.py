@@ -346,7 +346,7 @@ def returns_views(func: Any) -> bool:
 
 
 # Their eager functions are softmax(scaling * query @ keys + mask) @ values with what kernels know beside it: softcap, sinks
-# (s_aux), a position bias. Read in transformers 5.17 to 5.23.
+# (s_aux), a position bias. Read in transformers 5.17 to 5.24.
 EAGER = (
     "bigbird_pegasus", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "nllb_moe",
     "speech_to_text", "switch_transformers", "t5gemma", "vaultgemma",

@@ -13,10 +13,12 @@ from ..errors import UnsupportedModelError
 
 VERSION = Version(transformers.__version__)
 
-if not Version("5.17") <= VERSION < Version("5.24.dev0"):
-    # from 5.24 on generate() and models know `past_key_values` as `cache`
+# 5.24: generate() and models know their cache by another name
+CACHE = "past_key_values" if Version("5.24.dev0") > VERSION else "cache"
+
+if not Version("5.17") <= VERSION < Version("5.25.dev0"):
     raise ImportError(
-        f"kv_hf needs transformers 5.17 to 5.23, found {transformers.__version__}: pip install 'transformers>=5.17,<5.24'"
+        f"kv_hf needs transformers 5.17 to 5.24, found {transformers.__version__}: pip install 'transformers>=5.17,<5.25'"
     )
 
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises

@@ -18,7 +18,7 @@ from ..errors import CacheOptionError, KVCacheError, PagePoolExhaustedError
 from ..hf.generation import with_hint
 from .server_model import ServerOptions
 
-TESTED = "5.17 to 5.23"
+TESTED = "5.17 to 5.24"
 _STREAMS = ("model", "processor", "inputs", "gen_config", "request_id")
 # class or function of transformers.cli.serving -> the parameters that are passed or read by these names
 _USED = {

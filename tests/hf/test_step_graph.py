@@ -10,6 +10,7 @@ from tiny_models import left_padded, make_model, shared_model, stressed, tokens,
 from tiny_models import make_sliding as windows
 
 import kv_hf
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
 from kv_hf.hf import generation, step_graph
 from kv_hf.pages import moved
@@ -138,15 +139,15 @@ def test_replay_past_the_end_raises_and_changes_nothing(gpu):
     cache = static_cache(model, 24)
     graph = step_graph.StepGraph(model, cache)
     with torch.no_grad():
-        graph(input_ids=prompt, past_key_values=cache)
+        graph(input_ids=prompt, **{CACHE: cache})
         token = tokens(2, 1)
         for column in range(20, 24):
             position = torch.full((2, 1), column)
-            graph(input_ids=token, past_key_values=cache, position_ids=position)
+            graph(input_ids=token, **{CACHE: cache}, position_ids=position)
         assert gpu["replays"] == 4
         held = cache.layers[0].keys
         with pytest.raises(CacheMismatchError, match="max_length=24 is reached"):
-            graph(input_ids=token, past_key_values=cache, position_ids=position)
+            graph(input_ids=token, **{CACHE: cache}, position_ids=position)
     assert torch.equal(cache.layers[0].keys, held)
     cache.check_integrity()
 
@@ -159,16 +160,16 @@ def test_stopped_replay_is_found_by_the_next_step(gpu, monkeypatch):
         raise KeyboardInterrupt
 
     with torch.no_grad():
-        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        graph(input_ids=tokens(2, 20), **{CACHE: cache})
         for seed in range(3):
-            graph(input_ids=tokens(2, 1, seed=seed), past_key_values=cache)
+            graph(input_ids=tokens(2, 1, seed=seed), **{CACHE: cache})
         graph._replay = stopped
         with pytest.raises(KeyboardInterrupt):
-            graph(input_ids=tokens(2, 1), past_key_values=cache)
+            graph(input_ids=tokens(2, 1), **{CACHE: cache})
         with pytest.raises(kv_hf.InterruptedForwardError, match="call reset"):
-            graph(input_ids=tokens(2, 1), past_key_values=cache)
+            graph(input_ids=tokens(2, 1), **{CACHE: cache})
         cache.reset()
-        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        graph(input_ids=tokens(2, 20), **{CACHE: cache})
     cache.check_integrity()
 
 

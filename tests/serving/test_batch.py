@@ -385,7 +385,6 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
         ("llama", {}, {"use_cuda_graph": True}, "use_cuda_graph"),
         ("llama", {}, {"use_async_batching": True}, "use_async_batching"),
         ("llama", {}, {"default_compile_level": 1}, "default_compile_level"),
-        ("stablelm", {}, {}, "does not hand continuous batching's cache down"),
         ("bloom", {}, {}, "which BloomForCausalLM has not"),
     ],
     ids=str,
@@ -399,6 +398,17 @@ def test_batches_that_cannot_be_are_refused_before_the_model_is_touched(
     with pytest.raises(kind, match=match):
         model.generate_batch([[5, 6]], config("paged_int8", options=options), batch)
     assert model.config._attn_implementation == before
+
+
+def without_cache(module, args, kwargs):
+    return args, {name: one for name, one in kwargs.items() if type(one) is not BatchCache}
+
+
+def test_a_model_that_keeps_the_cache_from_its_attention_is_refused():
+    model = make_model("llama")
+    model.model.layers[1].self_attn.register_forward_pre_hook(without_cache, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=r"hand .* cache down .* \(layers \[1\] did"):
+        model.generate_batch([[5, 6]], config("paged_int8"), batching())
 
 
 def mixed(module, args, out):

@@ -137,7 +137,7 @@ def test_other_server_is_refused_with_the_versions_that_fit(monkeypatch):
     gone = {**server._USED, "serving.utils.GenerateManager.run": ("model",)}
     monkeypatch.setattr(server, "_USED", gone)
     with pytest.raises(
-        ServerInterfaceError, match="5.17 to 5.23, and transformers .* no transformers.cli"
+        ServerInterfaceError, match="5.17 to 5.24, and transformers .* no transformers.cli"
     ):
         check_server()
     other = {"serving.utils.GenerationState.get_manager": ("model_id", "device")}

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -94,7 +93,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
     """
 
     _layer_class = PagedLayer
-    _last_updated = sys.maxsize  # layer of the last update
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
     # where the first layer's keys came from; None: it holds no tokens, which compiled code depends on
     _tokens_on: torch.device | None = None
@@ -169,13 +167,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
             return compiled.update(self, key_states, value_states, layer_idx)
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
-        if layer_idx <= self._last_updated:
-            self._begin(key_states)
-        self._last_updated = layer_idx
         layer: Any = self.layers[layer_idx]
-        begins = isinstance(layer, PagedLayer) and layer.seen == layer.group.seen
-        if begins and isinstance(self.page_memory, OffloadMemory):
-            make_room(self.page_memory, self.paged_layers, self.groups, key_states, value_states)
+        if isinstance(layer, PagedLayer) and layer.seen == layer.group.seen:
+            self._begin(key_states, value_states)
         found: tuple[torch.Tensor, torch.Tensor] = layer.update(
             key_states, value_states, *args, **kwargs
         )
@@ -186,7 +180,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
             return view.dense("keys"), view.dense("values")
         return found
 
-    def _begin(self, keys: torch.Tensor) -> None:
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
         recorded = self._compiled is not None and self._compiled.fixed is not None
         if not recorded and moved.is_recorded(keys.device):
@@ -196,6 +190,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
         self._prefill.begin(keys.shape[2], keys.device)
+        if isinstance(self.page_memory, OffloadMemory):
+            make_room(self.page_memory, self.paged_layers, self.groups, keys, values)
 
     def _refuse_layer(self, layer_idx: int) -> None:
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""

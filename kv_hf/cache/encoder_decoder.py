@@ -15,8 +15,6 @@ from .model_shape import cross_config, decoder_config, forget_tokens, is_encoder
 from .paged_cache import CrossCache, PagedCache
 from .report import LayerReport, tensor_bytes
 
-EXACT_REASON = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
-
 
 class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
     """A PagedCache for self-attention beside the encoder's keys and values.
@@ -95,8 +93,9 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
         if isinstance(self.cross_attention_cache, PagedCache):
             cross = self.cross_attention_cache.report()
             return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
+        why = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
         return rows + [
-            LayerReport(index, f"cross {type(layer).__name__}", None, None, EXACT_REASON)
+            LayerReport(index, f"cross {type(layer).__name__}", None, None, why)
             for index, layer in enumerate(self.cross_attention_cache.layers)
         ]
 

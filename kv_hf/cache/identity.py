@@ -19,7 +19,7 @@ import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -131,25 +131,17 @@ class ModelId:
             texts = [str(one)[:200] for one in (self.adapters, other.adapters)]
             rest = "; the settings of these adapters differ" * (texts[0] == texts[1])
             return f"{texts[0]}, this model has {texts[1]}{rest}"
-        if self.weights is not None and other.weights is not None:
-            weight = _first_different(self.weights, other.weights)
-            if weight is not None:
-                both = (short(one.get(weight, "none")) for one in (self.weights, other.weights))
-                return f"other weights: {weight} differs ({' there, '.join(both)} here)"
+        theirs, own = self.weights, other.weights
+        if theirs is None or own is None or theirs == own:
+            return None
+        for name in sorted(theirs.keys() | own.keys()):
+            both = [one.get(name, "none") for one in (theirs, own)]
+            (kind, _, digest), (own_kind, _, own_digest) = (one.rpartition(" ") for one in both)
+            unread = UNREADABLE in (digest, own_digest)  # then digests are not compared
+            if kind != own_kind or (digest != own_digest and not unread):
+                there, here = map(short, both)
+                return f"other weights: {name} differs ({there} there, {here} here)"
         return None
-
-
-def _first_different(theirs: Mapping[str, str], own: Mapping[str, str]) -> str | None:
-    """Return the first weight that differs; digests are not compared where one could not be read."""
-    if theirs == own:
-        return None
-    for name in sorted(theirs.keys() | own.keys()):
-        pair = [one.get(name, "").rpartition(" ") for one in (theirs, own)]
-        if pair[0] != pair[1] and (
-            pair[0][0] != pair[1][0] or UNREADABLE not in (pair[0][2], pair[1][2])
-        ):
-            return name
-    return None
 
 
 # -- adapters ------------------------------------------------------------------------------------------------

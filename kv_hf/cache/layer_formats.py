@@ -60,10 +60,10 @@ class LayerFormats:
         return PageSpec.build(self.latent, k_rope, page_size=page_size, sides=LATENT_SIDES, **sizes)
 
     @property
-    def if_widening(self) -> "LayerFormats | None":
-        """These formats where a side may get a wider one: latents keep theirs, and nothing is wider than exact."""
+    def may_widen(self) -> bool:
+        """Whether a side may get a wider format: latents keep theirs, and nothing is wider than exact."""
         exact = self.keys.is_exact and self.values.is_exact
-        return None if exact or self.options.widen != "auto" or self.latent is not None else self
+        return not exact and self.options.widen == "auto" and self.latent is None
 
     def widened(self, names: Mapping[str, str]) -> "LayerFormats":
         """Return these formats with others for some sides ("keys", "values")."""

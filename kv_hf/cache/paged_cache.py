@@ -197,8 +197,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
         self.forward.changing = True
         raise CacheMismatchError(
-            f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers, and a model of more writes to it. "
-            "Its layers hold tokens of that forward now: call cache.reset(), and make a cache of the other model's config"
+            f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
+            f"(model_type={self.origin.sizes['model_type']!r}), and a model of more writes to it. Its layers hold tokens of that forward now: call cache.reset(), and make a cache of the other model's config"
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:

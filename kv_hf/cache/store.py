@@ -129,7 +129,7 @@ class LayerStore:
         layer: the PagedLayer whose tensors these are.
         pages: storage of the sealed pages, which other caches may share.
     Attributes:
-        formats: of the layer, which its first pages may find too narrow; None: it keeps those that it has.
+        formats: of the layer, which its first pages may find too narrow.
         sink_tokens: slots at the front of the windows that are never sealed.
         windows: exact tokens of keys and of values, of all rows.
         residuals: those of the rows of the next forward.
@@ -139,9 +139,8 @@ class LayerStore:
     def __init__(self, layer: Any, pages: PageStorage) -> None:
         device = self.device = pages.device
         self.on_host = device.type == "cpu"
-        self.asked_kernel: str = layer.formats.options.kernel
-        self.formats: LayerFormats | None = layer.formats.if_widening
-        self.kernel = choose(self.asked_kernel, device, pages.spec)
+        self.formats: LayerFormats = layer.formats
+        self.kernel = choose(self.formats.options.kernel, device, pages.spec)
         self.layer_idx: int = layer.layer_idx
         self.pages = pages
         self.sink_tokens: int = layer.group.sizes.sink_tokens
@@ -165,7 +164,7 @@ class LayerStore:
         vars(self).update(state, _room=0, launches={}, _checked=())
         self.device = self.residuals[0].tokens.device
         self.on_host = self.device.type == "cpu"
-        self.kernel = choose(self.asked_kernel, self.device, self.spec)
+        self.kernel = choose(self.formats.options.kernel, self.device, self.spec)
 
     @property
     def spec(self) -> PageSpec:
@@ -284,10 +283,10 @@ class LayerStore:
         if not (step.begins and may_wait(self.device)):
             return
         first, self.pages.sealed = not self.pages.sealed, True
-        if first and self.formats is not None:
+        if first and self.formats.may_widen:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
             if self.pages.wider is not None:
-                self.kernel = choose(self.asked_kernel, self.device, self.spec)
+                self.kernel = choose(self.formats.options.kernel, self.device, self.spec)
                 self._write(step, jobs, None, tokens)
 
     def select_rows(self, step: Step) -> None:

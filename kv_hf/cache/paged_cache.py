@@ -198,7 +198,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         self.forward.changing = True
         raise CacheMismatchError(
             f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
-            f"(model_type={self.origin.sizes['model_type']!r}), and a model of more writes to it. Its layers hold tokens of that forward now: call cache.reset(), and make a cache of the other model's config"
+            f"(model_type={self.origin.sizes['model_type']!r}), and a model of more writes to it. Its layers hold "
+            "tokens of that forward now: call cache.reset(), and make a cache of the other model's config"
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:

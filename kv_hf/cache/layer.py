@@ -226,7 +226,7 @@ class PagedLayer(DynamicLayer):
         self.seen = seen
 
     def current_kv(self) -> PagedKV:
-        """Return pages and window as they are now. Raises InterruptedForwardError where it lacks tokens that the other layers hold."""
+        """Return pages and window as they are now. Raises InterruptedForwardError where it lacks tokens that others hold."""
         group, store = self.group, self.store
         assert store is not None
         if self.seen != group.seen:

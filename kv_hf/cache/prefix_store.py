@@ -528,7 +528,7 @@ class PrefixStore:
             return self.tree.num_evictable
 
     def count_prompt(self, tokens: int, found: int, computed: int = 0) -> None:
-        """Count a prompt of `tokens` tokens, `found` of which need no forward: but for `computed` ones, which had one just before."""
+        """Count a prompt of `tokens` tokens; `found` need no forward, `computed` of which had one just before."""
         self._rows += 1
         self._hits += found > computed
         self._tokens += tokens

@@ -27,9 +27,6 @@ CROP_TAKES_LENGTHS = Version("5.18.0.dev0") > VERSION
 # 5.17 generation/utils.py: _prefill counts the columns of its chunks from 0, whatever the cache holds (5.23: from there on)
 CHUNKS_BEHIND_A_CACHE = Version("5.23.0.dev0") <= VERSION
 
-# 5.17 modeling_deepseek_v32.py and its kin: models with sparse attention cache expanded keys; 5.23: latents, as all others
-SPARSE_MODELS_CACHE_LATENTS = Version("5.18.0.dev0") <= VERSION
-
 
 def removed_by_crop(tokens_to_remove: int, seen: int) -> int:
     """Return how many of the newest tokens `crop(tokens_to_remove)` removes of `seen`: n for -n.

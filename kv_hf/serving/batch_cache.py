@@ -322,7 +322,7 @@ class BatchCache(PagedAttentionCache):
     def _space_of(self, request: Request, store: PrefixStore) -> str:
         """Return the space of a request's prefixes: of the model as it was when the request began, and of its salt."""
         if request.space is None:
-            if self._space is None:  # pages of other weights are let go of
+            if self._space is None:
                 self._space = store.bind_model(self.model, self.options)
             request.space = self._space
         return salted(request.space, getattr(request.name, "salt", ""))
@@ -365,14 +365,9 @@ class BatchCache(PagedAttentionCache):
         pages = group.batch.pages[row]
         space = self._space_of(request, store)
         with self.in_order():
-            shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
+            shared = store.keep(space, tokens, pages, self.stores.values(), row)
         if shared != pages[: len(shared)]:
             group.replace_pages(row, shared + pages[len(shared) :])
-
-    def _sinks_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return copies of the exact first keys and values of a row, for each layer."""
-        with self.in_order():
-            return [store.sinks_of(row) for store in self.stores.values()]
 
     # -- forwards --------------------------------------------------------------------------------------------------
 

@@ -125,9 +125,9 @@ def through_data(model):
 CHANGES = {
     "other adapter": (lambda model: model.set_adapter("b"), "saved with adapter 'a' active, this model has adapter 'b' active"),
     "both": (lambda model: model.base_model.set_adapter(["a", "b"]), "this model has adapters 'a' . 'b' active"),
-    "disabled": (lambda model: model.base_model.disable_adapter_layers(), "this model has adapters disabled"),
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), "'a' active, this model has no adapter"),
     "scaling": (scale, "'a' active; the settings of these adapters differ"),
-    "merged": (lambda model: model.merge_adapter(), "this model has adapter 'a' merged"),
+    "merged": (lambda model: model.merge_adapter(), "'a' active, this model has no adapter"),
     "unloaded": (lambda model: model.unload(), "'a' active, this model has no adapter"),
     "written through .data": (through_data, "other weights: .*lora_B.a.weight differs"),
 }  # fmt: skip

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList, TextIteratorStreamer
 
-from .cache.model_shape import is_encoder_decoder
+from .cache.model_shape import CACHE, is_encoder_decoder
 from .cache.paged_cache import PagedCache
 from .cache.prefix_store import PrefixStore
 from .errors import CacheOptionError, InterruptedForwardError, KVCacheError
 
 NEW_TOKENS = 512
 # arguments of generate() that a conversation gives itself
-OWN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "use_cache", "cache_implementation", "cache_config")  # fmt: skip
+OWN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "cache", "use_cache", "cache_implementation", "cache_config")  # fmt: skip
 
 
 class Chat:
@@ -154,7 +154,7 @@ class Chat:
             arguments = {"max_new_tokens": NEW_TOKENS, **arguments}
         # whatever the model's own generation_config says
         arguments |= {
-            "past_key_values": self.cache,
+            CACHE: self.cache,
             "cache_implementation": None,
             "use_cache": True,
         }

@@ -343,6 +343,7 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "worst": worst,
     "scored": scored,
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
+    "of_16_bits": lambda row: row["stored_bits"] / 16,
     "exact_per_token": lambda row: row["bytes_exact"] / row["window"],
     "most_read": lambda row: row["read_tokens"] or math.inf,
     "packed": lambda row: row["contender"] == "sdpa-packed",
@@ -395,7 +396,17 @@ def families(rows: Rows) -> Rows:
     return sorted(found, key=lambda row: -row["number"])
 
 
-PREPARE = {"pooled": pooled, "suites": suites, "families": families}
+def smallest(rows: Rows) -> Rows:
+    """Return the smallest cache of each model within each bound of the mean KL."""
+    own = sorted(rows, key=lambda row: float(row["stored_bits"]))
+    return [
+        {**next(row for row in found if row["kl_mean"] <= bound), "bound": bound}
+        for bound in (0.0005, 0.0025, 0.025)
+        for found in grouped(own, "model").values()
+    ]
+
+
+PREPARE = {"pooled": pooled, "suites": suites, "families": families, "smallest": smallest}
 
 
 def tables() -> list[Table]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 
+from kv_hf.cache.model_shape import CACHE
+
 COMMON = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -55,7 +57,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
 }
 # which do not use transformers' attention interface: dense, but right
-NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
+NO_INTERFACE = (
+    "gpt_neo",
+    "bloom",
+    "falcon",
+    "mpt",
+    *(("gptj", "codegen") if CACHE != "cache" else ()),
+)
 FOUR = {**COMMON, "num_hidden_layers": 4, "sliding_window": 20}
 ALTERNATING = ["sliding_attention", "full_attention"]
 

@@ -225,11 +225,11 @@ def warn_gradients() -> None:
 
 
 def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
-    """Accept the `held` tensor [rows, num_kv_heads, seen, head_dim] (code that copies a cache writes clones back), refuse all else."""
-    if (
+    """Accept None and clones of the `held` tensor [rows, num_kv_heads, seen, head_dim] (copies write them back), refuse all else."""
+    if value is None or (
         held is not None
         and isinstance(value, torch.Tensor)
-        and (held.shape, held.dtype) == (value.shape, value.dtype)
+        and held.dtype == value.dtype
         and torch.equal(held, value)
     ):
         return
@@ -346,7 +346,7 @@ def returns_views(func: Any) -> bool:
 
 
 # Their eager functions are softmax(scaling * query @ keys + mask) @ values with what kernels know beside it: softcap, sinks
-# (s_aux), a position bias. Read in transformers 5.17 to 5.23.
+# (s_aux), a position bias. Read in transformers 5.17 to 5.24.
 EAGER = (
     "bigbird_pegasus", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "nllb_moe",
     "speech_to_text", "switch_transformers", "t5gemma", "vaultgemma",

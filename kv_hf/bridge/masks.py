@@ -175,6 +175,12 @@ def hides_padding(group: Any, mask: torch.Tensor | None, new: int) -> bool:
     if mask.ndim != 2 or mask.shape[0] != len(padding):
         return False
     end = group.seen + new
+    if mask.shape[1] < end:
+        raise CacheMismatchError(
+            f"attention_mask has {mask.shape[1]} columns, and this forward's tokens end at column {end}: transformers would hide the "
+            f"last ones. The cache holds {group.seen} columns: pass the mask of the whole text with the {new} new tokens alone, or "
+            "call cache.reset() and pass the whole text"
+        )
     mask = mask[:, :end].bool()
     if not padding.any():
         return mask.shape[1] == end and bool(mask.all())

@@ -15,7 +15,6 @@ from transformers.cache_utils import (
 from ..backends.dispatch import MAX_DECODE_QUERIES, choose, layout_for
 from ..config import SIDES_WITH_GROUPS, CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import format_names
 from ..pages.forward import Forward
 from ..pages.offload import Demand, OffloadMemory
 from ..pages.rows import Rows, RowSizes
@@ -23,7 +22,7 @@ from ..pages.storage import PageMemory
 from ..row_pages import page_capacity
 from ..spec import ROWS, PageSpec
 from .layer import PagedLayer
-from .layer_formats import LayerFormats, planned_specs
+from .layer_formats import LayerFormats, check_no_latents, planned_specs
 from .layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
 from .model_shape import is_dummy, latent_ranks, page_sizes, signature
 from .prefix_store import PrefixStore
@@ -73,20 +72,6 @@ class MadeOfOptions:
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         raise NotImplementedError
-
-
-def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
-    """Raise CacheOptionError for options about latents, which the model does not cache.
-
-    Beside a format that latents cannot have, `latent` is what a cache name says for other models.
-    """
-    one_sided = {options.keys, options.values} - {*format_names("latent")}
-    asked = isinstance(options.latent, Mapping) or (options.latent and not one_sided)
-    if asked:
-        raise CacheOptionError(
-            f"latent={options.latent!r} is for models with multi-head latent attention (MLA), which "
-            f"{model_type!r} is not; leave it out"
-        )
 
 
 def _check_overrides(classes: Sequence[str], paged: set[int], options: CacheConfig) -> None:
@@ -141,7 +126,7 @@ def page_layers(
     ]
     options.check_groups(stored)
     if all(rank is None for rank in ranks):
-        _check_no_latent_options(model_type, options)
+        check_no_latents(options, repr(model_type))
     first = {ranks[index]: index for index in reversed(paged)}  # without `layers` others are alike
     by_layer = {
         index: LayerFormats.of(options, index, count, ranks[index])
@@ -155,14 +140,19 @@ def page_layers(
     # a prefix may be shared up to any of its pages: then sliding layers keep all of them
     kept_windows = {i: windows[i] if options.prefix_store is None else None for i in paged}
     groups = {
-        window: _rows(window, options, memory)
+        window: Rows(
+            RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window),
+            memory.pool(window),
+            None if window else options.budget,
+            options.max_length,
+        )
         for window in sorted(set(kept_windows.values()), key=lambda w: (w is not None, w))
     }
     forward = Forward(tuple(groups.values()))
     made = list(layers)
     for index, kept_window in kept_windows.items():
         group, window = groups[kept_window], windows[index]
-        rest = (group, forward, memory, formats[index], options.kernel, window)
+        rest = (group, forward, memory, formats[index], window)
         if classes[index] in HYBRID:
             states = layers[index].number_of_states
             made[index] = HybridLayer(index, *rest, number_of_states=states)
@@ -171,14 +161,8 @@ def page_layers(
         else:
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
-            made[index] = latent_class(index, *rest, options=options, config=config)
+            made[index] = latent_class(index, *rest, config=config)
     return made, forward, memory
-
-
-def _rows(window: int | None, options: CacheConfig, memory: PageMemory) -> Rows:
-    budget = None if window else options.budget
-    sizes = RowSizes(options.page_size, options.sink_tokens, options.recent_tokens, window)
-    return Rows(sizes, memory.pool(window), budget, options.max_length)
 
 
 def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageMemory:
@@ -226,7 +210,9 @@ def make_room(
         held = len(set().union(*group.batch.pages)) + count
         most = max(page_capacity(held), group.reserved(batch))
         budget = group.reading.usual
-        if budget is not None and not _reads_everything(group, q_len):
+        reads_part = q_len <= MAX_DECODE_QUERIES and group.reading.budget is not None
+        # a first forward reads no pages
+        if budget is not None and (reads_part or not group.lengths().any()):
             most = budget.batch_width(most, batch, group.sizes.page_size)
         for layer in layers:
             if layer.group is group:
@@ -234,13 +220,6 @@ def make_room(
                 device = layer.storage.device if layer.storage else keys.device
                 demands[layer.layer_idx] = Demand(spec, device, capacity, most, budget is not None)
     memory.make_room(demands)
-
-
-def _reads_everything(group: Rows, q_len: int) -> bool:
-    """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
-    if not group.lengths().any():
-        return False  # a first forward reads no pages
-    return q_len > MAX_DECODE_QUERIES or group.reading.budget is None
 
 
 def check_kernel(cache: Any, devices: Sequence[torch.device], dtype: torch.dtype) -> None:

@@ -1,21 +1,19 @@
 """The cache of encoder-decoder models: a paged cache for self-attention beside the encoder's keys and values."""
 
-from dataclasses import fields, replace
+from dataclasses import astuple, replace
+from operator import add
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..errors import UnsupportedModelError
 from ..spec import MemoryReport
 from .build import MadeOfOptions
-from .layer import PagedLayer
 from .model_shape import cross_config, decoder_config, forget_tokens, is_encoder_decoder
 from .paged_cache import CrossCache, PagedCache
 from .report import LayerReport, tensor_bytes
-
-EXACT_REASON = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
 
 
 class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
@@ -59,7 +57,8 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
     def reset(self) -> None:
         """Forget all tokens of both halves and give the memory back; afterwards any batch size fits."""
         super().reset()
-        for layer in _dense_layers(self.cross_attention_cache):
+        cross = self.cross_attention_cache
+        for layer in () if isinstance(cross, PagedCache) else cross.layers:
             forget_tokens(layer)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
@@ -81,12 +80,9 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
         """
         own, cross = self.self_attention_cache.memory(), self.cross_attention_cache
         if isinstance(cross, PagedCache):
-            other = cross.memory()
-            names = [field.name for field in fields(MemoryReport)]
-            return MemoryReport(
-                **{name: getattr(own, name) + getattr(other, name) for name in names}
-            )
-        keys = [layer.keys for layer in _dense_layers(cross) if layer.keys is not None]
+            return MemoryReport(*map(add, astuple(own), astuple(cross.memory())))
+        held = [getattr(layer, "keys", None) for layer in cross.layers]
+        keys = [one for one in held if one is not None]
         columns = keys[0].shape[0] * keys[0].shape[2] if keys else 0
         stored = sum(tensor_bytes(vars(layer)) for layer in cross.layers)
         return replace(own, other=own.other + stored, tokens=own.tokens + columns)
@@ -97,8 +93,9 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
         if isinstance(self.cross_attention_cache, PagedCache):
             cross = self.cross_attention_cache.report()
             return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
+        why = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
         return rows + [
-            LayerReport(index, f"cross {type(layer).__name__}", None, None, EXACT_REASON)
+            LayerReport(index, f"cross {type(layer).__name__}", None, None, why)
             for index, layer in enumerate(self.cross_attention_cache.layers)
         ]
 
@@ -113,12 +110,6 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
         return (
             f"{type(self).__name__}(self_attention_cache={own!r}, cross_attention_cache={cross!r})"
         )
-
-
-def _dense_layers(cache: Cache) -> list[DynamicLayer]:
-    """Return transformers' own layers of `cache`."""
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    return [layer for layer in layers if not isinstance(layer, PagedLayer)]
 
 
 def paged_halves(cache: Any) -> tuple[Any, Any]:

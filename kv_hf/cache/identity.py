@@ -19,8 +19,8 @@ import hashlib
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -50,38 +50,25 @@ class Adapters:
     """The state of a model's adapters at one moment.
 
     Attributes:
-        active: names of the adapters that forwards add, sorted; without those that are merged or disabled.
-        merged: names of the adapters that are merged into the weights.
-        disabled: whether layers with adapters leave them out.
+        active: names of the adapters that forwards add, sorted; without those that are disabled, or merged: the weights say that.
         settings: hexadecimal digest of all settings of the active adapters in all layers; "" without any.
         virtual: kind and name of the virtual tokens in front of each prompt, "" without.
         by_call: whether hooks choose adapters for each row or token of the current call.
     """
 
     active: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
-    disabled: bool = False
     settings: str = ""
     virtual: str = ""
     by_call: bool = False
 
-    def effective(self) -> "Adapters":
-        """Return what keys and values depend on beside the weights: that adapters are merged, the weights say."""
-        return replace(self, merged=(), disabled=False)
-
     def __str__(self) -> str:
+        names = " + ".join(map(repr, self.active))
         found = [
-            f"{_named(self.active)} active" if self.active else "",
+            f"adapter{'s' * (len(self.active) > 1)} {names} active" if names else "",
             "adapters chosen for each row" if self.by_call else "",
             f"virtual tokens of {self.virtual}" if self.virtual else "",
-            "adapters disabled" if self.disabled else "",
-            f"{_named(self.merged)} merged" if self.merged else "",
         ]
         return ", ".join(filter(None, found)) or "no adapter"
-
-
-def _named(names: tuple[str, ...]) -> str:
-    return f"adapter{'s' if len(names) > 1 else ''} {' + '.join(map(repr, names))}"
 
 
 @dataclass(frozen=True)
@@ -93,13 +80,11 @@ class ModelId:
         adapters: None where they are not compared.
         weights: "<dtype> <shape> <digest>" of each weight by name; None where they cannot be told: adapters are in the model,
             processes share the weights, or some are not in memory.
-        space: for stores, hexadecimal digest of adapters, hooks, autocast and dropout: what is switched to and fro.
     """
 
     sizes: dict[str, Any]
     adapters: Adapters | None = None
     weights: dict[str, str] | None = None
-    space: str = ""
 
     @classmethod
     def of(cls, model: Any) -> "ModelId":
@@ -121,15 +106,6 @@ class ModelId:
         return cls(sizes, adapters_of(model), weights)
 
     @classmethod
-    def for_store(cls, model: Any) -> "ModelId":
-        """Return the id within this process, with samples read now. Takes some milliseconds: once per generate()."""
-        adapters = adapters_of(model)
-        parts = (adapters, _hooks(model), _autocast(model), drops_numbers(model))
-        space = hashlib.sha256(repr(parts).encode()).hexdigest()
-        weights = described(weights_of(model), places=True)
-        return cls(signature(decoder_config(model.config)), adapters, weights, space=space)
-
-    @classmethod
     def lasting(cls, model: Any) -> dict[str, Any] | None:
         """Return what other processes know the state of a model by, as plain JSON; None for a state that this process alone has.
 
@@ -140,7 +116,7 @@ class ModelId:
         unread = any(one.endswith(f" {UNREADABLE}") for one in own.weights.values())
         if unread or own.adapters.by_call or _hooks(model) or drops_numbers(model):
             return None
-        return {**vars(own), "adapters": repr(own.adapters.effective()), "cast": _autocast(model)}
+        return {**vars(own), "adapters": repr(own.adapters), "cast": _autocast(model)}
 
     def difference(self, other: "ModelId") -> str | None:
         """Return in what the model of now, `other`, differs from this one, in words; None where keys and values are equal.
@@ -151,34 +127,21 @@ class ModelId:
             theirs = self.sizes.get(name, own)
             if theirs != own:
                 return f"a model with {name}={short(theirs)}, this model has {name}={short(own)}"
-        merged = ""
-        if self.adapters is not None and other.adapters is not None:
-            if self.adapters.effective() != other.adapters.effective():
-                texts = [str(one)[:200] for one in (self.adapters, other.adapters)]
-                rest = "; the settings of these adapters differ" * (texts[0] == texts[1])
-                return f"{texts[0]}, this model has {texts[1]}{rest}"
-            if self.adapters.merged != other.adapters.merged:
-                both = (short(one.merged) for one in (self.adapters, other.adapters))
-                merged = " (adapters merged into them: {} there, {} here)".format(*both)
-        if self.weights is not None and other.weights is not None:
-            weight = _first_different(self.weights, other.weights)
-            if weight is not None:
-                both = (short(one.get(weight, "none")) for one in (self.weights, other.weights))
-                return f"other weights: {weight} differs ({' there, '.join(both)} here){merged}"
+        if None not in (self.adapters, other.adapters) and self.adapters != other.adapters:
+            texts = [str(one)[:200] for one in (self.adapters, other.adapters)]
+            rest = "; the settings of these adapters differ" * (texts[0] == texts[1])
+            return f"{texts[0]}, this model has {texts[1]}{rest}"
+        theirs, own = self.weights, other.weights
+        if theirs is None or own is None or theirs == own:
+            return None
+        for name in sorted(theirs.keys() | own.keys()):
+            both = [one.get(name, "none") for one in (theirs, own)]
+            (kind, _, digest), (own_kind, _, own_digest) = (one.rpartition(" ") for one in both)
+            unread = UNREADABLE in (digest, own_digest)  # then digests are not compared
+            if kind != own_kind or (digest != own_digest and not unread):
+                there, here = map(short, both)
+                return f"other weights: {name} differs ({there} there, {here} here)"
         return None
-
-
-def _first_different(theirs: Mapping[str, str], own: Mapping[str, str]) -> str | None:
-    """Return the first weight that differs; digests are not compared where one could not be read."""
-    if theirs == own:
-        return None
-    for name in sorted(theirs.keys() | own.keys()):
-        pair = [one.get(name, "").rpartition(" ") for one in (theirs, own)]
-        if pair[0] != pair[1] and (
-            pair[0][0] != pair[1][0] or UNREADABLE not in (pair[0][2], pair[1][2])
-        ):
-            return name
-    return None
 
 
 # -- adapters ------------------------------------------------------------------------------------------------
@@ -192,12 +155,9 @@ def without_adapters(model: Any) -> Any:
 def adapters_of(model: Any) -> Adapters:
     """Return what adapters do in `model`, a transformers model or a peft one around it, right now."""
     names: set[str] = set()
-    merged: set[str] = set()
-    disabled = by_call = False
+    by_call = False
     digest = hashlib.sha256()
     for place, (_, layer) in enumerate(tuner_layers(model)):
-        merged.update(layer.merged_adapters)
-        disabled |= bool(layer.disable_adapters)
         by_call |= bool(layer._forward_pre_hooks)
         for name in _active_in(layer):
             names.add(name)
@@ -206,8 +166,6 @@ def adapters_of(model: Any) -> Adapters:
     owner = virtual_owner(model)
     return Adapters(
         tuple(sorted(names)),
-        tuple(sorted(merged)),
-        disabled,
         digest.hexdigest() if names else "",
         "" if owner is None else _virtual(owner),
         by_call,
@@ -335,10 +293,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     step = max(1, min(bits.numel() // columns, columns - 1))
     while gcd(step, columns) > 1:
         step -= 1
-    if bits.is_contiguous():
-        return bits.view(-1)[::step]
-    places = torch.arange(0, bits.numel(), step, device=bits.device)
-    return bits[torch.unravel_index(places, bits.shape)]
+    return bits.reshape(-1)[::step]
 
 
 def described(weights: Iterable[Weight], places: bool = False) -> dict[str, str]:
@@ -393,7 +348,17 @@ def _written(weight: torch.Tensor) -> tuple[int, int]:
         return id(weight), -1
 
 
-# -- what is switched to and fro -----------------------------------------------------------------------------
+# -- the state of a model within this process ---------------------------------------------------------------
+
+
+def space_of(model: Any) -> str:
+    """Return a digest of everything besides tokens that decides the keys and values of `model` now, for stores of this process.
+
+    Samples of weights are read each time, which takes some milliseconds: once per generate().
+    """
+    switched = adapters_of(model), _hooks(model), _autocast(model), drops_numbers(model)
+    state = (*switched, described(weights_of(model), places=True))
+    return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
 def _hooks(model: Any) -> list[tuple[str, int]]:
@@ -402,8 +367,8 @@ def _hooks(model: Any) -> list[tuple[str, int]]:
     Those of all modules ("register_module_forward_hook") come first.
     """
     every = torch.nn.modules.module
-    found = [("all modules", every._global_forward_pre_hooks)]
-    found.append(("all modules", every._global_forward_hooks))
+    everywhere = every._global_forward_pre_hooks, every._global_forward_hooks
+    found = [("all modules", hooks) for hooks in everywhere]
     for name, module in without_adapters(model).named_modules():
         found += [(name, module._forward_pre_hooks), (name, module._forward_hooks)]
     return [

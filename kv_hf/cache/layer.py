@@ -1,8 +1,8 @@
 """One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -19,21 +19,19 @@ from .layer_formats import LayerFormats
 from .store import LayerStore, Residual
 
 
-def _refused(reason: str) -> Callable[..., None]:
-    """Return a method of a layer that raises CacheOptionError, whatever it gets."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise CacheOptionError(reason)
-
-    method.__doc__ = f"Raise CacheOptionError: {reason}."
-    return method
+def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise CacheOptionError: this is done to the whole cache."""
+    raise CacheOptionError(
+        "layers of a paged cache share their rows and their memory: call this method of the cache; pages leave the device "
+        "where it is made with offload='cpu' or offload='disk'"
+    )
 
 
 def _side(side: str, channels: str) -> Any:
     """Return the property of a layer that gives its keys or its values."""
     return property(
         lambda self: self._read(side),
-        lambda self, value: self._check_unchanged(side, value),
+        lambda self, value: check_unchanged(side, self._dense(side), value),
         doc=f"""All {side} [batch, num_kv_heads, seen, {channels}], or None before the first; nobody can write to them.
 
         A sliding layer gives the last window - 1 tokens, as transformers' layer does.
@@ -49,8 +47,7 @@ class PagedLayer(DynamicLayer):
         group: rows and lengths, shared with the other paged layers of the same window.
         forward: the forward in progress, shared with all layers of the cache.
         page_memory: where the sealed pages live.
-        formats: of this layer.
-        kernel: CacheConfig.kernel.
+        formats: of this layer, and the options of the cache.
         window: tokens that a query of this layer sees, itself included; None for all.
     Attributes:
         seen: columns that the layer has taken in, padding included.
@@ -66,7 +63,6 @@ class PagedLayer(DynamicLayer):
         forward: Forward,
         page_memory: PageMemory,
         formats: LayerFormats,
-        kernel: str = "auto",
         window: int | None = None,
     ) -> None:
         self.layer_idx = layer_idx
@@ -75,14 +71,14 @@ class PagedLayer(DynamicLayer):
             self.sliding_window = window
         self.is_sliding = window is not None
         self.is_compileable = group.max_length is not None
-        self.kernel = kernel
         self.group = group
         self.forward = forward
         self.page_memory = page_memory
         self.formats = formats
         self.revision = 0  # never goes down: a handle of an earlier text must not fit again
-        self.forget()
+        self.store: LayerStore | None = None
         super().__init__()
+        self.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Follow the tensors to where they were loaded."""
@@ -93,7 +89,7 @@ class PagedLayer(DynamicLayer):
     def forget(self) -> None:
         """Hold no tokens and no tensors; what other layers share is the cache's to reset."""
         self.revision += 1
-        self.store: LayerStore | None = None
+        self.store = None
         self.seen = 0
         self.is_initialized = False
 
@@ -101,12 +97,8 @@ class PagedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device from the first keys and values [rows, num_kv_heads, q_len, head_dim]; check the formats on them."""
-        self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
-        pages = self.page_memory.storage(self.layer_idx, spec, self.device, self.group)
-        store = LayerStore(self, pages)
-        self.is_initialized = True
-        self._take(store)
+        self._take(self.page_memory.storage(self.layer_idx, spec, key_states.device, self.group))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -166,12 +158,8 @@ class PagedLayer(DynamicLayer):
         """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
         return self.window or self.group.max_length or -1
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = _refused(
-        "layers of a paged cache share their rows: call this method of the cache"
-    )
-    offload = prefetch = _refused(
-        "layers of a paged cache are not moved one by one: make the cache with offload='cpu' or offload='disk'"
-    )
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = _refused
+    offload = prefetch = _refused
 
     def activate_past_recording(self) -> None:
         """Seal only tokens that a crop has left standing, with room for a page of unconfirmed ones.
@@ -229,57 +217,34 @@ class PagedLayer(DynamicLayer):
             seen: columns that the layer then has seen.
         """
         self.group.has_storage = True
-        pages = self.page_memory.storages[self.layer_idx]
-        self.dtype, self.device = pages.spec.keys.dtype, pages.device
-        store = LayerStore(self, pages)
-        for side, window in enumerate(store.residuals):
-            window.begin(
-                [None if one is None else one[side] for one in sinks], self.group.sizes.slots
-            )
-        self.is_initialized = True
-        self._take(store)
+        store = self._take(self.page_memory.storages[self.layer_idx])
+        for window in store.windows:
+            window.resize(len(sinks), self.group.sizes.slots)
+        for row, first in enumerate(sinks):
+            if first is not None:
+                store.put_sinks(row, first)
         self.seen = seen
 
-    def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, ..]."""
-        assert self.store is not None
-        keys, values = (
-            window.tokens[row, :, : self.group.sizes.sink_tokens].clone()
-            for window in self.store.residuals
-        )
-        return keys, values
-
     def current_kv(self) -> PagedKV:
-        """Return pages and window as they are now.
-
-        Within a forward, before its own update, a layer still shows what it held before; not where its padding is unstored, which
-        would be read as zeros, or a window gave pages back.
-
-        Raises: InterruptedForwardError where it lacks what the other layers hold.
-        """
-        group, store, step = self.group, self.store, self.group.step
+        """Return pages and window as they are now. Raises InterruptedForwardError where it lacks tokens that others hold."""
+        group, store = self.group, self.store
         assert store is not None
-        keys, values = (window.tokens for window in store.residuals)
-        if self.seen == group.seen:
-            view = group.view()
-            columns = group.max_length or self.seen - view.offset
-            return store.kv(view, keys, values, columns)
-        if (
-            step is None or step.view is None or step.first is not None or self.window is not None
-            or self.seen != step.seen_before or group.batch.padding.any()
-        ):  # fmt: skip
+        if self.seen != group.seen:
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} lacks tokens that the other layers hold: read it outside of a forward"
             )
-        view = step.view.before()
+        view, (keys, values) = group.view(), store.windows
         columns = group.max_length or self.seen - view.offset
-        return store.kv(view, keys, values, columns)
+        return store.kv(view, keys.tokens, values.tokens, columns)
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _take(self, store: LayerStore) -> None:
-        self.group.stores[self.layer_idx] = store
-        self.store = store
+    def _take(self, pages: PageStorage) -> LayerStore:
+        """Begin to hold tokens in these pages, and in windows beside them."""
+        self.dtype, self.device = pages.spec.keys.dtype, pages.device
+        self.store = self.group.stores[self.layer_idx] = LayerStore(self, pages)
+        self.is_initialized = True
+        return self.store
 
     def _dense(self, side: str) -> torch.Tensor | None:
         """Return one side as a dense tensor, a copy."""
@@ -300,9 +265,9 @@ class PagedLayer(DynamicLayer):
 
     _read = _dense
 
-    def _check_unchanged(self, side: str, value: Any) -> None:
-        if value is not None:
-            check_unchanged(side, self._dense(side), value)
+
+# (id, revision) of a layer -> the view that its handles share, as long as one of them lives
+_views: WeakValueDictionary[tuple[int, int], LayerView] = WeakValueDictionary()
 
 
 class HandleLayer(PagedLayer):
@@ -310,11 +275,6 @@ class HandleLayer(PagedLayer):
 
     # the config that names the attention by which `keys` and `values` are read
     attention_of: Any = None
-    _view: Any = None  # a weak reference to a LayerView: a cache that is gone holds no pages
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the view out: it refers to tensors and a kernel of this process."""
-        return {name: value for name, value in vars(self).items() if name != "_view"}
 
     def follow(self, step: Step) -> None:
         """As PagedLayer does; handles of what the layer holds are stale behind any crop."""
@@ -325,12 +285,9 @@ class HandleLayer(PagedLayer):
         """Return one side as a handle."""
         if self.store is None or not self.seen:
             return None
-        # one view for both sides: attention takes a pair of one view only
-        view = self._view and self._view()
-        if view is None or view.revision != self.revision:
-            view = LayerView(self)
-            self._view = weakref.ref(view)
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
-            return view.dense(side)
+            return self._dense(side)
+        # one for both sides: attention takes a pair of one view only
+        view = _views.setdefault((id(self), self.revision), LayerView(self))
         return view.handle(side)

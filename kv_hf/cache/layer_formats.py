@@ -8,7 +8,8 @@ import torch
 
 from ..backends.dispatch import layout_for
 from ..config import CacheConfig
-from ..formats import Scheme, k_rope_scheme, key_scheme, value_scheme
+from ..errors import CacheOptionError
+from ..formats import Scheme, format_names, k_rope_scheme, key_scheme, value_scheme
 from ..notices import warn_once
 from ..spec import LATENT_SIDES, ROWS, PageSpec
 
@@ -59,38 +60,16 @@ class LayerFormats:
         return PageSpec.build(self.latent, k_rope, page_size=page_size, sides=LATENT_SIDES, **sizes)
 
     @property
-    def if_widening(self) -> "LayerFormats | None":
-        """These formats where a side may get a wider one: latents keep theirs, and nothing is wider than exact."""
+    def may_widen(self) -> bool:
+        """Whether a side may get a wider format: latents keep theirs, and nothing is wider than exact."""
         exact = self.keys.is_exact and self.values.is_exact
-        return None if exact or self.options.widen != "auto" or self.latent is not None else self
+        return not exact and self.options.widen == "auto" and self.latent is None
 
-    def widened_spec(
-        self, names: Mapping[str, str], like: PageSpec, device: torch.device
-    ) -> PageSpec:
-        """Return `spec` with other formats for some sides ("keys", "values"), the sizes and dtypes of `like`, and the layout of `device`.
-
-        That may be another than the layout of `like`, whose codes may not fill whole words.
-        """
-        made = self
-        if "keys" in names:
-            size = self.options.group_size_of("keys")
-            made = replace(made, keys=key_scheme(names["keys"], size))
-        if "values" in names:
-            size = self.options.group_size_of("values")
-            made = replace(made, values=value_scheme(names["values"], size))
-        keys, values = like.sides
-        return made.spec(
-            num_kv_heads=keys.num_kv_heads,
-            key_dim=keys.head_dim,
-            value_dim=values.head_dim,
-            dtype=keys.dtype,
-            value_dtype=values.dtype,
-            layout=layout_for(device),
-        )
-
-    def are_latents(self, keys: torch.Tensor) -> bool:
-        """Say whether `keys` [batch, num_kv_heads, q_len, ..] of a model are latents, which have a single head."""
-        return self.latent is not None and keys.shape[1] == 1 and keys.shape[-1] == self.rank
+    def widened(self, names: Mapping[str, str]) -> "LayerFormats":
+        """Return these formats with others for some sides ("keys", "values")."""
+        scheme, size = {"keys": key_scheme, "values": value_scheme}, self.options.group_size_of
+        made: dict[str, Any] = {side: scheme[side](names[side], size(side)) for side in names}
+        return replace(self, **made)
 
     def spec_of(self, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
         """Return `spec` for keys and values [batch, num_kv_heads, q_len, ..], in the layout of their device."""
@@ -125,6 +104,18 @@ def planned_specs(
     return [one.spec(**sizes, dtype=dtype, layout=layout) for one in formats] if sizes else []
 
 
+def check_no_latents(options: CacheConfig, model: str) -> None:
+    """Raise CacheOptionError for an option about latents, which a model, in words, does not cache.
+
+    Beside a format that latents cannot have, `latent` is what a cache name says for other models.
+    """
+    one_sided = {options.keys, options.values} - {*format_names("latent")}
+    if isinstance(options.latent, Mapping) or (options.latent and not one_sided):
+        raise CacheOptionError(
+            f"latent={options.latent!r} is for models with multi-head latent attention (MLA), which {model} is not; leave it out"
+        )
+
+
 FEW = 2  # bits
 # of 20 facts that were planted in 2,048 tokens; a test compares the rows of results/long_context.jsonl
 FOUND = {"paged_int2": 14, "dynamic": 20}
@@ -133,15 +124,12 @@ FOUND = {"paged_int2": 14, "dynamic": 20}
 def warn_of_two_bits(layers: Sequence[LayerFormats]) -> None:
     """Warn once where keys and values of most layers have codes of 2 bits (latents: where these have)."""
     found, dynamic = FOUND.values()
-    if 2 * sum(map(_is_few, layers)) > len(layers):
+    sides = [(one.keys, one.values) if one.latent is None else (one.latent,) for one in layers]
+    few = sum(all(0 < scheme.bits <= FEW for scheme in pair) for pair in sides)
+    if 2 * few > len(layers):
         warn_once(
             "two bits",
             f"Keys and values of 2 bits lose single facts of a text: of 20 facts that were planted in 2,048 tokens (smollm2-135m) "
             f"paged_int2 found {found}, DynamicCache {dynamic}. int8 is the safe choice, int4 "
             "where memory is short (docs/formats.md)",
         )
-
-
-def _is_few(formats: LayerFormats) -> bool:
-    sides = (formats.latent,) if formats.latent is not None else (formats.keys, formats.values)
-    return all(0 < scheme.bits <= FEW for scheme in sides)

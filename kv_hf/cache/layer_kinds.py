@@ -1,6 +1,6 @@
 """Paged layers that hold more than keys and values: latents and RoPE keys (MLA), or a linear-attention state beside them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +10,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..config import CacheConfig
-from ..errors import CacheOptionError, InterruptedForwardError
+from ..errors import InterruptedForwardError
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
-from .model_shape import SPARSE_MODELS_CACHE_LATENTS
+from .layer_formats import check_no_latents
 from .report import tensor_bytes
 
 # called with the decoder's config before the first latents are stored: its classes must take handles of them (hf/latent.py)
@@ -29,42 +28,30 @@ class LatentLayer(PagedLayer):
     a model still caches expanded keys and values give an ordinary layer.
 
     Args:
-        options: as given to the cache; the others are those of PagedLayer.
-        config: the decoder's config.
+        config: the decoder's config; the others are those of PagedLayer.
     """
 
-    _caches_latents = True  # as far as is known before the first keys
-
-    def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
-        self.latent_decode, self._decoder_config = options.latent_decode, config
-        self.asked: dict[str, Any] = {}  # options that are for latents alone
-        if options.latent is not None:
-            self.asked["latent"] = options.latent
-        if isinstance(options.group_size, Mapping):
-            self.asked["group_size"] = options.group_size
+    def __init__(self, layer_idx: int, *args: Any, config: Any) -> None:
+        self._decoder_config = config
         super().__init__(layer_idx, *args)
+        self.latent_decode = self.formats.options.latent_decode
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device, and whether the model caches latents [rows, 1, q_len, rank] or the keys of its heads.
 
         Raises: CacheOptionError where options about latents were given and there are none.
         """
-        expanded = not self.formats.are_latents(key_states)
-        for name, value in self.asked.items() if expanded else ():
-            raise CacheOptionError(
-                f"{name}={value!r}: in this version of transformers the model caches keys and values of "
-                f"{key_states.shape[1]} heads, not latents; leave it out, or use a newer transformers"
-            )
-        if not expanded:
+        if self.formats.spec_of(key_states, value_states).is_latent:
             for tell in before_latents:
                 tell(self._decoder_config)
+        else:
+            check_no_latents(self.formats.options, "this model in this version of transformers")
         super().lazy_initialization(key_states, value_states)
 
     @property
     def kind(self) -> str:
         """Return the kind of the pages, for reports."""
-        latent = self._caches_latents if self.spec is None else self.spec.is_latent
-        return "paged latents" if latent else "paged"
+        return "paged latents" if self.spec is None or self.spec.is_latent else "paged"
 
 
 class IndexedLatentLayer(LatentLayer, HandleLayer):
@@ -76,18 +63,17 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
     indexer keys alone.
     """
 
-    _caches_latents = SPARSE_MODELS_CACHE_LATENTS
     indexer_position_ids: torch.Tensor | None = None  # of other models' indexers; transformers asks
     _index: torch.Tensor | None
     _indexed: int
 
-    def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
+    def __init__(self, layer_idx: int, *args: Any, config: Any) -> None:
         # a "shared" layer reads the choice of another layer's indexer, a "reuse.." layer another layer's latents
         types = getattr(config, "indexer_types", None)
         modes = getattr(config, "kv_sharing_modes", None)
         self.has_index = types is None or types[layer_idx] != "shared"
         self.has_latents = modes is None or not str(modes[layer_idx]).startswith("reuse")
-        super().__init__(layer_idx, *args, options=options, config=config)
+        super().__init__(layer_idx, *args, config=config)
 
     @property
     def kind(self) -> str:
@@ -119,13 +105,12 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         new = indexer_key_states.detach()
         start = self._first_new(new.shape[1])
         end, most = start + new.shape[1], self.group.max_length
-        held = self._index if start else None  # an empty one may be of another batch
-        index = held
-        if index is None or held is None or end > held.shape[1]:
-            room = most or (end if held is None else end + end // 8 + 64)
-            index = new.new_zeros((new.shape[0], max(room, end), new.shape[2]))
-            if held is not None:
-                index[:, :start] = held[:, :start]
+        index = self._index if start else new[:, :0]  # an empty one may be of another batch
+        assert index is not None
+        if end > index.shape[1]:
+            room = max(most or (end + end // 8 + 64 if start else end), end)
+            added = new.new_zeros((new.shape[0], room - start, new.shape[2]))
+            index = torch.cat([index[:, :start], added], dim=1)
         index[:, start:end] = new
         self._index, self._indexed = index, end
         return index[:, : most if most is not None and start else end]
@@ -147,7 +132,6 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         super().follow(step)
         if self._index is not None:
             if step.seen_after != step.seen_before:
-                self._indexed -= min(self._indexed, step.seen_before - step.seen_after)
                 self._indexed = min(self._indexed, step.seen_after)
             else:
                 self._index = self._index[list(step.sources)]
@@ -166,9 +150,13 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         number_of_states: as transformers' layer has it; the others are those of PagedLayer.
     """
 
+    is_croppable = (
+        LinearAttentionCacheLayerMixin.is_croppable
+    )  # a recurrent state cannot be rolled back
+
     def __init__(self, layer_idx: int, *args: Any, number_of_states: int = 1) -> None:
         super().__init__(layer_idx, *args)
-        self._forget_state(number_of_states)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
 
     @property
     def kind(self) -> str:
@@ -179,11 +167,6 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def extra_bytes(self) -> int:
         """Bytes of the state."""
         return tensor_bytes(self.conv_states) + tensor_bytes(self.recurrent_states)
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """Return whether a crop leaves no trace: a recurrent state cannot be rolled back."""
-        return bool(LinearAttentionCacheLayerMixin.is_croppable.fget(self))  # type: ignore[attr-defined]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Learn about keys and values (two positional arguments), or make a state (keyword arguments)."""
@@ -217,8 +200,4 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def forget(self) -> None:
         """Hold no tokens, no tensors and no state."""
         super().forget()
-        if hasattr(self, "number_of_states"):
-            self._forget_state(self.number_of_states)
-
-    def _forget_state(self, number: int) -> None:
-        LinearAttentionCacheLayerMixin.__init__(self, number)
+        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)

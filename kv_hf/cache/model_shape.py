@@ -13,10 +13,12 @@ from ..errors import UnsupportedModelError
 
 VERSION = Version(transformers.__version__)
 
-if not Version("5.17") <= VERSION < Version("5.24.dev0"):
-    # from 5.24 on generate() and models know `past_key_values` as `cache`
+# 5.24: generate() and models know their cache by another name
+CACHE = "past_key_values" if Version("5.24.dev0") > VERSION else "cache"
+
+if not Version("5.17") <= VERSION < Version("5.25.dev0"):
     raise ImportError(
-        f"kv_hf needs transformers 5.17 to 5.23, found {transformers.__version__}: pip install 'transformers>=5.17,<5.24'"
+        f"kv_hf needs transformers 5.17 to 5.24, found {transformers.__version__}: pip install 'transformers>=5.17,<5.25'"
     )
 
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises
@@ -24,9 +26,6 @@ CROP_TAKES_LENGTHS = Version("5.18.0.dev0") > VERSION
 
 # 5.17 generation/utils.py: _prefill counts the columns of its chunks from 0, whatever the cache holds (5.23: from there on)
 CHUNKS_BEHIND_A_CACHE = Version("5.23.0.dev0") <= VERSION
-
-# 5.17 modeling_deepseek_v32.py and its kin: models with sparse attention cache expanded keys; 5.23: latents, as all others
-SPARSE_MODELS_CACHE_LATENTS = Version("5.18.0.dev0") <= VERSION
 
 
 def removed_by_crop(tokens_to_remove: int, seen: int) -> int:

@@ -60,20 +60,18 @@ class Origin:
 
     def check_model(self, config: Any) -> None:
         """Raise CacheMismatchError where the cache was built for a model of other sizes."""
-        found = ModelId(self.sizes).difference(ModelId(signature(decoder_config(config))))
-        if found is not None:
-            raise CacheMismatchError(f"this cache was built for {found}; use one cache per model")
+        self.check_filled_by(ModelId(signature(decoder_config(config))))
 
     def check_filled_by(self, own: ModelId) -> None:
-        """Raise CacheMismatchError where another model has filled this cache.
+        """Raise CacheMismatchError where this cache was built for a model of other sizes, or another one has filled it.
 
         Adapters may change from call to call; those that a loaded cache was saved with may not.
         """
         adapters = self.computed_by[-1] if self.from_file else None
-        found = ModelId(own.sizes, adapters, self.weights).difference(own)
+        found = ModelId(self.sizes, adapters, self.weights).difference(own)
         if found is not None:
             raise CacheMismatchError(
-                f"this cache was filled with {found}. Use one cache per model, dtype and adapters; where they have changed "
+                f"this cache is of {found}. Use one cache per model, dtype and adapters; where they have changed "
                 "call cache.reset() and pass the whole text"
             )
 

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -43,10 +42,8 @@ from .report import LayerReport, measure_memory, one_line, report_layers
 from .states import check_crop
 
 
-def filled_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
-    """Return `layer_idx`, or where it is not run here the first layer of its kind behind it that has tokens.
-
-    With `any_kind` a layer of another kind is taken where none of its own has tokens: all have seen as many.
+def filled_layer(layers: Sequence[Any], layer_idx: int) -> int:
+    """Return `layer_idx`, or where it is not run here the first layer behind it that has tokens, of its own kind if there is one.
 
     Under pipeline parallelism a process runs a run of the layers and its cache fills only those, but models ask
     the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
@@ -56,8 +53,7 @@ def filled_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) 
         return layer_idx
     kind = _kind(layers[layer_idx])
     filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
-    alike = [i for i in filled if _kind(layers[i]) == kind]
-    return next(iter(alike or (filled if any_kind else ())), layer_idx)
+    return next(iter([i for i in filled if _kind(layers[i]) == kind] or filled), layer_idx)
 
 
 def _kind(layer: Any) -> tuple[type, int | None]:
@@ -98,9 +94,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
     """
 
     _layer_class = PagedLayer
-    _last_updated = sys.maxsize  # layer of the last update
     _flex = False  # the model's attention is flex_attention, which is traced: it gets no handles
-    _straight = False  # the forward in progress is one without special cases
     # where the first layer's keys came from; None: it holds no tokens, which compiled code depends on
     _tokens_on: torch.device | None = None
     _compiled: Any = None
@@ -174,30 +168,20 @@ class PagedCache(MadeOfOptions, DynamicCache):
             return compiled.update(self, key_states, value_states, layer_idx)
         if layer_idx >= len(self.layers):
             self._refuse_layer(layer_idx)
-        if layer_idx <= self._last_updated:
-            self._begin(key_states)
-        self._last_updated = layer_idx
         layer: Any = self.layers[layer_idx]
-        if self._straight:
-            found: tuple[torch.Tensor, torch.Tensor] = layer.update(
-                key_states, value_states, *args, **kwargs
-            )
-            return found
-        memory = self.page_memory
-        if isinstance(memory, OffloadMemory) and isinstance(layer, PagedLayer):
-            begins = layer.seen == layer.group.seen
-            if begins:  # find out whether its pages have room
-                make_room(memory, self.paged_layers, self.groups, key_states, value_states)
-        found = layer.update(key_states, value_states, *args, **kwargs)
+        if isinstance(layer, PagedLayer) and layer.seen == layer.group.seen:
+            self._begin(key_states, value_states)
+        found: tuple[torch.Tensor, torch.Tensor] = layer.update(
+            key_states, value_states, *args, **kwargs
+        )
         if self._tokens_on is None:
             self._tokens_on = key_states.device
-        view = view_of(*found) if self._flex else None
-        if view is not None:
+        if self._flex and (view := view_of(*found)) is not None:
             warn_dense("flex_attention")
             return view.dense("keys"), view.dense("values")
         return found
 
-    def _begin(self, keys: torch.Tensor) -> None:
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
         recorded = self._compiled is not None and self._compiled.fixed is not None
         if not recorded and moved.is_recorded(keys.device):
@@ -206,18 +190,17 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 "each step. Let generate() replay graphs of its own (cuda_graph), or run this forward outside of the capture"
             )
         self._flex = self._attention_config._attn_implementation == "flex_attention"
-        begun = self._tokens_on is not None
-        self._straight = begun and not self._flex and self.options.offload is None
         self._prefill.begin(keys.shape[2], keys.device)
+        if isinstance(self.page_memory, OffloadMemory):
+            make_room(self.page_memory, self.paged_layers, self.groups, keys, values)
 
     def _refuse_layer(self, layer_idx: int) -> None:
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
         self.forward.changing = True
         raise CacheMismatchError(
             f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
-            f"(model_type={self.origin.sizes['model_type']!r}), and a model of more layers writes to it. Its layers hold "
-            "tokens of that forward now: call cache.reset() before its own model uses it again, and make a cache of "
-            "the other model's config"
+            f"(model_type={self.origin.sizes['model_type']!r}), and a model of more writes to it. Its layers hold "
+            "tokens of that forward now: call cache.reset(), and make a cache of the other model's config"
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
@@ -232,7 +215,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 return next(iter(self._compiled.fixed.values())).seen
         if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
             return seen
-        return super().get_seq_length(filled_layer(self.layers, layer_idx, any_kind=True))
+        return super().get_seq_length(filled_layer(self.layers, layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.

@@ -71,15 +71,15 @@ class Waiting:
         storages: of all layers.
         used: when, in nanoseconds; the end of a beginning a little before what leads to it.
         ready: on a device with streams: when the page is there.
-        states: whether the states behind its page are written, and not the page.
+        tensors: what is written by name, which nobody changes any more; None: the page.
     """
 
     path: Path
     node: Prefix
     storages: Sequence[PageStorage]
     used: int
-    ready: Any = None
-    states: bool = False
+    ready: Any
+    tensors: States | None
 
 
 class PrefixFolder:
@@ -109,11 +109,6 @@ class PrefixFolder:
         with self._lock:
             waiting = list(self._waiting)
         yield from ((one.node.page,) for one in waiting if one.node.page is not None)
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Pages read, written and damaged."""
-        return self.read, self.written, self.damaged
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -205,11 +200,13 @@ class PrefixFolder:
         with self._lock:
             for number, node in [*old.items()][: max(0, QUEUED - len(self._waiting))]:
                 name = [names[number]] if node.page is None else [names[number], formats]
-                rest = (node, storages, stamp - number, ready)
-                self._waiting.append(Waiting(self._path(state, *name), *rest))
-                if node.states is not None:
-                    path = self._path(state, *name, STATES)
-                    self._waiting.append(Waiting(path, *rest, states=True))
+                files = [(name, first_tokens_of(node) if node.page is None else None)]
+                files += [([*name, STATES], node.states)] if node.states is not None else []
+                for place, tensors in files:
+                    path = self._path(state, *place)
+                    self._waiting.append(
+                        Waiting(path, node, storages, stamp - number, ready, tensors)
+                    )
                 node.filed = now
             # not a daemon: a process that ends writes what waits
             if self._waiting and (self._thread is None or not self._thread.is_alive()):
@@ -256,11 +253,8 @@ class PrefixFolder:
             return
         if one.ready is not None:
             one.ready.synchronize()
-        page = one.node.page
-        if one.states:
-            tensors = {name: held.cpu().contiguous() for name, held in one.node.states.items()}
-        else:
-            tensors = first_tokens_of(one.node) if page is None else page_of(page, one.storages)
+        held = page_of(one.node.page, one.storages) if one.tensors is None else one.tensors
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
         data = save(tensors, about(one.path, tensors))
         one.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = one.path.with_name(f"{one.path.name}.{secrets.token_hex(8)}{ASIDE}")
@@ -273,7 +267,7 @@ class PrefixFolder:
             with contextlib.suppress(OSError):
                 aside.unlink()
             raise
-        self.written += page is not None and not one.states
+        self.written += one.tensors is None
         self._make_room(len(data))
 
     def _make_room(self, new: int) -> None:
@@ -313,7 +307,7 @@ def in_rows(spec: PageSpec) -> PageSpec:
     return PageSpec(*(replace(side, layout=ROWS) for side in spec.sides))
 
 
-def page_of(page: int, storages: Sequence[PageStorage]) -> dict[str, torch.Tensor]:
+def page_of(page: Any, storages: Sequence[PageStorage]) -> dict[str, torch.Tensor]:
     """Return a page of all layers as {"page": [bytes]}, uint8, on the CPU."""
     specs = [in_rows(one.spec) for one in storages]
     sizes = [carved_bytes(spec, 1) for spec in specs]
@@ -357,9 +351,9 @@ def in_pairs(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
 
 
 def first_tokens_of(node: Prefix) -> dict[str, torch.Tensor]:
-    """Return the exact first keys and values [num_kv_heads, tokens, ..] of a root by layer and side, on the CPU."""
+    """Return the exact first keys and values [num_kv_heads, tokens, ..] of a root by layer and side."""
     return {
-        f"{place}.{side}": tokens.cpu().contiguous()
+        f"{place}.{side}": tokens
         for place, both in enumerate(node.sinks)
         for side, tokens in enumerate(both)
     }

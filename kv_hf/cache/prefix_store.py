@@ -1,12 +1,10 @@
 """Prompts that begin alike share their sealed pages: within a batch, and from one call to the next."""
 
-import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from ..pages.step import Row
 from ..pages.storage import PageMemory, PageStorage
 from ..printable import short
 from ..units import parse_bytes
-from .identity import ModelId
+from .identity import ModelId, space_of
 from .prefix_folder import PrefixFolder, name_of, prefix_names, put_pages
 from .report import tensor_bytes
 from .saved import VERSION, device_of
@@ -42,7 +40,7 @@ class PrefixStats:
     """The counts and holdings of a store.
 
     Attributes:
-        rows, rows_hit: prompts asked for, and prompts of which at least one page was found in the store.
+        rows, rows_hit: prompts asked for, and prompts that began with tokens found in the store.
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
         evictions: pages evicted because the store was full.
@@ -133,8 +131,7 @@ class PrefixStore:
         self._states: dict[str, str | None] = {}  # space -> name of the model's state in the folder
         self.page_memory = PageMemory()
         self._bound: dict[str, Any] = {}  # options and sizes of the model
-        self._model: weakref.ref[Any] | None = None
-        self._weights: dict[str, Any] = {}  # space -> weights seen in it, see ModelId
+        self._model: Callable[[], Any] = _no_model
         self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
         self._rows = self._hits = self._tokens = self._computed = 0
@@ -191,33 +188,21 @@ class PrefixStore:
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Remember the model, and return the space of prefixes that its state has now.
 
-        Each state of adapters (active, scaling, merged, disabled), hooks and autocast has a space of its own. All pages
-        are let go of when the weights of a space have changed since it was last used (said once).
+        Each state of weights, adapters (active, scaling, merged, disabled), hooks and autocast has a space of its own.
 
         Args:
             options: of a cache whose answers are kept too. Steps that read a part of the text before them compute other
                 keys than a prompt that reads everything: those of equal read_* options have a space of their own.
         Raises: CacheMismatchError for another model: equal tokens have other keys there.
         """
-        own = ModelId.for_store(model)
+        space = space_of(model) + _reads(options)
         with self._binding:
-            if self._model is None:
+            if self._model is _no_model:
                 self._model = weakref.ref(model)
             elif self._model() is not model:
                 raise CacheMismatchError(
                     f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
                 )
-            kept = self._weights.setdefault(own.space, own.weights)
-            if kept != own.weights:
-                warn_once(
-                    "prefix_store weights",
-                    "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
-                )
-                self._let_go()
-                self._weights = {own.space: own.weights}
-            # pages of other weights that a live cache still brings (`add`) are never found
-            weights = hashlib.sha256(repr(own.weights).encode()).hexdigest()
-            space = f"{own.space} {weights}{_reads(options)}"
             if self.folder is not None and space not in self._states:
                 self._states[space] = self._lasting(model, options)
         return space
@@ -334,8 +319,7 @@ class PrefixStore:
 
     def _on_layers(self, states: States) -> States:
         """Return states by layer and name on the devices of the layers."""
-        model = self._model() if self._model is not None else None
-        found = {}
+        model, found = self._model(), {}
         for name, state in states.items():
             layer, _, _ = name.partition(".")
             found[name] = state.to(device_of(model, int(layer)))
@@ -343,7 +327,7 @@ class PrefixStore:
 
     def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
         """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
-        memory, model = self.page_memory, self._model() if self._model is not None else None
+        memory, model = self.page_memory, self._model()
         for layer, (keys, values) in zip(layers, sinks, strict=False):
             if layer.layer_idx not in memory.storages and model is not None:
                 device = device_of(model, layer.layer_idx)
@@ -396,10 +380,8 @@ class PrefixStore:
             known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
             if computed is not None:
                 self._computed += computed
-                for tokens, columns, one in zip(rows, padding, known, strict=True):
-                    held = max(0, seen - columns)
-                    hit = held > computed if computed else bool(one.pages)
-                    self.count_prompt(len(tokens), held, hit)
+                for tokens, columns in zip(rows, padding, strict=True):
+                    self.count_prompt(len(tokens), max(0, seen - columns), computed)
             if seen:
                 sinks = tree.sink_tokens
                 adopted = [
@@ -461,9 +443,8 @@ class PrefixStore:
         tree, held_rows = self.tree, cache._held_rows()
         held = [count for count, _ in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
-        if len(lengths) != len(held) or any(
-            not 0 <= length <= most for length, most in zip(lengths, held, strict=True)
-        ):
+        pairs = zip(lengths, held, strict=False)
+        if len(lengths) != len(held) or not all(0 <= length <= most for length, most in pairs):
             raise CacheMismatchError(
                 f"rows must be a list of token ids for each row of the cache, which hold {held} tokens; got "
                 f"{['no list' if length < 0 else length for length in lengths]}"
@@ -478,8 +459,8 @@ class PrefixStore:
                         self._make_room()  # caches that held others' pages may be gone
                         continue
                     states = states_of_row(cache.layers, index)
-                sinks = partial(_sinks_of, cache, index)
-                shared = self.keep(space, tokens, pages, sinks, states)
+                stores = [layer.store for layer in cache.paged_layers]
+                shared = self.keep(space, tokens, pages, stores, index, states)
                 if shared != pages[: len(shared)]:
                     _replace_pages(cache, index, shared + pages[len(shared) :])
 
@@ -488,17 +469,21 @@ class PrefixStore:
         space: Hashable,
         tokens: Sequence[int],
         pages: tuple[int, ...],
-        sinks: Callable[[], Any],
+        stores: Collection[Any],
+        row: int,
         states: States | None = None,
     ) -> tuple[int, ...]:
         """Keep the sealed pages of a row that begins with `tokens`; return the pages of the same tokens that the store then has.
 
         Args:
-            sinks: called without arguments for the exact first tokens where they are new.
+            stores: LayerStore of all layers, which hold the exact first tokens of the row.
+            row: its number.
             states: of all layers behind the last page; None where they hold none.
         """
         with self.tree.pool.lock:
-            added = self.tree.add(space, tokens, pages, sinks)
+            added = self.tree.add(
+                space, tokens, pages, lambda: [one.sinks_of(row) for one in stores]
+            )
             if states is not None and added and added[-1].states is None:
                 self._hold(added[-1], states)
             self._make_room()
@@ -542,14 +527,10 @@ class PrefixStore:
         with self.tree.pool.lock:
             return self.tree.num_evictable
 
-    def count_prompt(self, tokens: int, found: int, hit: bool | None = None) -> None:
-        """Count a prompt of `tokens` tokens, `found` of which need no forward.
-
-        Args:
-            hit: whether pages of it were found; None where that is `found`.
-        """
+    def count_prompt(self, tokens: int, found: int, computed: int = 0) -> None:
+        """Count a prompt of `tokens` tokens; `found` need no forward, `computed` of which had one just before."""
         self._rows += 1
-        self._hits += bool(found) if hit is None else hit
+        self._hits += found > computed
         self._tokens += tokens
         self._computed += tokens - found
 
@@ -566,7 +547,7 @@ class PrefixStore:
             raise CacheMismatchError(
                 "this cache holds keys and values that do not follow from its tokens alone; a prefix_store cannot find them"
             )
-        model = self._model() if self._model is not None else None
+        model = self._model()
         return spaces[0] if spaces else () if model is None else self.bind_model(model)
 
     # -- what it holds -----------------------------------------------------------------------------------
@@ -579,7 +560,8 @@ class PrefixStore:
                 pages, evictions = self._tree.num_pages, self._tree.evictions
                 size = self._held_bytes()
         counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
-        return PrefixStats(*counts, *(() if self.folder is None else self.folder.counts))
+        of = self.folder
+        return PrefixStats(*counts, *((of.read, of.written, of.damaged) if of is not None else ()))
 
     def flush(self) -> None:
         """Wait until the folder has all pages that were kept; a process that ends waits by itself."""
@@ -594,9 +576,6 @@ class PrefixStore:
         """
         if self.folder is not None:
             self.folder.clear()
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self._tree is not None:
             with self._tree.pool.lock:
                 self._tree.clear()
@@ -619,6 +598,9 @@ class _TenantStore(PrefixStore):
     def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Return the tenant's own space of prefixes for the model's state now; see PrefixStore.bind_model."""
         return salted(super().bind_model(model, options), self._salt)
+
+
+def _no_model() -> None: ...
 
 
 def _pages_of(nodes: Sequence[Prefix]) -> tuple[int, ...]:
@@ -665,11 +647,6 @@ def _begin(cache: Any, rows: Sequence[Row], known: Sequence[KnownPrefix], seen: 
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
         restore_rows(cache.layers, [one.states for one in known])
     cache._tokens_on = cache.paged_layers[0].device
-
-
-def _sinks_of(cache: Any, row: int) -> Sinks:
-    """Return copies of the exact first keys and values of a row."""
-    return [layer.sinks_of(row) for layer in cache.paged_layers]
 
 
 def _replace_pages(cache: Any, row: int, pages: tuple[int, ...]) -> None:

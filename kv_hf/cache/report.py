@@ -9,7 +9,9 @@ import torch
 from ..config import given_options
 from ..pages.rows import Rows
 from ..pages.step import block_table
+from ..pages.storage import Wider
 from ..spec import MemoryReport
+from .identity import plain_parts
 from .layer import PagedLayer
 
 
@@ -66,7 +68,11 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
             kind = layer.kind if window is None else f"{layer.kind}, sliding window of {window}"
             if layer.storage is not None and layer.storage.offloaded_bytes:
                 kind += ", offloaded"
-            rows.append(LayerReport(index, kind, *held_formats(layer)))
+            keys, values = layer.formats.names
+            wider = getattr(layer.storage, "wider", None) or Wider()
+            held = {"keys": keys, "values": values, **wider.formats}
+            reason = "; ".join(wider.reasons.values()) or None
+            rows.append(LayerReport(index, kind, held["keys"], held["values"], reason))
         else:
             kind = type(layer).__name__
             reason = reasons.get(index) or (
@@ -74,16 +80,6 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
             )
             rows.append(LayerReport(index, kind, None, None, reason))
     return rows
-
-
-def held_formats(layer: Any) -> tuple[str, str, str | None]:
-    """Return the formats of a paged layer, and why they are wider than those asked for, else None."""
-    keys, values = layer.formats.names
-    wider = layer.storage.wider if layer.storage is not None else None
-    if wider is None:
-        return keys, values, None
-    held = {"keys": keys, "values": values, **wider.formats}
-    return held["keys"], held["values"], "; ".join(wider.reasons.values())
 
 
 def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryReport:
@@ -124,10 +120,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryRepor
 def tensor_bytes(value: Any) -> int:
     """Return the bytes of a tensor, or of all tensors in lists and dicts; subclasses count the tensors they are made of."""
     if isinstance(value, torch.Tensor):
-        parts = getattr(value, "__tensor_flatten__", None)
-        if parts is None:
-            return value.nbytes
-        return sum(tensor_bytes(getattr(value, name)) for name in parts()[0])
+        return sum(part.nbytes for part in plain_parts(value))
     if isinstance(value, Mapping):
         return sum(tensor_bytes(item) for item in value.values())
     if isinstance(value, (list, tuple)):

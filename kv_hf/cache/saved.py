@@ -26,8 +26,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..checks import check_choice, check_int
-from ..config import KERNELS, OTHER_KERNEL_WORDS, CacheConfig, names_of
+from ..config import CacheConfig, names_of
 from ..errors import (
     CacheFileError,
     CacheMismatchError,
@@ -36,7 +35,6 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..files import replacing
-from ..formats import is_shipped
 from ..formats.base import FORMATS
 from ..pages.moved import persistent_tensors
 from ..pages.rows import RowsState, held_pages
@@ -46,13 +44,13 @@ from ..quant.codec import is_order, lay_out, pick_up
 from ..row_pages import page_capacity
 from ..spec import ROWS, SideSpec
 from ..version import __version__
-from .identity import Adapters, ModelId, adapters_of
+from .identity import ModelId
 from .layer import PagedLayer
 from .origin import check_token_ids
 from .report import tensor_bytes
 from .states import check_states, restore_states, state_names, states_of
 
-FORMAT, VERSION = "kv_hf.PagedCache", "7"
+FORMAT, VERSION = "kv_hf.PagedCache", "8"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_SIZE = 1 << 16  # kv heads, channels of a head
@@ -64,7 +62,6 @@ class Description:
 
     Attributes:
         options: CacheConfig.to_dict(), without those that say where pages lie.
-        formats: registered formats of its pages; none for shipped ones.
         model: that the cache belongs to.
         groups: in the order of PagedCache.groups.
         tensors: names -> SHA-256.
@@ -73,7 +70,6 @@ class Description:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "extra": "forbid"}
 
     options: dict[str, Any]
-    formats: list[str]
     model: ModelId
     groups: tuple[RowsState, ...]
     tensors: dict[str, str]
@@ -94,15 +90,19 @@ def save(
         token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
     """
     _check_model_argument(model)
-    cache.origin.check_model(model.config)
-    cache.origin.check_filled_by(ModelId.of(model))
+    own = ModelId.of(model)
+    cache.origin.check_filled_by(own)
     _check_complete(cache)
-    _check_adapters(cache.origin.computed_by, model)
+    others = [str(one) for one in cache.origin.computed_by if one != own.adapters]
+    if others:
+        raise CacheMismatchError(
+            f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
+            f"{own.adapters}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
+        )
     tensors = {}
     if token_ids is not None:
         check_token_ids(token_ids, len(cache._group), cache._group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
-    formats = _registered(cache)
     groups = tuple(group.state() for group in cache.groups)
     with persistent_tensors():
         for layer in _storing(cache):
@@ -114,7 +114,6 @@ def save(
                 tensors[f"layers.{index}.{name}"] = state.to("cpu", copy=True).contiguous()
     description = Description(
         options=_told_options(cache),
-        formats=formats,
         model=ModelId.for_file(model),
         groups=groups,
         tensors={name: digest(tensor) for name, tensor in tensors.items()},
@@ -162,6 +161,13 @@ def _check_complete(cache: Any) -> None:
             f"layers {', '.join(kept)} are transformers' own and hold keys that are in no page; saved caches hold pages, an "
             "indexer's keys beside latents, and states of linear attention only"
         )
+    for side in (side for layer in cache.paged_layers if layer.spec for side in layer.spec.sides):
+        one = side.scheme.format
+        if FORMATS.get(one.name) != one:
+            raise CacheOptionError(
+                f"format {one.name!r} of this cache's pages is not the one that is registered now under this name: "
+                "register the cache's own again, then save"
+            )
     without = [one.layer_idx for one in _storing(cache) if not one.store]
     if without:
         raise InterruptedForwardError(
@@ -239,33 +245,6 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(numbers).hexdigest()
 
 
-def _check_adapters(computed_by: Sequence[Adapters], model: Any) -> None:
-    """Raise CacheMismatchError unless the adapters are those that every generate() of a cache had."""
-    own = adapters_of(model).effective()
-    others = [str(one) for one in computed_by if one.effective() != own]
-    if others:
-        raise CacheMismatchError(
-            f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
-            f"{own}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
-        )
-
-
-def _registered(cache: Any) -> list[str]:
-    """Return the names of the formats of other packages that pages are in.
-
-    Raises: CacheOptionError where another format is registered under the name of one of them.
-    """
-    specs = [layer.spec for layer in cache.paged_layers if layer.spec is not None]
-    found = {side.scheme.format for spec in specs for side in spec.sides}
-    for one in found:
-        if FORMATS.get(one.name) != one:
-            raise CacheOptionError(
-                f"format {one.name!r} of this cache's pages is not the one that is registered now under this name: "
-                "register the cache's own again, then save"
-            )
-    return sorted(one.name for one in found if not is_shipped(one.name))
-
-
 # -- reading -------------------------------------------------------------------------------------------------
 
 
@@ -279,10 +258,9 @@ def load(
 ) -> Any:
     """Return the cache that a file holds, as one of class `kind`; see PagedCache.load."""
     _check_model_argument(model)
-    if kernel is not None:
-        check_choice("kernel", kernel, KERNELS, OTHER_KERNEL_WORDS)
-    if max_length is not None:
-        check_int("max_length", max_length, 1)
+    own: dict[str, Any] = {} if kernel is None else {"kernel": kernel}
+    own |= {} if max_length is None else {"max_length": max_length}
+    CacheConfig(**own)  # what it refuses is no fault of the file
     chosen = _device(device)
     with _opened(path) as file, persistent_tensors():
         found = _described(file)
@@ -295,8 +273,7 @@ def load(
         token_ids = tensors.pop(TOKEN_IDS, None)
         if token_ids is not None:
             check_token_ids(token_ids, len(found.groups[0].rows), found.groups[0].seen)
-        options = replace(_claimed_options(found.options, kernel), max_length=max_length)
-        cache = kind.from_options(model.config, options)
+        cache = kind.from_options(model.config, replace(_claimed_options(found.options), **own))
         _check_fits(cache, found.groups)
         for group, rows in zip(cache.groups, found.groups, strict=True):
             group.restore(rows)
@@ -313,8 +290,8 @@ def load(
         _resume(cache)
         if token_ids is not None:
             cache.origin.note_text(token_ids, 0, cache._group.seen)
-    cache.origin.computed_by, cache.origin.from_file = (adapters_of(model),), True
-    cache.origin.weights = ModelId.of(model).weights
+    cache.origin.note_model(ModelId.of(model))
+    cache.origin.from_file = True
     return cache
 
 
@@ -461,19 +438,12 @@ def _fill(
 
 
 def _check_claims(claimed: Description) -> None:
-    """Raise CacheFileError for formats that are not here, a model that is not told, and rows that no cache has."""
-    for name in claimed.formats:
-        if name not in FORMATS:
-            raise CacheFileError(
-                f"its pages are in the format {short(name)}, which is not registered here; import the package that has it, "
-                "or call kv_hf.register_format first"
-            )
+    """Raise CacheFileError for a model that is not told, and rows that no cache has."""
     if claimed.model.adapters is None or claimed.model.weights is None:
         raise CacheFileError("it does not say by which adapters and weights it was computed")
     for group in claimed.groups:
         pages = {page for row in group.rows for page in row.pages}
-        ends = len(pages), min(pages, default=0), max(pages, default=-1)
-        if ends != (group.num_pages, 0, group.num_pages - 1):
+        if len(pages) != group.num_pages or pages != {*range(len(pages))}:
             raise CacheFileError(f"its rows do not hold the pages 0 .. {group.num_pages - 1}")
         numbers = [n for row in group.rows for n in astuple(row) if not isinstance(n, tuple)]
         numbers += [group.window or 1, group.seen, group.confirmed, *(group.padding_seen or ())]
@@ -484,13 +454,11 @@ def _check_claims(claimed: Description) -> None:
         raise CacheFileError("it holds groups of different batches")
 
 
-def _claimed_options(claimed: Mapping[str, Any], kernel: str | None) -> CacheConfig:
+def _claimed_options(claimed: Mapping[str, Any]) -> CacheConfig:
     """Return the options of a file. Raises CacheFileError for those of caches that are never saved, and impossible ones."""
     if any(claimed.get(name) is not None for name in names_of("local")):
         raise CacheFileError("it claims options of caches that are never saved")
     rest = {name: value for name, value in claimed.items() if name not in ("keys", "values")}
-    if kernel is not None:
-        rest["kernel"] = kernel
     return CacheConfig.from_arguments(claimed.get("keys"), claimed.get("values"), rest)
 
 
@@ -500,12 +468,12 @@ def _device(asked: torch.device | str | None) -> torch.device | None:
         return None
     try:
         device = torch.empty(0, device=asked).device
+        if device.type == "meta":
+            raise TypeError("tensors on meta hold no numbers")
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
         raise CacheOptionError(
             f"device must be a device of torch that is there, got {asked!r}: {short(str(error))}"
         ) from None
-    if device.type == "meta":
-        raise CacheOptionError("device must be one that holds numbers, got 'meta'")
     return torch.device("cpu") if device.type == "cpu" else device
 
 

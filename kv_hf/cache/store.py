@@ -1,6 +1,5 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.moved import persistent_tensors
-from ..pages.step import Numbers, Step, TableView
+from ..pages.step import Step, TableView
 from ..pages.storage import PageStorage, Pair, ReadablePages
 from ..quant.codec import decode
 from ..read_budget import ReadBudget
@@ -30,14 +29,6 @@ class Residual:
             (0, spec.num_kv_heads, 0, spec.head_dim), dtype=spec.dtype, device=device
         )
 
-    def begin(self, tokens: Sequence[torch.Tensor | None], slots: int) -> None:
-        """Make room for `slots` tokens of each row, and put `tokens` [num_kv_heads, n, head_dim] in front."""
-        with persistent_tensors():
-            self.resize(len(tokens), slots)
-            for index, first in enumerate(tokens):
-                if first is not None:
-                    self.tokens[index, :, : first.shape[1]] = first
-
     def over(self, tokens: torch.Tensor) -> "Residual":
         """Return windows like these in the memory of `tokens` [rows, num_kv_heads, slots, head_dim], until somebody replaces them."""
         part = Residual.__new__(Residual)
@@ -51,15 +42,6 @@ class Residual:
             self.tokens = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
         kept = (min(rows, old.shape[0]), min(slots, old.shape[2]))
         self.tokens[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
-
-    def drop_first(self, step: Step, sinks: int) -> None:
-        """Take the tokens of the pages that were sealed before the append out of each row, behind its sinks."""
-
-        def place() -> torch.Tensor:
-            slots = self.tokens.shape[2]
-            return _without(step.first_leaving, sinks, slots, slots)
-
-        self.tokens = _picked(self.tokens, step.tensor("drop", self.tokens.device, place))
 
     def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
         """Return each row's window with the new tokens behind it, left-aligned: [rows, num_kv_heads, longest, head_dim].
@@ -84,13 +66,22 @@ class Residual:
         both = torch.cat([windows, new], 2)
         return _picked(both, step.tensor(("run", slots), new.device, place))
 
-    def keep_rest(self, step: Step, run: torch.Tensor, slots: int, sinks: int) -> None:
-        """Keep the tokens of `run` [rows, num_kv_heads, longest, head_dim] that the step did not seal: the sinks and the tail."""
+    def keep_rest(
+        self, step: Step, run: torch.Tensor, slots: int, sinks: int, leaving: str = "leaving"
+    ) -> None:
+        """Keep the tokens of `run` [rows, num_kv_heads, longest, head_dim] that stay: the sinks, and those behind what leaves.
+
+        Args:
+            leaving: the field of the step that says how many leave: "leaving", or "first_leaving" before the append.
+        """
 
         def place() -> torch.Tensor:
-            return _without(step.leaving, sinks, slots, run.shape[2])
+            """Return [rows, slots]: where each slot's token lies in `run`."""
+            slot = torch.arange(slots)[None]
+            gone = torch.from_numpy(getattr(step, leaving))[:, None]
+            return _once(torch.where(slot < sinks, slot, slot + gone).clamp(max=run.shape[2] - 1))
 
-        self.tokens = _picked(run, step.tensor(("rest", run.shape[2]), run.device, place))
+        self.tokens = _picked(run, step.tensor((leaving, run.shape[2]), run.device, place))
 
     def select_rows(self, step: Step) -> None:
         """Let row i continue the former row `step.sources[i]`.
@@ -118,13 +109,6 @@ class Residual:
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
 
 
-def _without(gone: Numbers, sinks: int, slots: int, held: int) -> torch.Tensor:
-    """Return [rows, slots]: where each slot's token lies in a run of `held` that loses `gone` [rows] tokens after its sinks."""
-    slot = torch.arange(slots)[None]
-    lost = torch.from_numpy(gone)[:, None]
-    return _once(torch.where(slot < sinks, slot, slot + lost).clamp(max=held - 1))
-
-
 def _once(places: torch.Tensor) -> torch.Tensor:
     """Return places [rows, slots], or [1, slots] where they are the same for all rows."""
     return places[:1] if bool((places == places[:1]).all()) else places
@@ -145,17 +129,18 @@ class LayerStore:
         layer: the PagedLayer whose tensors these are.
         pages: storage of the sealed pages, which other caches may share.
     Attributes:
-        formats: of the layer, which its first pages may find too narrow; None: it keeps those that it has.
+        formats: of the layer, which its first pages may find too narrow.
         sink_tokens: slots at the front of the windows that are never sealed.
+        windows: exact tokens of keys and of values, of all rows.
+        residuals: those of the rows of the next forward.
     Raises: CacheOptionError where the kernel that was asked for cannot run on these pages.
     """
 
     def __init__(self, layer: Any, pages: PageStorage) -> None:
         device = self.device = pages.device
         self.on_host = device.type == "cpu"
-        self.asked_kernel: str = layer.kernel
-        self.formats: LayerFormats | None = layer.formats.if_widening
-        self.kernel = choose(layer.kernel, device, pages.spec)
+        self.formats: LayerFormats = layer.formats
+        self.kernel = choose(self.formats.options.kernel, device, pages.spec)
         self.layer_idx: int = layer.layer_idx
         self.pages = pages
         self.sink_tokens: int = layer.group.sizes.sink_tokens
@@ -163,9 +148,10 @@ class LayerStore:
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with persistent_tensors():
-            self.residuals = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
+            self.windows = Residual(pages.spec.keys, device), Residual(pages.spec.values, device)
             # 1: numbers were made finite
             self.damaged = torch.zeros((), dtype=torch.uint8, device=device)
+        self.residuals = self.windows
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
@@ -178,7 +164,7 @@ class LayerStore:
         vars(self).update(state, _room=0, launches={}, _checked=())
         self.device = self.residuals[0].tokens.device
         self.on_host = self.device.type == "cpu"
-        self.kernel = choose(self.asked_kernel, self.device, self.spec)
+        self.kernel = choose(self.formats.options.kernel, self.device, self.spec)
 
     @property
     def spec(self) -> PageSpec:
@@ -235,14 +221,16 @@ class LayerStore:
             if step.first is not None:
                 self._widen(step, step.first, self._write(step, step.first, None))
                 for window in self.residuals:
-                    window.drop_first(step, self.sink_tokens)
+                    held = window.tokens
+                    window.keep_rest(step, held, held.shape[2], self.sink_tokens, "first_leaving")
             runs = self._write(step, step.seal, new) if step.fits else self._run(step, new)
             if step.seal is not None:
                 self._widen(step, step.seal, runs)
             if not step.fits or step.moves_rest:
                 for window, run in zip(self.residuals, runs, strict=True):
                     window.keep_rest(step, run, slots, self.sink_tokens)
-        self._look_for_damage()
+        if moved.is_host(self.damaged.device):  # elsewhere that would wait: when asked
+            self.report_damage()
         return runs
 
     def _run(self, step: Step, new: Pair) -> Pair:
@@ -295,17 +283,29 @@ class LayerStore:
         if not (step.begins and may_wait(self.device)):
             return
         first, self.pages.sealed = not self.pages.sealed, True
-        if first and self.formats is not None:
+        if first and self.formats.may_widen:
             widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
             if self.pages.wider is not None:
-                self.kernel = choose(self.asked_kernel, self.device, self.spec)
+                self.kernel = choose(self.formats.options.kernel, self.device, self.spec)
                 self._write(step, jobs, None, tokens)
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.sources[i]`."""
+        self.residuals = self.windows
         with persistent_tensors():
-            for window in self.residuals:
+            for window in self.windows:
                 window.select_rows(step)
+
+    def put_sinks(self, row: int, sinks: Pair) -> None:
+        """Let a row begin with exact keys and values [num_kv_heads, sink_tokens, head_dim]."""
+        with persistent_tensors():
+            for window, first in zip(self.windows, sinks, strict=True):
+                window.tokens[row, :, : first.shape[1]] = first
+
+    def sinks_of(self, row: int) -> Pair:
+        """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, head_dim]."""
+        keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.windows)
+        return keys, values
 
     def reopen(self, step: Step) -> None:
         """Decode the pages that a crop cut into back into the windows; say so where that is not exact."""
@@ -358,11 +358,6 @@ class LayerStore:
             budget,
             found.offloaded,
         )
-
-    def _look_for_damage(self) -> None:
-        """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""
-        if moved.is_host(self.damaged.device):
-            self.report_damage()
 
     def report_damage(self) -> None:
         """Warn once when keys or values of a sealed page were not finite."""

@@ -1,6 +1,6 @@
 """Wider pages for a layer whose formats are too narrow: when it is looked for, which ones, done, and said."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -34,46 +34,45 @@ def limit(side: SideSpec) -> float:
     return min(usual_damage(side) * 4.0 ** (2 + side.scheme.bits / 4), LOST[side.scheme.rotated])
 
 
-def choose(asked: LayerFormats, pages: PageStorage, kernel: str, sample: Sample) -> Wider | None:
+def choose(
+    asked: LayerFormats, pages: PageStorage, kernel: str, sample: Sample, tokens: Pair
+) -> Wider | None:
     """Return the formats that `pages` need in place of those `asked` for, or None; waits for the device.
 
     Args:
         kernel: name of the backend that reads the pages, and shall read wider ones.
+        tokens: keys and values, as of `widen`.
     """
     formats, reasons = dict[str, str](), dict[str, str]()
     for place, side in enumerate(pages.spec.sides):
         usual, damage, chosen = usual_damage(side), sample.damage(pages.spec, place), "exact"
         if damage <= limit(side):
             continue
-        candidates = _candidates(asked, pages, kernel, place, formats)
+        candidates = _candidates(asked.widened(formats), pages, kernel, place, tokens)
         for name, made in sorted(candidates, key=lambda pair: pair[1].bits_per_element):
             if sample.damage(made, place) <= min(HEALTHY * usual, limit(made.sides[place])):
                 chosen = name
                 break
+        formats[side.side] = chosen
         change = f"{side.side} {asked.names[place]} -> {chosen}"
-        why = f"{WHY} by {damage / usual:,.0f}"
-        formats[side.side], reasons[side.side] = chosen, f"{change}: {why}"
+        reasons[side.side] = f"{change}: {WHY} by {damage / usual:,.0f}"
     return Wider(formats, reasons) if formats else None
 
 
 def _candidates(
-    asked: LayerFormats, pages: PageStorage, kernel: str, place: int, before: Mapping[str, str]
+    asked: LayerFormats, pages: PageStorage, kernel: str, place: int, tokens: Pair
 ) -> Iterator[tuple[str, PageSpec]]:
     """Yield (format, pages with it) for all formats wider than that of a side which the kernel reads, but exact."""
     side = pages.spec.sides[place]
     for name in format_names(side.side):
-        formats = {**before, side.side: name}
         try:
-            made = asked.widened_spec(formats, pages.spec, pages.device)
+            made = asked.widened({side.side: name}).spec_of(*tokens)
         except CacheOptionError:  # its groups do not fit these sizes
             continue
         scheme, wider = made.sides[place].scheme, made.sides[place].bits_per_element
         native = scheme.native_number is not None and not scheme.is_exact
         if native and wider > side.bits_per_element and not why_not(kernel, pages.device, made):
             yield name, made
-
-
-NO_MEMORY = "there is no memory for wider pages"
 
 
 def widen(
@@ -97,22 +96,27 @@ def widen(
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     """
     places = list(dict.fromkeys(map(tuple, jobs[[0, -1]].tolist())))
-    sample = sample_of(tokens, places, asked.options.page_size)
+    size = asked.options.page_size
+    keys, values = (
+        torch.stack([side[row, :, slot : slot + size].detach() for row, slot, _ in places])
+        for side in tokens
+    )
+    sample = Sample(keys, values)
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]
     if all(sample.most_damage(fields, spec) <= limit(spec) for fields, spec in sides):
         return
     if not sample.says_something:
         return
-    wider = choose(asked, pages, kernel.name, sample)
+    wider = choose(asked, pages, kernel.name, sample, tokens)
     if wider is None:
         return
     kept = pages.keeps
     try:
         if kept is None:
-            pages.widen(asked.widened_spec(wider.formats, pages.spec, pages.device), wider)
+            pages.widen(asked.widened(wider.formats).spec_of(*tokens), wider)
     except (torch.OutOfMemoryError, MemoryError):
-        kept = NO_MEMORY
+        kept = "there is no memory for wider pages"
     say(layer_idx, wider, kept)
 
 
@@ -122,29 +126,13 @@ def may_wait(device: torch.device) -> bool:
     return not traced and not moved.is_recorded(device)
 
 
-def sample_of(tokens: Pair, places: Sequence[Sequence[int]], page_size: int) -> Sample:
-    """Return the pages at `places` (row, first slot, ..) of keys and values [rows, heads, slots, channels]."""
-    keys, values = (
-        torch.stack([side[row, :, slot : slot + page_size].detach() for row, slot, _ in places])
-        for side in tokens
-    )
-    return Sample(keys, values)
-
-
 def say(layer_idx: int, wider: Wider, kept: str | None) -> None:
-    """Say which layer got wider formats and why, or why it has `kept` its own; once for each change, or side and reason."""
+    """Say which layer got wider formats and why, or why it has `kept` its own; once for each side, format and reason."""
     for side, reason in wider.reasons.items():
-        change, _, why = reason.partition(": ")
-        asked, _, chosen = change.partition(" -> ")
-        if kept is None:
-            warn_once(
-                f"widened {change}",
-                f"Layer {layer_idx} has {why}: its pages are wider than asked ({change}). More layers may get wider pages "
-                'without a word; cache.report() names all of them, and widen="never" keeps the formats that were asked for',
-            )
-        else:
-            warn_once(
-                f"too narrow {side} {kept}",
-                f"Layer {layer_idx} has {why}, and it keeps {asked}: {kept}. Give such layers {chosen!r} by the "
-                "option `layers`",
-            )
+        said = "its pages are wider than asked. More layers may get wider pages without a word; cache.report() names all of them, "
+        said += 'and widen="never" keeps the formats that were asked for'
+        if kept is not None:
+            said = f"it keeps its format, because {kept}. Give such layers wider formats by the option `layers`"
+        warn_once(
+            f"widening {side} {wider.formats[side]} {kept}", f"Layer {layer_idx}, {reason}: {said}"
+        )

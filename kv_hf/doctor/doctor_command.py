@@ -24,7 +24,11 @@ from .kernels import PREFIX, FormatReport, Subject, paged_names, report_formats,
 from .self_test import BROKEN, NOTE, OK, SelfTest, Trial, self_test
 
 WARNING = "warning"  # may work, but slowly, or nobody has tried
-TESTED = ("5.17.0", "5.23.0")  # versions of transformers that the whole test suite ran with
+TESTED = (
+    "5.17.0",
+    "5.23.0",
+    "5.24.0",
+)  # versions of transformers that the whole test suite ran with
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "triton")
 VARIABLES = ("KV_HF_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}

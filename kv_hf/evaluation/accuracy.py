@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..geometry import Geometry
 from ..texts import longest_context
@@ -63,7 +64,7 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any, keep: int) -> Tenso
     # logits of a whole context would take more memory than all else
     named = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": keep} if "logits_to_keep" in named else {}
-    return model(ids, past_key_values=cache, use_cache=True, **last).logits
+    return model(ids, use_cache=True, **{CACHE: cache}, **last).logits
 
 
 def last_logits(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
@@ -131,7 +132,7 @@ def decoded(
     """
     while position < len(ids):
         end = min(len(ids), position + next_chunk(cache, position))
-        out = model(ids[None, position:end], past_key_values=cache, use_cache=True)
+        out = model(ids[None, position:end], use_cache=True, **{CACHE: cache})
         yield position, check_finite(out.logits[0].float(), name, f"at token {position}")
         position = end
 

@@ -15,6 +15,7 @@ from transformers import (
     StaticCache,
 )
 
+from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
 from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
@@ -141,7 +142,7 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, use_cache=True, **{CACHE: cache})
     shapes: list[LayerShape] = []
     for layer in cache.layers:
         keys: Any = getattr(layer, "keys", None)

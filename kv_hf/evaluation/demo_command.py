@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from ..cache.model_shape import CACHE
 from ..checks import check_int, extra
 from ..printable import tell, tell_error
 from ..text_table import say, table_lines, text_width
@@ -80,7 +81,7 @@ def with_every_cache(model: Any, inputs: Any, new_tokens: int) -> tuple[list[Row
             )
             start, _, first, *_, last = clock.times
             row = {"cache": name, "prompt_tokens": prompt, "new_tokens": new_tokens}
-            row["kv_bytes"] = held_bytes(out.past_key_values)
+            row["kv_bytes"] = held_bytes(out[CACHE])
             row["prefill_tokens_per_s"] = prompt / (first - start)
             row["decode_tokens_per_s"] = (new_tokens - 1) / (last - first)
             rows.append(row)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from kv_hf_cli import command_parser
 
+from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name, write_cache_name
 from ..checks import extra, usable_device
@@ -196,7 +197,7 @@ class KVCacheLM(HFLM):
     ) -> Tensor:
         """Generate as HFLM does, with an empty cache of the chosen kind."""
         cache = self.kind.make(self.model.config, max_length)
-        generation_kwargs["past_key_values"] = cache
+        generation_kwargs[CACHE] = cache
         out = super()._model_generate(context, max_length, stop, **generation_kwargs)
         width = int(cache.get_seq_length())
         mask = generation_kwargs.get("attention_mask", torch.ones_like(context))

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..cache.model_shape import CACHE
 from ..checks import check_choice, check_int
 from ..texts import load_text, longest_context, text_names
 from .accuracy import Prefill, decoded, measure_held
@@ -266,7 +267,7 @@ def read(
     out = generate(
         asked[None],
         attention_mask=torch.ones_like(asked[None]),
-        past_key_values=opened(),  # not every cache can be copied (quanto's tensors cannot)
+        **{CACHE: opened()},  # not every cache can be copied (quanto's tensors cannot)
         max_new_tokens=len(answer) + SPARE,
         do_sample=False,  # a checkpoint's own sampling and penalty would work against copying an answer from the text
         num_beams=1,

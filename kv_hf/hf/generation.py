@@ -12,7 +12,7 @@ from ..cache.build import check_kernel, most_bytes
 from ..cache.identity import virtual_owner
 from ..cache.layer import HandleLayer, PagedLayer
 from ..cache.layer_kinds import LatentLayer
-from ..cache.model_shape import is_dummy, is_encoder_decoder, modules_of
+from ..cache.model_shape import CACHE, is_dummy, is_encoder_decoder, modules_of
 from ..cache.paged_cache import PagedCache
 from ..checks import check_choice
 from ..config import DEFAULTS, OPTIONS, OTHER_CACHE_WORDS, CacheConfig, names_of
@@ -26,7 +26,7 @@ PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Py
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
 MODES = ("greedy_search", "sample")
 WITHOUT_NAME = "paged_exact"  # brings no option of its own: a CacheConfig says the rest
-# how GenerationConfig.validate() begins where it does not know a name (generation/configuration_utils.py, 5.17 to 5.23)
+# how GenerationConfig.validate() begins where it does not know a name (generation/configuration_utils.py, 5.17 to 5.24)
 _REFUSED = re.compile(r"Invalid `cache_implementation` \((.*?)\)\.")
 
 
@@ -40,12 +40,12 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
 
     Args:
         generation_config: of this call.
-        given: the cache that the user passes (`past_key_values`), or None.
+        given: the cache that the user passes (`past_key_values`, from 5.24 on `cache`), or None.
     Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged, and a name in place of a cache.
     """
     if isinstance(given, str):
         raise CacheOptionError(
-            f"past_key_values must be a cache, as kv_hf.PagedCache(model.config, ..) makes one, got {given!r}: a name goes into "
+            f"{CACHE} must be a cache, as kv_hf.PagedCache(model.config, ..) makes one, got {given!r}: a name goes into "
             "cache_implementation"
         )
     name: str | None = generation_config.cache_implementation
@@ -80,8 +80,16 @@ def check_made(model: Any, generation_config: Any, cache: Any) -> None:
     if cache is None and generation_config.use_cache is not False and is_cache_name(name):
         raise UnsupportedModelError(
             f"cache_implementation={name!r}: generate() of {type(model).__name__} makes no cache by its name; leave "
-            "cache_implementation out, and pass past_key_values=kv_hf.PagedEncoderDecoderCache(model.config, ..)"
+            f"cache_implementation out, and pass {CACHE}=kv_hf.PagedEncoderDecoderCache(model.config, ..)"
         )
+
+
+def not_kept_in(model: Any) -> UnsupportedModelError:
+    """Return the error for a model that keeps nothing in generate()'s cache."""
+    return UnsupportedModelError(
+        f"{type(model).__name__} does not keep its keys and values in a transformers Cache that generate() passes as {CACHE}, so "
+        "that pages cannot hold them; leave cache_implementation out"
+    )
 
 
 def with_hint(error: ValueError) -> ValueError:
@@ -99,7 +107,7 @@ def with_hint(error: ValueError) -> ValueError:
 
 @dataclass(frozen=True)
 class Generation:
-    """What generate() is about to do, as it tells `_prepare_cache_for_generation` (5.17 to 5.23).
+    """What generate() is about to do, as it tells `_prepare_cache_for_generation` (5.17 to 5.24).
 
     Attributes:
         rows: of the cache.
@@ -222,6 +230,10 @@ def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
         return "prepare_inputs_for_generation was replaced, and may make the text longer"
     if not type(asked.model).__module__.startswith("transformers."):
         return f"{type(asked.model).__name__}, whose code is not transformers' own, may make the text longer"
+    if (
+        not asked.model._can_compile_fullgraph
+    ):  # which may take no mask of four dimensions either (Kosmos-2)
+        return "transformers compiles no steps of this model"
     if config.return_dict_in_generate:
         return "the cache is returned, and another generation may make it grow"
     if config.prefill_chunk_size is not None:

@@ -1,8 +1,8 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches generate().
 
 Seven seams are patched, all idempotently: the closed list of cache implementations that
-GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
-GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
+GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.24); methods of
+GenerationMixin (generation/utils.py, 5.17 to 5.24): generate, whose tokens a cache notes and whose streams notices
 wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a
 prefix store comes in; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
 generate() decides what runs a decode step, and where CUDA graphs come in; and get_interface (AttentionInterface), to which
@@ -11,7 +11,6 @@ that transformers has registered.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..cache.build import check_kernel
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.layer_kinds import LatentLayer
-from ..cache.model_shape import is_encoder_decoder
+from ..cache.model_shape import CACHE, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..config import CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
@@ -38,6 +37,7 @@ from .generation import (
     decide,
     execution_devices,
     new_cache,
+    not_kept_in,
     refuse_growing,
 )
 from .history import around_generate
@@ -98,7 +98,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         name = asked_name(generation_config, given)
         paged = any(half is not None for half in paged_halves(given))
         if paged and name is not None and getattr(generation_config, "is_assistant", False):
@@ -113,7 +113,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(cache, asked, model_kwargs)
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
 
@@ -156,12 +156,8 @@ def _check_paged_cross(model: Any) -> None:
 def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
     model, generation_config = asked.model, asked.config
     name = generation_config.cache_implementation or WITHOUT_NAME
-    is_mamba = "mamba" in type(model).__name__.lower()
-    if is_mamba or not (model._supports_default_dynamic_cache() and _takes_a_cache(model)):
-        raise UnsupportedModelError(
-            f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a transformers Cache "
-            "that generate() passes as past_key_values, so that pages cannot hold them; leave cache_implementation out"
-        )
+    if "mamba" in type(model).__name__.lower() or not model._supports_default_dynamic_cache():
+        raise not_kept_in(model)
     options = given_options(generation_config.cache_config)
     if getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
@@ -172,15 +168,6 @@ def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
     if cache.options.cross_attention != "exact":
         _check_paged_cross(model)
     return cache
-
-
-def _takes_a_cache(model: Any) -> bool:
-    """Say whether any part of `model` takes generate()'s cache: the first GPT has none, Flaubert calls its own `cache`."""
-    return any(
-        "past_key_values" in inspect.signature(part.forward).parameters
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel)
-    )
 
 
 def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ transformers (from 5.15 on) caches latents and calls `module.expand_kv(latent, k
 which multiplies the whole history by kv_b_proj. Here handles pass through `expand_kv` as they are, and a decode step
 attends to the latents themselves: the key half of kv_b_proj is multiplied into the query, the value half into the
 result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). In a forward of continuous batching, which has no cache in front of
-`expand_kv`, new latents pass through as well, and attention stores them. Read in transformers 5.17 to 5.23, where all
+`expand_kv`, new latents pass through as well, and attention stores them. Read in transformers 5.17 to 5.24, where all
 models share one `expand_kv`; attention is recognised by that method and the sizes beside it, not by the model's name. An
 `expand_kv` of somebody else's is called as it is.
 """

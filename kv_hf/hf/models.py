@@ -31,6 +31,7 @@ OTHER_TOKENS = {
     "blt": "the model keeps a second cache of its own, of other tokens, beside the one that it is given",
     "cpmant": "the model puts columns of its own in front of the tokens of each forward",
     "prophetnet": "the model takes one token at a time after a cache",
+    "xlm": "the model puts a mask token behind the tokens of each forward",
 }
 
 
@@ -43,6 +44,8 @@ def why_not_preallocated(model: PreTrainedModel) -> str | None:
     """Return why generate() of `model` would be wrong on a cache with room for more columns than it has seen, or None."""
     if not _decoder_of(model)._can_set_attn_implementation():
         return "its attention, which is not transformers' AttentionInterface, may take the columns of the keys for those of the text"
+    if any(hasattr(part, "_prepare_decoder_attention_mask") for part in model.modules()):
+        return "it makes its masks itself, from those of two dimensions"  # Kosmos-2
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     made: Any = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get("hybrid_sliding", {})
     own = made.get("sliding_attention")  # 5.23: the masks of full attention

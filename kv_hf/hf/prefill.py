@@ -13,13 +13,13 @@ from transformers.generation.utils import GenerationMixin
 
 from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
-from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
+from ..cache.model_shape import CACHE, CHUNKS_BEHIND_A_CACHE, rotates_by_length
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore, common_tokens
 from ..cache.states import check_states, states_of
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import logger, warn_once
-from .generation import check_made
+from .generation import check_made, not_kept_in
 from .history import Text, comes_from_ids, note_at_end
 from .models import why_other_tokens
 
@@ -90,7 +90,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(ids: torch.Tensor) -> Any:
             return original(self, ids, generation_config, model_kwargs, *args, **kwargs)
 
-        cache: Any = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get(CACHE)
         halves = [half for half in paged_halves(cache) if half is not None]
         own = halves[0] if halves else None
         if own is None:
@@ -108,6 +108,10 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                     outputs = run(input_ids)
             else:
                 outputs = _share(self, own, prompt, generation_config, input_ids, run)
+        if (
+            not own.get_seq_length()
+        ):  # as the first GPT and Flaubert, which take no cache from generate()
+            raise not_kept_in(self)
         for half in halves:
             half.end_prefill()
         front = text.note()  # a cache that is stopped from here on knows its text
@@ -192,7 +196,7 @@ def attach_prefix(
             ids = torch.tensor([common[start:end]], device=model.device)
             with lead.reading_everything():
                 for part in ids.split(chunk or end - start, dim=1):
-                    model(input_ids=part, past_key_values=lead, use_cache=True, **last_logit(model))
+                    model(input_ids=part, **{CACHE: lead}, use_cache=True, **last_logit(model))
             store.add(lead, [common[:end]], space)
         lead.end_prefill()
         computed = len(common) - begin
@@ -212,7 +216,7 @@ def why_not_from_states(model: Any, cache: PagedCache) -> str | None:
             for sizes in ([before, after], [before, *[1] * after]):
                 one = cache.fresh(prefix_store=None)
                 for part in ids.split(sizes, dim=1):
-                    out = model(input_ids=part, past_key_values=one, use_cache=True)
+                    out = model(input_ids=part, **{CACHE: one}, use_cache=True)
                 states = [states_of(layer) for layer in one.layers]
                 for index, held in enumerate(states):
                     check_states(one, index, held)
@@ -317,10 +321,10 @@ def virtual_tokens_in_pages(model: Any, cache: Any) -> Iterator[None]:
 
     def with_pages(*args: Any, **kwargs: Any) -> Any:
         inputs = prepare(*args, **kwargs)
-        brought = inputs.get("past_key_values")
+        brought = inputs.get(CACHE)
         if isinstance(brought, Cache) and brought is not cache:
             _move(getattr(brought, "self_attention_cache", brought), cache)
-            inputs["past_key_values"] = cache
+            inputs[CACHE] = cache
         return inputs
 
     model.prepare_inputs_for_generation = with_pages

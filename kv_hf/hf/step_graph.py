@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..errors import first_line
 from ..notices import say_once, warn_once
 from ..pages.step import FixedStep
 
-CACHE = "past_key_values"
 # of the largest logit: how far the replay may lie from the same step run without a graph, which runs the same kernels
 TOLERANCE = 2e-2
 

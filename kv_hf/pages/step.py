@@ -161,13 +161,6 @@ class TableView:
         self._moved.clear()
         return self
 
-    def before(self) -> "TableView":
-        """Return where the tokens of a layer lie that has not appended this forward's yet; for rows without padding."""
-        assert self.starts is not None
-        lengths = torch.stack([self.num_pages, self.starts, self.padding])
-        rows = self.num_pages.shape[0]
-        return self._unpacked(self.tables, CPU, lengths, rows, self.offset)
-
     def on(self, device: torch.device) -> "TableView":
         """Return this view with its tensors on `device` (moved once, then remembered)."""
         if device == self.block_table.device:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache
 
-from ..cache.model_shape import decoder_config, is_dummy, kept_layers, latent_ranks
+from ..cache.model_shape import CACHE, decoder_config, is_dummy, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
 from ..model_fields import EXPERTS, EXPERTS_PER_TOKEN, first, read
 from .inventory import CachedLayer, State
@@ -115,7 +115,7 @@ def _run(config: Any, name: str) -> tuple[Any, Any]:
         options = {"attn_implementation": "eager", "dtype": DTYPE}
         model = model_kind(own).from_config(own, **options).eval()
     takes = inspect.signature(model.forward).parameters
-    argument = "past_key_values" if "past_key_values" in takes else "cache_params"
+    argument = CACHE if CACHE in takes else "cache_params"
     if argument not in takes:
         raise UnsupportedModelError(f"{type(model).__name__} takes no cache of transformers")
     cache: Any = DynamicCache(config=model.config)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ..cache.layer import PagedLayer
 from ..cache.paged_cache import PagedCache
@@ -57,11 +58,11 @@ class Request:
     coming: int = 0
 
 
-class BatchCache:
+class BatchCache(PagedAttentionCache):
     """Pages and exact windows of requests that come and go, for all layers of a model.
 
-    transformers' continuous batching (generation/continuous_batching, 5.23) asks it for room, for prefixes and for
-    copies; attention over pages calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
+    transformers' continuous batching (generation/continuous_batching, 5.24) asks it for room, for prefixes and for
+    copies, as it asks the class that this one stands for; attention over pages calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
     requests, and with a PrefixStore by calls of generate().
 
     Args:
@@ -100,7 +101,7 @@ class BatchCache:
             for window, kind in kinds_of(template).items()
         }
         layers: Sequence[Any] = template.layers
-        self.device = layers[0].device
+        self.device: torch.device = layers[0].device
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
         self.known: dict[str, Request] = {}
         self.requests: list[Request] = []
@@ -171,7 +172,7 @@ class BatchCache:
             lacking -= store.evict(lacking)
         return lacking <= 0
 
-    def can_store_request_tokens(self, state: Any, request_len: int) -> bool:
+    def can_store_request_tokens(self, state: Any, request_len: int) -> bool:  # type: ignore[override]
         """Say whether `request_len` more tokens of a request have room; if so it is reserved."""
         tokens = state.current_len() + request_len
         request = self.request(state.request_id)
@@ -197,7 +198,7 @@ class BatchCache:
                 return count
         return len(starved)
 
-    def compute_free_capacity(self) -> float:
+    def compute_free_capacity(self) -> float:  # type: ignore[override]
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
         if None not in self.groups:
             return 1 - len(self.requests) / self.room.rows
@@ -208,7 +209,7 @@ class BatchCache:
         return False
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> Any:  # type: ignore[override]
         """What transformers frees sectors of before it asks for room."""
         return self
 
@@ -286,7 +287,7 @@ class BatchCache:
             # transformers lets waiting requests in where one finishes, and not where the last is cancelled
             self.scheduler.block_new_requests = False
 
-    def free_all_requests(self) -> None:
+    def free_all_requests(self) -> None:  # type: ignore[override]
         """Let go of all requests."""
         for request_id in list(self.known):
             self.free_blocks(request_id)
@@ -321,7 +322,7 @@ class BatchCache:
     def _space_of(self, request: Request, store: PrefixStore) -> str:
         """Return the space of a request's prefixes: of the model as it was when the request began, and of its salt."""
         if request.space is None:
-            if self._space is None:  # pages of other weights are let go of
+            if self._space is None:
                 self._space = store.bind_model(self.model, self.options)
             request.space = self._space
         return salted(request.space, getattr(request.name, "salt", ""))
@@ -364,14 +365,9 @@ class BatchCache:
         pages = group.batch.pages[row]
         space = self._space_of(request, store)
         with self.in_order():
-            shared = store.keep(space, tokens, pages, lambda: self._sinks_of(row))
+            shared = store.keep(space, tokens, pages, self.stores.values(), row)
         if shared != pages[: len(shared)]:
             group.replace_pages(row, shared + pages[len(shared) :])
-
-    def _sinks_of(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return copies of the exact first keys and values of a row, for each layer."""
-        with self.in_order():
-            return [store.sinks_of(row) for store in self.stores.values()]
 
     # -- forwards --------------------------------------------------------------------------------------------------
 
@@ -436,6 +432,22 @@ class BatchCache:
         if places == list(range(first, first + count)):
             return slice(first, first + count)
         return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tell attention of this cache, through `kwargs`; before 5.24 attention is given the cache, and nobody calls this.
+
+        Args:
+            key_states, value_states: [1, num_kv_heads, tokens, dim], of this forward.
+        Returns: both as they are: attention stores them.
+        """
+        kwargs["cache"] = self
+        return key_states, value_states
 
     def paged_attend(
         self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any

@@ -10,6 +10,7 @@ from transformers.generation.continuous_batching.cache import get_device_and_mem
 
 from ..cache.layer_formats import warn_of_two_bits
 from ..cache.layer_kinds import LatentLayer
+from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig
@@ -93,7 +94,7 @@ def _probed(
     count = min(count, getattr(config, "max_position_embeddings", None) or count)
     tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
     with torch.no_grad():
-        model(input_ids=tokens, past_key_values=cache, use_cache=True, **last_logit(model))
+        model(input_ids=tokens, **{CACHE: cache}, use_cache=True, **last_logit(model))
     return cache, store
 
 

@@ -36,7 +36,6 @@ class BatchStore(LayerStore):
         self.window, self.slots = layer.window, slots
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.latent_decode = layer.formats.options.latent_decode
-        self.windows = self.residuals
         self._rows, self._parts = slice(0), list[torch.Tensor]()
         with persistent_tensors():
             for window in self.windows:
@@ -121,23 +120,6 @@ class BatchStore(LayerStore):
 
         shape = (part.rows, 1, part.q_len, seen)
         return *new, LazyMask(shape, self.device, visible, causal=causal)
-
-    # -- rows that come, go and change places --------------------------------------------------------------------------
-
-    def select_rows(self, step: Step) -> None:
-        """Let row i of all windows continue the former row `step.sources[i]`."""
-        self.residuals = self.windows  # not those of a part
-        super().select_rows(step)
-
-    def put_sinks(self, row: int, sinks: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Let a row begin with exact keys and values [num_kv_heads, sink_tokens, head_dim]."""
-        for residual, first in zip(self.windows, sinks, strict=True):
-            residual.tokens[row, :, : first.shape[1]] = first
-
-    def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, head_dim]."""
-        keys, values = (one.tokens[row, :, : self.sink_tokens].clone() for one in self.windows)
-        return keys, values
 
 
 def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:

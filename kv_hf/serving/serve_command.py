@@ -81,7 +81,7 @@ def add_transformers_options(found: argparse.ArgumentParser) -> None:
 
     Only those that are given reach the result, so that their defaults stay transformers'.
 
-    Raises: ImportError or ServerInterfaceError where transformers has no server.
+    Raises: ImportError naming a package that the server lacks.
     """
     group = found.add_argument_group("options of transformers serve, passed on")
     make = serve_class().__init__

@@ -5,78 +5,35 @@ exchanged, a route for the counts is added, and errors of a request's options be
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pkgutil import resolve_name
 from typing import Any
 
-import transformers
-
 from ..checks import extra
-from ..errors import CacheOptionError, KVCacheError, PagePoolExhaustedError
+from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..hf.generation import with_hint
 from .server_model import ServerOptions
-
-TESTED = "5.17 to 5.23"
-_STREAMS = ("model", "processor", "inputs", "gen_config", "request_id")
-# class or function of transformers.cli.serving -> the parameters that are passed or read by these names
-_USED = {
-    "serve.Serve": ("force_model", "continuous_batching", "host", "port", "non_blocking"),
-    "serving.server.build_server": ("model_manager", "generation_state"),
-    "serving.utils.GenerationState.get_manager": ("model_id", "use_cb"),
-    "serving.utils.CBGenerateManager.init_cb": ("model", "gen_config"),
-    "serving.utils.CBGenerateManager.is_alive": (),
-    "serving.utils.CBGenerateManager.scheduler": (),
-    "serving.utils.GenerateManager.generate_streaming": (*_STREAMS, "response_parser"),
-    "serving.utils.GenerateManager.generate_non_streaming": _STREAMS,
-}
-
-
-class ServerInterfaceError(KVCacheError):
-    """The installed transformers has no server, or one with another interface."""
 
 
 def serve_class() -> Any:
     """Return transformers' `Serve`, the command that starts its server; it needs typer, not fastapi.
 
-    Raises: ServerInterfaceError naming the installed version and the versions that fit.
+    Raises: ImportError naming the missing package and the extra.
     """
     with extra("serving", "kv-hf serve"):
         import typer  # noqa: F401
-    try:
-        from transformers.cli.serve import Serve
-    except ImportError as error:
-        raise _other_version(f"it has no transformers.cli.serve ({error})") from error
+    from transformers.cli.serve import Serve
+
     return Serve
 
 
-def check_server() -> None:
-    """Check packages and interface of transformers' server.
-
-    Raises: ImportError naming the missing package and the extra; ServerInterfaceError as `serve_class`.
-    """
+def check_packages() -> None:
+    """Raise ImportError naming a package that transformers' server lacks, and the extra."""
     with extra("serving", "kv-hf serve"):
         import fastapi  # noqa: F401
         import openai  # noqa: F401
         import pydantic  # noqa: F401
         import uvicorn  # noqa: F401
-    serve_class()
-    for path, names in _USED.items():
-        try:
-            found = resolve_name(f"transformers.cli.{path}")
-        except (ImportError, AttributeError):
-            raise _other_version(f"it has no transformers.cli.{path}") from None
-        for name in names:
-            if name not in inspect.signature(found).parameters:
-                raise _other_version(f"transformers.cli.{path} has no parameter {name}")
-
-
-def _other_version(why: str) -> ServerInterfaceError:
-    return ServerInterfaceError(
-        f"kv-hf serve starts the server of transformers {TESTED}, and transformers {transformers.__version__} is "
-        f"installed: {why}. Install a version that fits"
-    )
 
 
 def start(options: ServerOptions, model: str, **arguments: Any) -> Any:
@@ -87,10 +44,10 @@ def start(options: ServerOptions, model: str, **arguments: Any) -> Any:
         model: as `transformers serve` takes it: hub id, folder, or GGUF file of a repository.
         **arguments: of transformers' `Serve`; with non_blocking=True the server runs in a thread, until `kill_server`.
     Returns: transformers' `Serve`.
-    Raises: ImportError naming a missing package and the extra; KVCacheError where transformers' server is another one or pages
-        cannot be the model's cache.
+    Raises: ImportError naming a missing package and the extra; KVCacheError where pages cannot be the model's
+        cache.
     """
-    check_server()
+    check_packages()
     with paged_server(options):
         return serve_class()(force_model=model, **arguments)
 

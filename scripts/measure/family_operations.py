@@ -22,6 +22,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import kv_hf
 from kv_hf.backends import dispatch
 from kv_hf.backends.base import Backend
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.read_budget import ReadBudget
 from measure.family_models import TEXT_IDS, twin
 
@@ -213,12 +214,12 @@ def generate(
         asked["use_cache"] = False
     else:
         asked |= with_cache
-    if kind not in STOCK and "past_key_values" not in asked:
+    if kind not in STOCK and CACHE not in asked:
         asked["cache_implementation"] = kind
         asked["cache_config"] = {"page_size": PAGE_SIZE, **cache_config}
     inputs = subject.inputs(text() if ids is None else ids, mask)
     out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **asked)
-    found = {"tokens": out.sequences, "pages": pages_held(getattr(out, "past_key_values", None))}
+    found = {"tokens": out.sequences, "pages": pages_held(getattr(out, CACHE, None))}
     if getattr(out, "logits", None):
         found["logits"] = torch.stack([logits.float() for logits in out.logits], 1)
     if getattr(out, "sequences_scores", None) is not None:
@@ -235,10 +236,10 @@ def assisted(subject: Subject, kind: str) -> Outcome:
 def two_turns(subject: Subject, kind: str, between: Callable[..., Any] | None = None) -> Outcome:
     """One cache for a text and for a longer one that begins with it; `between` gives another cache for the second."""
     model = subject.of(kind)
-    held = {"past_key_values": new_cache(model, kind)}
+    held = {CACHE: new_cache(model, kind)}
     one = generate(subject, kind, text(length=90), with_cache=held)
     if between is not None and kind not in STOCK:
-        held = {"past_key_values": between(held["past_key_values"], model)}
+        held = {CACHE: between(held[CACHE], model)}
     two = generate(subject, kind, longer(one["tokens"]), with_cache=held)
     return {"tokens": two["tokens"], "logits": torch.cat([one["logits"], two["logits"]], 1)}
 
@@ -284,7 +285,7 @@ def forwards(
     for count, kept in zip(counts, keep, strict=True):
         inputs = subject.inputs(ids[:, 0 if held is None else start : start + count])
         inputs |= {"logits_to_keep": kept} if kept else {}
-        inputs |= {"use_cache": False} if held is None else {"past_key_values": held}
+        inputs |= {"use_cache": False} if held is None else {CACHE: held}
         with torch.no_grad():
             logits = model(**inputs).logits
         found.append(logits[:, -(kept or count) :].float())

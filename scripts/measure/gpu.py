@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kv_hf.cache.layer_kinds import LatentLayer
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.memory import kernel_of, random_prompt
@@ -164,7 +165,7 @@ def decoding_of(model: Any, context: int, batch: int, cache: str, mode: str) -> 
     if any(isinstance(layer, LatentLayer) for layer in decoding.cache.layers):
         prepare_latents(model, decoding.cache.options)  # as generate() does: no prompt went through
     ids = decoding.token.clone()
-    how = {"past_key_values": decoding.cache, "use_cache": True, "logits_to_keep": 1}
+    how = {CACHE: decoding.cache, "use_cache": True, "logits_to_keep": 1}
 
     @torch.no_grad()
     def run() -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache.prefix_store import PrefixStore
 from kv_hf.evaluation.caches import layer_shapes
@@ -77,7 +78,7 @@ def run_requests(
             cache_config={"prefix_store": store},
             return_dict_in_generate=True,
         )
-        caches.append(out.past_key_values)
+        caches.append(out[CACHE])
         outs.append(out.sequences[:, ids.shape[1] :])
     seconds, tokens = time.perf_counter() - start, sum(map(len, prompts))
     computed = tokens if store is None else store.stats().tokens_computed

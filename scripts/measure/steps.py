@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_hf.cache.model_shape import decoder_config, latent_rank, page_sizes
+from kv_hf.cache.model_shape import CACHE, decoder_config, latent_rank, page_sizes
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, why_not
@@ -100,7 +100,7 @@ class Decoding:
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """Run ids [batch, tokens] through the model; return the last logits [batch, vocab]."""
-        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(ids, use_cache=True, logits_to_keep=1, **{CACHE: self.cache})
         return out.logits[:, -1]
 
     def finite(self) -> Verdict:

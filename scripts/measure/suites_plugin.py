@@ -30,6 +30,7 @@ outcomes: dict[str, dict[str, Any]] = {}
 def substitute() -> None:
     """Let DynamicCache(config) make paged caches, and generate() choose them where it would make a DynamicCache."""
     import kv_hf
+    from kv_hf.cache.model_shape import CACHE
     from kv_hf.errors import UnsupportedModelError
     from kv_hf.formats import cache_options
     from kv_hf.pages.pool import PagePool
@@ -58,7 +59,7 @@ def substitute() -> None:
     def prepare(self: Any, config: Any, model_kwargs: Any, *args: Any, **more: Any) -> Any:
         nonlocal stock
         before = config.cache_implementation, config.cache_config
-        given = model_kwargs.get("past_key_values") is not None
+        given = model_kwargs.get(CACHE) is not None
         if before[0] not in (None, "dynamic") or given or config.use_cache is False:
             return prepared(self, config, model_kwargs, *args, **more)
         try:

@@ -244,7 +244,7 @@ def test_a_folder_gives_no_pages_to_a_layer_of_other_formats(tmp_path):
 def test_offloaded_pages_say_why_they_stay():
     held = cache_of(offload="disk", device_bytes=311_296)
     with pytest.warns(
-        kv_hf.KVCacheWarning, match="keeps values int4: its pages may leave the device"
+        kv_hf.KVCacheWarning, match="keeps its format, because its pages may leave the device"
     ):
         fed(loud(), held, words(2, PROMPT + 10), 300)
     assert widened(held) == []

@@ -10,6 +10,7 @@ from tiny_models import make_config, make_model
 from tiny_tokenizer import make_tokenizer
 from transformers import LlamaForCausalLM
 
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.evaluation.accuracy import Prefill
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.needles import (
@@ -137,9 +138,9 @@ class Scripted(LlamaForCausalLM):
 
     script: list[int]
 
-    def forward(self, input_ids=None, past_key_values=None, **kwargs):
-        first = past_key_values.get_seq_length()
-        out = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids=None, **kwargs):
+        first = kwargs[CACHE].get_seq_length()
+        out = super().forward(input_ids, **kwargs)
         out.logits = torch.full_like(out.logits, -30.0)
         for i in range(out.logits.shape[1]):
             following = first + input_ids.shape[1] - out.logits.shape[1] + i + 1

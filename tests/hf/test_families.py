@@ -20,7 +20,7 @@ from tiny_models import FAMILIES, NO_INTERFACE, left_padded, shared_model, token
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
+from kv_hf.cache.model_shape import CACHE, CHUNKS_BEHIND_A_CACHE
 from kv_hf.hf import attention
 
 # the others are slow
@@ -64,9 +64,7 @@ def test_model_without_an_argument_for_a_cache_is_refused(config, name):
     """Flaubert keeps its keys and values in a transformers Cache, but takes it under another name."""
     cls = getattr(transformers, name)
     model = cls(cls.config_class(vocab_size=97, **config)).eval()
-    with pytest.raises(
-        kv_hf.UnsupportedModelError, match=f"{name} does not keep .* as past_key_values"
-    ):
+    with pytest.raises(kv_hf.UnsupportedModelError, match=f"{name} does not keep .* as {CACHE}"):
         model.generate(tokens(1, 9), max_new_tokens=2, cache_implementation="paged_exact")
 
 
@@ -84,9 +82,9 @@ def test_model_whose_generate_makes_no_cache_by_name_is_refused_and_takes_one():
     model.generation_config.update(decoder_start_token_id=32, pad_token_id=32)
     given = {"input_ids": tokens(1, 7), "max_new_tokens": 80, "do_sample": False}
     cache = kv_hf.PagedEncoderDecoderCache(config)
-    with pytest.raises(kv_hf.UnsupportedModelError, match="pass past_key_values=kv_hf.PagedEnc"):
+    with pytest.raises(kv_hf.UnsupportedModelError, match=f"pass {CACHE}=kv_hf.PagedEnc"):
         model.generate(**given, cache_implementation="paged_exact")
-    assert torch.equal(model.generate(**given, past_key_values=cache), model.generate(**given))
+    assert torch.equal(model.generate(**given, **{CACHE: cache}), model.generate(**given))
     assert cache.get_seq_length() == 81
 
 

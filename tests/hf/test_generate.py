@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation import candidate_generator
 
 import kv_hf
+from kv_hf.cache.model_shape import CACHE
 
 PAGES = pages()
 FORMATS = tuple(ONE_FORMAT)
@@ -202,7 +203,7 @@ def test_a_model_that_prepares_its_cache_by_names_gets_pages():
     model._prepare_cache_for_generation(
         config, given, generation_mode=None, batch_size=1, max_cache_length=19
     )
-    assert isinstance(given["past_key_values"], kv_hf.PagedCache)
+    assert isinstance(given[CACHE], kv_hf.PagedCache)
 
 
 # -- modes and dtypes -------------------------------------------------------------------------------------------

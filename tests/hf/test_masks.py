@@ -135,6 +135,7 @@ def test_a_mask_that_shows_padding_is_refused_before_anything_changes(options, n
     wrong = whole_mask(60 + new)
     wrong[1, 26] = 1  # the last column of padding
     said = {"shows column 26 of row 1.*27 columns": wrong, "None, but.*\\[0, 27\\]": None}
+    said["has 60 columns, and .* end at column 6.*with the . new tokens"] = whole_mask(60)
     for message, mask in said.items():
         with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match=message):
             model(tokens(2, new), attention_mask=mask, past_key_values=cache)

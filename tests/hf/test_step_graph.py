@@ -10,6 +10,7 @@ from tiny_models import left_padded, make_model, shared_model, stressed, tokens,
 from tiny_models import make_sliding as windows
 
 import kv_hf
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
 from kv_hf.hf import generation, step_graph
 from kv_hf.pages import moved
@@ -138,15 +139,15 @@ def test_replay_past_the_end_raises_and_changes_nothing(gpu):
     cache = static_cache(model, 24)
     graph = step_graph.StepGraph(model, cache)
     with torch.no_grad():
-        graph(input_ids=prompt, past_key_values=cache)
+        graph(input_ids=prompt, **{CACHE: cache})
         token = tokens(2, 1)
         for column in range(20, 24):
             position = torch.full((2, 1), column)
-            graph(input_ids=token, past_key_values=cache, position_ids=position)
+            graph(input_ids=token, **{CACHE: cache}, position_ids=position)
         assert gpu["replays"] == 4
         held = cache.layers[0].keys
         with pytest.raises(CacheMismatchError, match="max_length=24 is reached"):
-            graph(input_ids=token, past_key_values=cache, position_ids=position)
+            graph(input_ids=token, **{CACHE: cache}, position_ids=position)
     assert torch.equal(cache.layers[0].keys, held)
     cache.check_integrity()
 
@@ -159,16 +160,16 @@ def test_stopped_replay_is_found_by_the_next_step(gpu, monkeypatch):
         raise KeyboardInterrupt
 
     with torch.no_grad():
-        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        graph(input_ids=tokens(2, 20), **{CACHE: cache})
         for seed in range(3):
-            graph(input_ids=tokens(2, 1, seed=seed), past_key_values=cache)
+            graph(input_ids=tokens(2, 1, seed=seed), **{CACHE: cache})
         graph._replay = stopped
         with pytest.raises(KeyboardInterrupt):
-            graph(input_ids=tokens(2, 1), past_key_values=cache)
+            graph(input_ids=tokens(2, 1), **{CACHE: cache})
         with pytest.raises(kv_hf.InterruptedForwardError, match="call reset"):
-            graph(input_ids=tokens(2, 1), past_key_values=cache)
+            graph(input_ids=tokens(2, 1), **{CACHE: cache})
         cache.reset()
-        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        graph(input_ids=tokens(2, 20), **{CACHE: cache})
     cache.check_integrity()
 
 
@@ -181,6 +182,7 @@ FORBIDDEN = {
     "chunks": ({"prefill_chunk_size": 16}, {}),
     "offload": ({}, {"offload": "disk"}),
     "lookup": ({"prompt_lookup_num_tokens": 3}, {}),
+    "no compiled steps": ({}, {}),
 }
 
 
@@ -193,7 +195,8 @@ def test_generate_lets_the_cache_grow_where_a_graph_is_forbidden(case, gpu, monk
     monkeypatch.setattr(kv_hf.PagedCache, "from_options", classmethod(spy))
     given = {"input_ids": tokens(1, 40), **GREEDY, "max_new_tokens": 40, **arguments}
     given["cache_implementation"], config = "paged_exact", {"page_size": 16, **options}
-    model = shared_model("llama")
+    model = make_model("llama")
+    model._can_compile_fullgraph = case != "no compiled steps"
     model.generate(**given, cache_config=config)
     assert made[-1].options.max_length is None and gpu["captures"] == 0
     if case != "never":

@@ -17,7 +17,7 @@ from tiny_models import COMMON, left_padded, tokens
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
-from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS, SPARSE_MODELS_CACHE_LATENTS
+from kv_hf.cache.model_shape import CACHE, CROP_TAKES_LENGTHS
 from kv_hf.config import CacheConfig
 from kv_hf.errors import DeviceBudgetError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from kv_hf.planner.cache_bytes import Pages, Stock
@@ -67,7 +67,7 @@ def config_of(kind, name):
     make, there = makers[kind]
     if name not in there:
         pytest.skip("the installed transformers has no such family")
-    if name == "deepseek_v32" and not SPARSE_MODELS_CACHE_LATENTS:
+    if name == "deepseek_v32" and CROP_TAKES_LENGTHS:  # 5.17
         pytest.skip("the installed transformers caches expanded keys of sparse models")
     return make(name)
 
@@ -109,7 +109,7 @@ def test_the_meta_model_says_what_a_real_forward_caches(kind, name):
     planned = load_inventory(config, dtype="bfloat16")
     model = model_of(config, torch.bfloat16)
     takes = inspect.signature(model.forward).parameters
-    argument = "past_key_values" if "past_key_values" in takes else "cache_params"
+    argument = CACHE if CACHE in takes else "cache_params"
     own = name == "minimax"  # takes none but its own class
     cache, ids = None if own else DynamicCache(config=model.config), tokens(3, 10)
     with torch.no_grad():

@@ -249,7 +249,7 @@ def test_nothing_else_notices_a_forward(caplog, monkeypatch):
     assert not said and not caplog.records
     check()
 
-    def broken(self, input_ids=None, past_key_values=None, **kwargs):
+    def broken(self, input_ids=None, past_key_values=None, cache=None, **kwargs):
         raise ZeroDivisionError("no numbers here")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", broken)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import re
 import time
 import weakref
@@ -223,6 +224,27 @@ def allocated(manager):
     return counts.bytes_pages + counts.bytes_exact
 
 
+@pytest.mark.slow
+def test_a_thousand_requests_on_a_saturated_pool_answer_as_each_alone():
+    """Most wait, many leave and are computed anew, some are cancelled; those that ask the same share pages."""
+    model, draw = make_model("llama"), random.Random(5)
+    texts = prompts(draw.choices(range(1, 200), k=60))
+    expected = alone(model, texts, config(new=12))
+    asked = draw.choices(range(len(texts)), k=1000)
+    gone = set(draw.sample(range(1000), 50))
+    with running(model, "paged_exact", new=12, blocks=9) as manager:
+        for number, text in enumerate(asked):
+            manager.add_request(texts[text], request_id=f"{number}")
+            if number in gone:
+                manager.cancel_request(f"{number}")
+        found = collected(manager, 1000 - len(gone), timeout=600)
+        for number in set(range(1000)) - gone:
+            assert found[f"{number}"].generated_tokens == expected[asked[number]]
+        counts = kv_hf.BatchCounts.of(manager)
+        assert counts.requests_evicted > 20 and counts.prefixes.evictions > 500  # 48 and 1,090
+        assert pages_in_use(manager)[0] == 0
+
+
 def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
     plain = make_model("llama", torch.bfloat16, head_dim=64)
     model = stressed(plain, value_channel(300.0))
@@ -385,7 +407,6 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
         ("llama", {}, {"use_cuda_graph": True}, "use_cuda_graph"),
         ("llama", {}, {"use_async_batching": True}, "use_async_batching"),
         ("llama", {}, {"default_compile_level": 1}, "default_compile_level"),
-        ("stablelm", {}, {}, "does not hand continuous batching's cache down"),
         ("bloom", {}, {}, "which BloomForCausalLM has not"),
     ],
     ids=str,
@@ -399,6 +420,17 @@ def test_batches_that_cannot_be_are_refused_before_the_model_is_touched(
     with pytest.raises(kind, match=match):
         model.generate_batch([[5, 6]], config("paged_int8", options=options), batch)
     assert model.config._attn_implementation == before
+
+
+def without_cache(module, args, kwargs):
+    return args, {name: one for name, one in kwargs.items() if type(one) is not BatchCache}
+
+
+def test_a_model_that_keeps_the_cache_from_its_attention_is_refused():
+    model = make_model("llama")
+    model.model.layers[1].self_attn.register_forward_pre_hook(without_cache, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=r"hand .* cache down .* \(layers \[1\] did"):
+        model.generate_batch([[5, 6]], config("paged_int8"), batching())
 
 
 def mixed(module, args, out):

@@ -13,6 +13,7 @@ import pytest
 from tiny_server import WAIT_S, check_batch, running, save_model, wait_until
 from transformers import AutoTokenizer, GenerationConfig
 
+from kv_hf.cache.model_shape import CACHE
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.serving.batch_cache import BatchCache
 from kv_hf.serving.batch_manager import fits_transformers
@@ -45,7 +46,7 @@ def caches(server):
     seen = []
     model = server.model()
     hook = model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(type(kwargs["past_key_values"])), with_kwargs=True
+        lambda _, args, kwargs: seen.append(type(kwargs[CACHE])), with_kwargs=True
     )
     yield seen
     hook.remove()

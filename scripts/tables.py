@@ -397,12 +397,11 @@ def families(rows: Rows) -> Rows:
 
 
 def smallest(rows: Rows) -> Rows:
-    """Return the smallest cache of each model within each bound of the mean KL."""
-    own = sorted(rows, key=lambda row: float(row["stored_bits"]))
+    """Return the smallest cache of each model within each bound of the mean KL, of rows by rising size."""
     return [
         {**next(row for row in found if row["kl_mean"] <= bound), "bound": bound}
         for bound in (0.0005, 0.0025, 0.025)
-        for found in grouped(own, "model").values()
+        for found in grouped(rows, "model").values()
     ]
 
 
@@ -424,9 +423,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, name stale pages")
     check = parser.parse_args().check
-    stale = {
-        path: text for path, text in pages(tables()).items() if path.read_text("utf-8") != text
-    }
+    made = pages(tables())
+    stale = {path: text for path, text in made.items() if path.read_text("utf-8") != text}
     for path, text in stale.items():
         name = path.relative_to(ROOT)
         print(f"{name} is not what results/ says" if check else name)

@@ -10,15 +10,21 @@ from packaging.version import Version
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..errors import UnsupportedModelError
+from ..notices import warn_once
 
 VERSION = Version(transformers.__version__)
 
 # 5.24: generate() and models know their cache by another name
 CACHE = "past_key_values" if Version("5.24.dev0") > VERSION else "cache"
 
-if not Version("5.17") <= VERSION < Version("5.25.dev0"):
-    raise ImportError(
-        f"kv_hf needs transformers 5.17 to 5.24, found {transformers.__version__}: pip install 'transformers>=5.17,<5.25'"
+_FITS = f"found {transformers.__version__}: pip install 'transformers>=5.17,<5.25'"
+if Version("5.17") > VERSION:
+    raise ImportError(f"kv_hf needs transformers 5.17 to 5.24, {_FITS}")
+if Version("5.25.dev0") <= VERSION:
+    warn_once(
+        "newer transformers",
+        "kv_hf replaces functions inside transformers, was tested with those of 5.17 to 5.24, and may fail or give other tokens "
+        f"with later ones; {_FITS}",
     )
 
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises

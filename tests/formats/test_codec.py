@@ -12,7 +12,6 @@ from paged_inputs import page_spec
 from kv_hf.backends.reference import pages as reference
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import (
-    Groups,
     RangeFormat,
     SignedFormat,
     key_scheme,
@@ -24,7 +23,6 @@ from kv_hf.quant.codec import (
     block,
     decode,
     encode,
-    pick_up,
     restore,
     rotate,
     unrotate,
@@ -77,24 +75,6 @@ def test_numbers_at_the_end_of_float16_decode_to_finite_ones(name, side):
     fields, damaged = encode(pages.half(), spec)
     assert not damaged and decode(fields, spec, torch.float32).max() > 65519  # inf in float16
     assert decode(fields, spec, torch.float16).max() == 65504
-
-
-@pytest.mark.parametrize(("name", "bits"), CODE_BITS.items())
-def test_lanes_layout_is_as_documented(name, bits):
-    """Word w of token t (or channel): the bytes 4w .. 4w + 3 of its run, each byte strided codes."""
-    for side in SIDES:
-        spec = replace(side_spec(name, side), layout=LANES)
-        encoded = encode(random_pages(1), spec)[0]["codes"]
-        codes = pick_up(encoded, spec)[0, 0].to(torch.int64) & 0xFF  # [tokens, channels]
-        runs = codes if side == "keys" else codes.T
-        packed = runs.shape[1] * bits // 8
-        word, lane = packed // 8, 5
-        value = sum(
-            int(runs[lane, 4 * word + byte + place * packed]) << (8 * byte + bits * place)
-            for byte in range(4)
-            for place in range(8 // bits)
-        )
-        assert int(encoded[0, 0, word, lane]) & 0xFFFFFFFF == value
 
 
 def fresh(name, side, x):
@@ -403,16 +383,11 @@ def test_pages_hold_what_the_formats_say(name, dim, layout):
 @pytest.mark.parametrize(
     ("name", "dim", "runs"),
     [
-        ("int4", 8, ((4, 8),)),
         ("int4", 20, ((6, 4), (4, 8), (3, 8))),
         ("int4", 32, ((4, 32),)),
-        ("int4", 48, ((6, 16), (3, 32))),
         ("int4", 64, ((6, 16), (4, 16), (3, 32))),
-        ("int4", 96, ((6, 16), (4, 48), (3, 32))),
         ("int4", 128, ((6, 32), (4, 32), (3, 64))),
-        ("int4", 256, ((6, 64), (4, 64), (3, 128))),
         ("int3", 16, ((4, 16),)),
-        ("int3", 64, ((4, 16), (2, 48))),
         ("int3", 128, ((4, 48), (2, 80))),
     ],
 )
@@ -426,12 +401,9 @@ def test_widths_fill_words_and_come_closest_to_their_parts(name, dim, runs):
 @pytest.mark.parametrize(
     "widths",
     [
-        ((6, 0.5),),
         ((4, 0.5), (6, 0.5)),
         ((8, 0.2), (6, 0.2), (4, 0.2), (2, 0.4)),
-        ((5, 0.5), (3, 0.5)),
         ((4, 1.5), (2, -0.5)),
-        (4, 2),
         "4",
     ],
     ids=str,
@@ -447,10 +419,7 @@ def test_bad_widths_are_refused(widths):
     ("format", "groups", "says"),
     [
         (RangeFormat, {"values": per_channel(widths=WIDE)}, "widths are for keys, not for values"),
-        (RangeFormat, {"latent": per_channel(widths=WIDE)}, "widths are for keys, not for latent"),
         (RangeFormat, {"keys": per_token(widths=WIDE)}, "of single channels"),
-        (RangeFormat, {"keys": Groups((0, 1), widths=WIDE)}, "of single channels"),
-        (RangeFormat, {"keys": per_channel(widths=5)}, "widths must be up to three"),
         (SignedFormat, {"keys": per_channel(widths=WIDE)}, "codes must be below 2.6"),
     ],
 )

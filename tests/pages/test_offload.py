@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, offload_to, same, text
 
 import kv_hf
-from kv_hf.pages.staging import SlotPlan, Staging
+from kv_hf.pages.staging import Copies, SlotPlan, Staging
 
 PAGE = 16
 LAYERS = 5
@@ -226,19 +227,35 @@ def test_reset_gives_everything_back(tmp_path):
 # -- fetching ------------------------------------------------------------------------------------------------
 
 
+PLAN = SlotPlan.of(torch.tensor([[0, 1]]).int(), torch.tensor([2]), torch.device("cpu"))
+
+
+def make_spec():
+    cache = make_cache()
+    forward(five_layers(), cache, tokens(1, 2))
+    return cache.layers[0].spec
+
+
+def test_failed_fetch_is_tried_again():
+    spec = make_spec()
+    staging, layer = Staging(Copies(torch.device("cpu"))), FakeLayer(3, spec)
+    staging.resize(8 * spec.page_bytes)
+    layer.fetch = Mock(side_effect=[RuntimeError("bad copy"), None])
+    with pytest.raises(RuntimeError, match="bad copy"), staging.reading(layer, PLAN):
+        pass
+    with staging.reading(layer, PLAN):
+        assert layer.fetch.call_count == 2
+
+
 def test_every_buffer_is_kept_until_copies_into_it_are_done():
     """The last step of a generation fetches a layer that nobody reads: the cache may go before the copy is done."""
-    cache, copies = make_cache(), LateCopies()
-    forward(five_layers(), cache, tokens(1, 2))
-    spec = cache.layers[0].spec
-    table, count = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2])
-    plan = SlotPlan.of(table, count, torch.device("cpu"))
+    spec, copies = make_spec(), LateCopies()
     staging, layers = Staging(copies), [FakeLayer(i, spec) for i in range(3)]
     for size in (8, 9):
         staging.resize(size * spec.page_bytes)
         copies.kept.clear()
         for layer in (*layers, *layers):
-            with staging.reading(layer, plan):
+            with staging.reading(layer, PLAN):
                 pass
         assert copies.waiting
         assert copies.kept == [buffer.raw.data_ptr() for buffer in staging._buffers]

@@ -34,7 +34,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode
 from kv_hf.backends.cpu import unsupported as unsupported_in_c
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.reference.pages import TILE_TOKENS, dense_side
+from kv_hf.backends.reference.pages import TILE_TOKENS
 from kv_hf.errors import CacheMismatchError
 from kv_hf.spec import LANES, PageFields
 from kv_hf.spec import ROWS as ROWS_LAYOUT
@@ -346,16 +346,6 @@ def test_a_nan_in_the_query_goes_through(kernel):
         assert bool(out[0, 2:].isfinite().all()) and bool(out[1:].isfinite().all())
 
 
-@pytest.mark.parametrize("tile", [1, 48])
-def test_reference_does_not_depend_on_its_tile(monkeypatch, tile):
-    """The largest score moves from tile to tile, so that the running softmax has to rescale."""
-    kv = make_kv("exact")
-    kv.residual_keys[:2] *= torch.tensor([20.0, 0.1])[:, None, None, None]
-    kv.key_pages["codes"] *= torch.linspace(0.1, 20, 11)[:, None, None, None]
-    monkeypatch.setattr(reference, "TILE_TOKENS", tile)
-    paged_inputs.check(make_query(kv, 3), kv)
-
-
 def test_latents_of_pages_that_the_mask_hides_are_not_opened(c_kernel):
     kv = make_latents(latent_spec(), rows=[(9, 20)])
     mask = torch.zeros(1, 1, 1, kv.seen, dtype=torch.bool)
@@ -527,24 +517,6 @@ def test_kernel_takes_the_least_room_of_all_fields(c_kernel):
         short = AttentionCall(make_query(kv, dtype=FP32), replace(kv, **{side: cut}), 0.1)
         with pytest.raises(CacheMismatchError, match="0 to 3, and names a page outside"):
             c_kernel.attend(short)
-
-
-# -- dense tensors -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_dense_side_lays_out_padding_sinks_pages_and_tail(side):
-    long = {"rows": [(TILE_TOKENS // 8, 9), (33, 20), (0, 2)], "more_padding": 5}
-    for kv, *_ in pairs(ROWS_LAYOUT, dtypes=DTYPES.values(), key_dim=64, value_dim=32, **long):
-        dense = dense_side(kv, side)
-        assert dense.dtype == kv.spec.keys.dtype
-        assert dense.shape == (3, 2, kv.seen, getattr(kv.spec, side).head_dim)
-        for row in range(kv.rows):
-            start = int(kv.padding[row])
-            assert not bool(dense[row, :, :start].any())
-            assert torch.equal(dense[row, :, start:], tokens_of(kv, side, row, dense.dtype))
-        dense.fill_(9.0)
-        assert not bool((dense_side(kv, side) == 9.0).any()), "no copy"
 
 
 # -- dispatch ---------------------------------------------------------------------------------------------------------

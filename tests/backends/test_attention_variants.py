@@ -10,7 +10,6 @@ from rounding import Rounding
 from tiny_models import make_config
 
 import kv_hf
-from kv_hf.cache.paged_cache import CrossCache
 from kv_hf.hf.attention import kv_hf_attention
 
 HEADS, KV_HEADS, DIM, ROWS, LENGTH, SCALE = 4, 2, 16, 2, 53, 0.3
@@ -96,25 +95,6 @@ def test_position_bias_in_half_precision_keeps_hidden_tokens_hidden(kernel):
     query = numbers(ROWS, HEADS, 1, DIM, seed=2)
     found, _ = kv_hf_attention(module(), query, *handles, mask, scaling=SCALE, position_bias=bias)
     check(found, query, handles, mask, True, bias)
-
-
-def test_handles_of_a_cross_layer_are_one_pair_until_the_layer_changes():
-    cache = CrossCache(make_config("llama", num_hidden_layers=1), page_size=16)
-    layer = cache.layers[0]
-    assert layer.keys is None and layer.values is None
-    cache.update(*numbers(2, ROWS, KV_HEADS, LENGTH, DIM), 0)
-    keys, values = layer.keys, layer.values
-    assert keys.view_of_pages is values.view_of_pages is layer.keys.view_of_pages
-    cache.reorder_cache(torch.tensor([1, 1]))
-    with pytest.raises(kv_hf.StaleHandleError):
-        keys.clone()
-    assert torch.equal(layer.keys[0], layer.keys[1])
-    with pytest.raises(AttributeError, match="read-only"):
-        layer.keys = torch.zeros(1)
-    more = numbers(2, ROWS, KV_HEADS, 3, DIM, seed=1)
-    assert cache.update(*more, 0)[0].shape[2] == LENGTH + 3  # another image, say
-    cache.reset()
-    assert layer.keys is None
 
 
 def test_call_overrules_the_module_about_causality():

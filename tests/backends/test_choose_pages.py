@@ -1,6 +1,5 @@
 """The choice of the pages that a step reads: the definition against brute force, and the C kernel against the definition."""
 
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -8,7 +7,7 @@ from itertools import product
 import pytest
 import rounding
 import torch
-from paged_inputs import make_kv, make_query, needs_library, tokens_of
+from paged_inputs import make_kv, make_query, needs_library
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
@@ -20,7 +19,6 @@ from kv_hf.page_summary import (
     Summary,
     part_bytes,
     part_fields,
-    spread,
     summary_of,
     summary_words,
     turned_by,
@@ -77,43 +75,6 @@ def assert_same_choice(call, choice):
 
 
 # -- the definition --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_mass_against_a_softmax_over_decoded_tokens(softcap):
-    kv = long_kv("exact", layout=ROWS_LAYOUT)
-    spec = kv.spec.keys
-    assert summary_of(spec) is Summary.TOKENS
-    call = call_of(kv, q_len=2, softcap=softcap, sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))
-    mass = selection.page_mass(call)
-    row, (pages, _) = 0, ROWS[0]
-    keys = tokens_of(kv, "keys", row, torch.float64)  # [heads, tokens, dim]
-    first, page = kv.sink_tokens, kv.page_size
-    paged = keys[:, first : first + pages * page].unflatten(1, (pages, page))
-    # what a page's unread channels are taken for
-    middle = paged[:, :, spread(4, page)].mean(2, keepdim=True)
-    ranges = paged[:, spread(8, pages)]
-    ranges = (ranges.amax(2) - ranges.amin(2)).sum(1)
-    ranges = ranges + ranges.roll(spec.head_dim // 2, -1)  # of the two channels that RoPE turns
-    words = torch.tensor(word_channels(spec))
-    best = ranges[:, words].sum(-1).topk(summary_words(spec)).indices
-    read = torch.zeros_like(ranges).scatter(-1, words[best].flatten(1), 1.0).bool()
-    paged = torch.where(read[:, None, None], paged, middle)
-    keys = torch.cat(
-        [keys[:, :first], paged.flatten(1, 2), keys[:, first + pages * page :]], 1
-    ).repeat_interleave(2, 0)
-    scores = torch.einsum("hqd,htd->hqt", call.query[row].double(), keys) * call.softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    count = keys.shape[1]
-    hidden = torch.arange(count) > torch.arange(count - 2, count)[:, None]
-    scores = scores.masked_fill(hidden, -math.inf)
-    logits = call.sink_logits.double()[:, None, None].expand(-1, 2, 1)
-    weights = torch.cat([scores, logits], -1).softmax(-1).sum((0, 1))
-    expected = weights[first : first + pages * page].unflatten(0, (pages, page)).sum(-1)
-    # a weight is as wrong as its score and the largest one are: 64 products of twice a normal number, 4 standard deviations
-    relative = 2 * rounding.allowed(scores.float(), 64)
-    torch.testing.assert_close(mass[row, :pages].double(), expected, rtol=relative, atol=1e-30)
 
 
 def test_rows_below_read_from_are_read_whole_and_the_newest_page_always():

@@ -8,9 +8,7 @@ import torch
 
 from kv_hf.backends.cpu import abi, library
 from kv_hf.formats.base import NATIVE_NUMBERS
-from kv_hf.formats.linear import SCALE_MAX, Float8Format, SignedFormat
-from kv_hf.page_summary import MIDDLE_TOKENS, MOST_CHANNELS, PART, RANGED_PAGES, Summary
-from kv_hf.read_budget import NEWEST_PAGES
+from kv_hf.page_summary import Summary
 
 HEADER = library.FOLDER / "native" / "abi.h"
 
@@ -82,21 +80,3 @@ def test_numbers_are_those_of_the_header(header):
     assert (
         defined(header, "FORMAT_BITS") == f"{{{', '.join(str(bits[at]) for at in sorted(bits))}}}"
     )
-
-
-def test_constants_are_those_of_the_header(header):
-    bias, mantissa = Float8Format.exponent_bias, Float8Format.mantissa_bits
-    assert {
-        name: float.fromhex(text) if "0x" in text else float(text)
-        for name, text in (
-            (name, defined(header, name).rstrip("f"))
-            for name in re.findall(r"^#define (\w+) ", header, re.M)
-            if name not in ("KV_HF_ABI", "FORMAT_BITS")
-        )
-    } == {
-        "SCALE_MAX": SCALE_MAX, "SIGNED_TOP": SignedFormat.top, "FLOAT8_TOP": Float8Format.top,
-        "FLOAT8_MANTISSA": mantissa, "FLOAT8_BIAS": bias, "FLOAT8_LEAST_NORMAL": 2.0 ** (1 - bias),
-        "FLOAT8_LIFT": 2.0 ** (127 - bias), "FLOAT8_ROUNDER": 2.0 ** (24 - bias - mantissa),
-        "MOST_CHANNELS": MOST_CHANNELS, "MOST_WORDS": MOST_CHANNELS // PART, "RANGED_PAGES": RANGED_PAGES,
-        "MIDDLE_TOKENS": MIDDLE_TOKENS, "NEWEST_PAGES": NEWEST_PAGES, "MOST_WIDE": abi.MOST_WIDE,
-    }  # fmt: skip

@@ -19,7 +19,7 @@ from slow import slow_but
 from kv_hf.formats import format_names, key_scheme
 from kv_hf.spec import ROWS, SideSpec
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 import aot
 import sass
 
@@ -41,6 +41,10 @@ BUDGETS = json.loads((TESTS / "triton_budgets.json").read_text())
 # [arch, format, instructions, loads and stores of spilled registers], of rank 512, 64 RoPE channels and pages of 64 tokens
 LATENT_BUDGETS = json.loads((TESTS / "triton_latent_budgets.json").read_text())
 QUICK = ("int4", "int8", "plain4")
+with_its_ptxas = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."),
+    reason="budgets are those of triton 3.6, which is pinned",
+)
 
 
 def budgets():
@@ -55,6 +59,7 @@ def budgets():
         yield quick, arch, latents_of(name), 16, budget, spills, f"{arch}-latents-{name}"
 
 
+@with_its_ptxas
 @pytest.mark.parametrize(
     ("arch", "spec", "group", "budget", "spills"),
     [
@@ -93,6 +98,7 @@ VARIANTS = {
 FEW = ("int8-int4", "chunk-of-3", "float-mask", "softcap-window-sinks", "float16")
 
 
+@with_its_ptxas
 @pytest.mark.parametrize("name", slow_but(FEW, VARIANTS))
 def test_decode_with_every_option_does_not_spill(name):
     spec, options = VARIANTS[name]

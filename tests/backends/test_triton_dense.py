@@ -6,18 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-import transformers
 from paged_inputs import DTYPES, PLAIN, latent_spec, make_kv, make_latents
 from slow import slow_but
-from test_masks import pretend_fused
 from triton_machine import call, compiled_pairs, dense, runs_kernels
 
-import kv_hf
 from kv_hf.backends.reference.pages import dense_side
-from kv_hf.bridge.masks import LazyMask
 from kv_hf.formats import format_names
-from kv_hf.hf import attention
-from kv_hf.hf import dense as dense_attention
 from kv_hf.spec import ROWS
 
 
@@ -127,38 +121,6 @@ def test_compiled_dense_kernel_writes_latents(name):
 # -- what a chunk launches -------------------------------------------------------------------------------------------
 
 
-def pretend_attention(monkeypatch):
-    """Let the CPU pass for a GPU on which attention is one operator (torch makes no bias under a dispatch mode)."""
-    pretend_fused(monkeypatch)
-    monkeypatch.setattr(dense_attention, "causal_lower_right", lambda *sizes: None)
-    fused = lambda query, *others, **options: torch.ops.aten.clone.default(query)  # noqa: E731
-    monkeypatch.setattr(dense_attention, "scaled_dot_product_attention", fused)
-
-
-def long_turn(gpu, past, rows):
-    """Launches of one layer's update, of its dense keys and values, and of its attention; and operators of the latter two."""
-    from fake_driver import Kernels
-
-    config = transformers.LlamaConfig(
-        hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
-    )
-    cache = kv_hf.PagedCache(config, keys="int4", page_size=16, kernel="triton")
-    padding = torch.arange(rows)[:, None] * 33
-    cache.observe_padding((torch.arange(past) >= padding).long())
-    cache.update(*torch.zeros(2, rows, 2, past, 64, dtype=torch.bfloat16), 0)
-    before = len(gpu.launches)
-    keys, values = cache.update(*torch.zeros(2, rows, 2, 100, 64, dtype=torch.bfloat16), 0)
-    with Kernels() as written:
-        for side in ("keys", "values"):
-            keys.view_of_pages.dense(side)
-    query = torch.zeros(rows, 4, 100, 64, dtype=torch.bfloat16)
-    shape = (rows, 1, 100, past + 100)
-    mask = LazyMask(shape, query.device, pytest.fail, causal=True)
-    with Kernels() as attended:
-        attention.kv_hf_attention(torch.nn.Module(), query, keys, values, mask)
-    return gpu.names()[before:], written.found, attended.found
-
-
 def test_dense_kernel_is_compiled_once_for_tables_anywhere(gpu):
     """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
     from kv_hf.backends.triton.pages import dense_side as by_kernel
@@ -172,17 +134,3 @@ def test_dense_kernel_is_compiled_once_for_tables_anywhere(gpu):
         moved = {name: shifted(getattr(kv, name), by) for name in names}
         by_kernel(replace(kv, **moved), "keys")
     assert gpu.variants == {"dense_kernel": 1}
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@torch.no_grad()
-def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, gpu, rows):
-    """Nor do they wait for the device, whatever their rows hold."""
-    pretend_attention(monkeypatch)
-    short, long = (long_turn(gpu, past, rows) for past in (200, 3000))
-    assert gpu.variants["dense_kernel"] == 2  # keys and values
-    assert short == long
-    launches, written, attended = short
-    assert launches.count("dense_kernel") == 4
-    assert launches[-2:] == 2 * ["dense_kernel"]
-    assert (written, attended) == (0, 2)  # attention, and its result made contiguous

@@ -114,8 +114,9 @@ def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name, 
     assert torch.equal(codes[:held].view(torch.uint8), expected_codes.view(torch.uint8))
 
 
-@pytest.mark.parametrize("outside", slow_but([True], [True, False]))
-@pytest.mark.parametrize("keys", slow_but(["int4"], ["int4", "exact"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("keys", ["int4", "exact"])
 def test_steps_that_read_a_part_with_triton_give_the_tokens_of_the_reference(keys, outside):
     """Also where pages live outside: then it chooses by an index."""
     options = {"keys": keys} | ({"offload": "disk"} if outside else {})

@@ -325,17 +325,6 @@ def test_self_test_leaves_nothing_behind(caplog, said):
     assert not caplog.records and not said()
 
 
-def test_latents_of_a_model_are_tried_in_its_sizes(tmp_path):
-    make_model("deepseek_v3").config.save_pretrained(tmp_path)
-    subject = Subject.of(CPU, model=str(tmp_path))
-    assert subject.latent == (32, 8)
-    result = self_test(subject, 1e9)
-    assert result.failed == []
-    tried = {trial.format for trial in result.trials}
-    # a record of DeepSeek wants a rank of whole groups of 128
-    assert "latents in int4" in tried and "latents in fp8_ds_mla" not in tried
-
-
 def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
     monkeypatch.setattr(own, "paged_attention", lambda asked, kernel: shifted_page(asked))
     arguments = ["doctor", "--device", "cpu", "--head-dim", "32", "--seconds", "1000"]

@@ -1,10 +1,6 @@
 """kv-hf demo and eval on a tiny model, in 80 columns; and the scripts that add this repository's models."""
 
-import runpy
-import sys
-
 import pytest
-from paths import ROOT
 
 import kv_hf_cli
 from kv_hf.evaluation import pareto
@@ -128,11 +124,3 @@ def test_commands_say_why_they_end(arguments, says, capsys):
     assert code == 2
     error = printed.err.splitlines()[-1]
     assert error.startswith(f"kv-hf {arguments[0]}: error: ") and says in error
-
-
-def test_the_demo_script_ends_in_a_sentence(capsys, monkeypatch):
-    """It is the command, with models that come in PyPI packages."""
-    monkeypatch.setattr(sys, "argv", ["demo"])
-    main = runpy.run_path(str(ROOT / "scripts" / "demo.py"))["main"]
-    assert main(["--model", "tinyllama-1.1b-not", "--text", "x"]) == 2
-    assert "demo.py: error: " in capsys.readouterr().err

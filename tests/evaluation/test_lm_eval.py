@@ -86,8 +86,10 @@ def close(found, wanted, atol):
     torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("cache", ["paged_exact:page_size=16", "dynamic", "static"])
+@pytest.mark.parametrize(
+    ("cache", "batch_size"),
+    [("paged_exact:page_size=16", 1), ("paged_exact:page_size=16", 4), ("static", 4)],
+)
 def test_exact_caches_reproduce_hf(model, own, cache, batch_size):
     found = scores(lm_of(model, cache, batch_size))
     close(found, own, 1e-10)
@@ -114,10 +116,10 @@ def test_scores_are_those_of_decoding_token_by_token(model, own, cache):
     if reason := why_not(cache, torch.device("cpu")):
         pytest.skip(reason)
     lm = lm_of(model, cache)
-    found = lm.loglikelihood(requests("loglikelihood", PAIRS[:8]), disable_tqdm=True)
-    expected = [token_by_token(model, lm.kind, *lm._encode_pair(*pair)) for pair in PAIRS[:8]]
+    found = lm.loglikelihood(requests("loglikelihood", PAIRS[1:8:2]), disable_tqdm=True)
+    expected = [token_by_token(model, lm.kind, *lm._encode_pair(*pair)) for pair in PAIRS[1:8:2]]
     assert [total for total, _ in found] == pytest.approx(expected, abs=1e-9)
-    assert max(abs(a - b) for a, b in zip(expected, own[0][:8].tolist(), strict=True)) > 1e-3
+    assert max(abs(a - b) for a, b in zip(expected, own[0][1:8:2].tolist(), strict=True)) > 1e-3
 
 
 def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):

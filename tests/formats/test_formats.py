@@ -547,14 +547,6 @@ def test_compiled_kernels_refuse_each_grouping_that_they_do_not_have(
     assert f"the Triton kernels do not {says}" in str(reason)
 
 
-@pytest.mark.parametrize("base", ["int8", "fp8"])
-def test_triton_refuses_keys_with_a_scale_of_each_token(registered, base):
-    """C reads these; Triton's kernel has one scale for the page."""
-    registered(regrouped(base, (1, DIM), None))
-    reason = _why_not_sizes(spec_of("keys", ROWS))
-    assert "a scale (1, 32) and no offset for groups of (tokens, channels)" in str(reason)
-
-
 # -- what the kernels would ignore -------------------------------------------------------------------------------------
 
 

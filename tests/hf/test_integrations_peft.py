@@ -48,7 +48,9 @@ PADDED = left_padded([80, 57, 9])
 def tuned(method, family="llama"):
     """Return a model with one adapter whose effect nobody can overlook."""
     if method in VIRTUAL[:2] and CACHE == "cache" and peft.__version__.startswith("0.21."):
-        pytest.skip("peft 0.21 does not find this transformers' cache: masks end too early in every step")
+        pytest.skip(
+            "peft 0.21 does not find this transformers' cache: masks end too early in every step"
+        )
     model = make_model(family)
     torch.manual_seed(1)
     model = peft.get_peft_model(model, {**METHODS, **BY_CALL}[method]()).eval()

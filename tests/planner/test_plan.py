@@ -18,7 +18,7 @@ from kv_hf.planner import explore
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, device_share
 from kv_hf.planner.memory_plan import Choice, find_fit, planned_caches
-from kv_hf.planner.plan_table import MOST_ROWS, Decode, plain_table
+from kv_hf.planner.plan_table import Decode
 from kv_hf.planner.source import preset_names, read_preset
 from kv_hf_cli import main
 
@@ -194,9 +194,8 @@ def test_every_preset_has_a_plan(name):
 
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_what_fits_is_what_counting_up_finds(kind, name, batch):
-    cache, context = Choice.read(name, {}).of(SMALL[kind]), 50
+def test_what_fits_is_what_counting_up_finds(kind, name):
+    cache, batch, context = Choice.read(name, {}).of(SMALL[kind]), 3, 50
     own = cache.options
     page, exact = (1, 0) if own is None else (16, own.sink_tokens + own.recent_tokens)
     for available in (3_000, 60_000, 150_001):
@@ -359,6 +358,7 @@ def test_memory_prints_what_the_plan_says(capsys):
     arguments = [LLAMA, "--batch", "8", "--context", "16k", "--device-memory", "80GB"]
     assert main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     sizes = {"device_memory": 80 * 10**9, "bandwidth": 3_350 * 10**9}
     found = kv_hf.plan(LLAMA, batch=8, context=16384, **sizes)
     table = table_of(text)
@@ -401,29 +401,6 @@ def test_lists(capsys, monkeypatch):
         assert [line.split()[0] for line in lines if line[0] != " "] == list(names)
         assert max(map(len, lines)) <= 80
     assert "79.65 GiB    3.35 TB/s  nvidia-smi 81,559 MiB" in "\n".join(lines)
-
-
-def test_limits_are_written_plainly():
-    inventory = Inventory("m", "llama", "bfloat16", (CachedLayer("DynamicLayer", 1, 1, 1),))
-    given = {"caches": ["dynamic"], "context": 4, "weights": 0}
-    for bytes_, batch in ((16 * MOST_ROWS, f"{MOST_ROWS:,}+"), (16 * 50_000, "50,000")):
-        plan = kv_hf.plan(inventory, device_memory=bytes_, **given)
-        assert table_of(plain_table(plan))["dynamic"]["batch"] == batch
-    text = plain_table(kv_hf.plan(inventory, caches=["dynamic"], device="l4"))
-    assert "fits" not in table_of(text)["dynamic"] and "give weights" in text
-    text = plain_table(kv_hf.plan("llama-3.1-70b", device="rtx4090", caches=["paged_int4"]))
-    assert "the weights (131.42 GiB) do not fit into 23.99 GiB: no cache does" in text
-    row = table_of(text)["paged_int4"]
-    assert (row["fits"], row["context"], row["batch"]) == ("no", "0", "0")
-
-
-def test_plain_table_fits_its_width():
-    plan = kv_hf.plan(LLAMA, device="h100")
-    for width, tables in ((60, 4), (80, 3), (110, 2), (400, 1)):
-        text = plain_table(plan, width)
-        assert sum(line.startswith("cache ") for line in text.splitlines()) == tables
-        assert max(map(len, text.splitlines())) <= width
-        assert table_of(text) == table_of(plain_table(plan))
 
 
 def test_curves_are_those_of_plans():

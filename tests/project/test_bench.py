@@ -96,20 +96,6 @@ def test_run_skips_what_is_finished_and_tries_again_what_failed(tmp_path, monkey
     assert not run(lasting, both, **of).rows
 
 
-def test_an_interrupt_leaves_the_rows_that_were_written(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "act.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        run(ACT, configured("fine", "stops", "last"), out=out, isolated=False)
-    assert ended(out) == [("fine", "")]
-
-    def stopped(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", stopped)
-    assert runner.main(["decode", "--device", "cpu"]) == 130
-    assert "goes on behind the rows" in capsys.readouterr().err
-
-
 def test_contenders_take_turns_and_ratios_are_of_the_same_round(monkeypatch):
     calls = []
 
@@ -142,21 +128,6 @@ def test_only_chooses_values_and_takes_others_that_the_grid_lacks():
         work.configurations({"m": [1]})
     found = runner.parsed(["n=1", "n=[2]", "cache=x:k=v,w=2"])
     assert found == {"n": [1, [2]], "cache": ["x:k=v,w=2"]}
-
-
-def test_bench_refuses_bad_arguments(capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    for arguments, said in (
-        (["speed"], "WORKLOAD must be one of "),
-        (["decode", "--only", "shape"], "--only must be FIELD=VALUE, got 'shape'"),
-        (["gpu", "--device", "cpu"], "gpu/pages needs --device cuda, got 'cpu'"),
-        (["decode", "--device", "cpu", "--out", str(tmp_path / "file")], "cannot be written"),
-    ):
-        with pytest.raises(SystemExit):
-            runner.main(arguments)
-        assert said in capsys.readouterr().err
-    assert runner.main(["--list"]) == 0
-    assert "decode: Attention of one step" in capsys.readouterr().out
 
 
 # -- the workloads

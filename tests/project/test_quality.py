@@ -180,12 +180,3 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     monkeypatch.setattr(quality, "held", lambda *args, **how: pytest.fail("measured again"))
     again, outcome = accuracy(out, model, ["paged_exact", "paged_int2"])
     assert again == rows and not outcome.failed
-
-
-def test_steps_that_read_a_part_lose_more(model, tmp_path):
-    long = {"text": "code", "windows": 1, "window": 600, "prompt": 536}
-    caches = ["paged_exact", "paged_exact:read.from=300,read.tokens=200"]
-    rows, outcome = rows_of("reading", tmp_path / "rows.jsonl", model, caches, **long)
-    assert not outcome.failed and [row["cache"] for row in rows] == caches
-    dense, tokens = rows
-    assert dense["kl_mean"] < 1e-6 < 1e-3 < tokens["kl_mean"] and tokens["read_tokens"] == 200

@@ -28,7 +28,6 @@ from transformers import HfArgumentParser
 import kv_hf
 import kv_hf_cli
 from kv_hf.serving.batch_manager import fits_transformers
-from kv_hf.serving.serve_command import add_transformers_options
 from kv_hf.texts import load_text
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -258,22 +257,3 @@ def test_commands_of_the_page_are_understood(page, line, words, parsing, monkeyp
         assert not words[-1].isidentifier()
     elif words[0] not in FOREIGN:
         read_arguments(words, monkeypatch)
-
-
-def test_commands_named_in_prose_have_the_options_named_with_them():
-    """Within a sentence or in an indented line."""
-    named: dict[str, set[str]] = {}
-    for page in PAGES:
-        text = FENCE.sub("", page.read_text("utf-8"))
-        found = re.findall(r"`kv-hf ([a-z-]+)([^`\n]*)`", text)
-        found += re.findall(r"^    kv-hf ([a-z-]+)(.*)$", text, re.MULTILINE)
-        for command, rest in found:
-            named.setdefault(command, set()).update(re.findall(r"(?<!\S)--[a-z-]+", rest))
-    assert {"doctor", "eval"} <= set(named) <= {*kv_hf_cli.COMMANDS, "--help"}
-    named.pop("lm-eval", None)  # lm-eval's own
-    for command, options in named.items():
-        asked = kv_hf_cli.command_parser(command, "kv-hf")
-        if command == "serve":
-            add_transformers_options(asked)
-        known = set(asked._option_string_actions)
-        assert options <= known, (command, options - known)

@@ -1,4 +1,4 @@
-"""Rules of the sources: imports point down and form no circles, docstrings give shapes."""
+"""Rules of the sources: imports point down and form no circles."""
 
 import ast
 import re
@@ -122,29 +122,3 @@ def test_files_import_each_other_in_no_circle():
         modules = {one if one in known else one.rpartition(".")[0] for one in imports(name)}
         graph[module_of(name)] = modules & known - {module_of(name)}
     TopologicalSorter(graph).prepare()  # names the circle that it finds
-
-
-def public_functions(node):
-    """Yield the functions of a module, of its classes and of what stands there under an `if`."""
-    for one in (*node.body, *getattr(node, "orelse", ())):
-        if isinstance(one, ast.If) or not getattr(one, "name", "_").startswith("_"):
-            if isinstance(one, ast.If | ast.ClassDef):
-                yield from public_functions(one)
-            else:
-                yield one
-
-
-def has_tensors(function):
-    annotations = [one.annotation for one in ast.walk(function.args) if isinstance(one, ast.arg)]
-    named = [ast.unparse(one) for one in (*annotations, function.returns) if one]
-    return any(re.search(r"\bTensor\b", one) for one in named)
-
-
-def test_docstrings_of_tensor_functions_give_shapes():
-    """As "[rows, heads]"; a scalar's is "[]"."""
-    found = [(name, one) for name in FILES for one in public_functions(tree(name))]
-    assert not [
-        (name, one.name)
-        for name, one in found
-        if has_tensors(one) and not re.search(r"\[[^\[\]]*\]", ast.get_docstring(one) or "")
-    ]

@@ -1,6 +1,5 @@
 """`kv-hf serve`: its options, its errors before a model is loaded, the check of transformers' server, and what a request may ask for."""
 
-import inspect
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from transformers import GenerationConfig
 import kv_hf
 import kv_hf_cli
 from kv_hf.serving import serve_command, server
-from kv_hf.serving.server import check_packages, serve_class
+from kv_hf.serving.server import check_packages
 from kv_hf.serving.server_model import ServedModel, ServerOptions
 
 
@@ -50,18 +49,12 @@ def refused(capsys, *argv):
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--compile"], "--compile gives requests transformers' static cache"),
         (["--chat-template-kwargs", "1"], "--chat-template-kwargs must be a JSON object"),
-        (["--decision-config", "/nowhere"], "--decision-config must be the path of a JSON file"),
         (["--prefix", "1GiB"], "unrecognized arguments: --prefix"),
         ([], "MODEL '/no/model': there is no such folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_argument_is_named_before_a_model_is_loaded(capsys, argv, words):
-    if (
-        "--decision-config" in argv
-        and "decision_config" not in inspect.signature(serve_class()).parameters
-    ):
-        pytest.skip("this transformers has no --decision-config")
     code, said = refused(capsys, "/no/model", *argv)
     assert code == 2
     assert "kv-hf serve: error: " in said and words in said
@@ -71,15 +64,6 @@ def all_options():
     asked = kv_hf_cli.command_parser("serve", "p")
     serve_command.add_transformers_options(asked)
     return asked
-
-
-def test_options_are_ours_and_those_of_transformers():
-    said = all_options().format_help()
-    for flag in ("--cache", "--cache-config", "--prefix-store", "--prefix-folder"):
-        assert flag in said
-    for name in inspect.signature(serve_class()).parameters:
-        hidden = name in ("force_model", "non_blocking")
-        assert (f"--{name.replace('_', '-')}" in said) != hidden, name
 
 
 def test_options_of_transformers_reach_its_server_as_they_are_given():

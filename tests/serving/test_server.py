@@ -159,10 +159,9 @@ def ask_with(server, **config):
     [
         ({}, "PagedCache", 1),
         ({"cache_config": {"recent_tokens": 16}}, "PagedCache", 0),
-        ({"cache_implementation": "paged_int4"}, "PagedCache", 0),
         ({"cache_implementation": "dynamic"}, "DynamicCache", 0),
     ],
-    ids=["none", "options", "another of ours", "transformers'"],
+    ids=["none", "options", "transformers'"],
 )
 def test_generation_config_of_a_request_keeps_the_cache_unless_it_names_another(
     server, caches, config, cache, counted

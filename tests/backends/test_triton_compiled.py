@@ -19,9 +19,10 @@ from slow import slow_but
 from kv_hf.formats import format_names, key_scheme
 from kv_hf.spec import ROWS, SideSpec
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 import aot
 import sass
+import triton
 
 from kv_hf.backends.triton import meta_params, pages
 

@@ -150,9 +150,8 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         number_of_states: as transformers' layer has it; the others are those of PagedLayer.
     """
 
-    is_croppable = (
-        LinearAttentionCacheLayerMixin.is_croppable
-    )  # a recurrent state cannot be rolled back
+    # a recurrent state cannot be rolled back
+    is_croppable = LinearAttentionCacheLayerMixin.is_croppable
 
     def __init__(self, layer_idx: int, *args: Any, number_of_states: int = 1) -> None:
         super().__init__(layer_idx, *args)

@@ -162,15 +162,9 @@ class Chat:
         inputs = self.tokenizer.apply_chat_template(
             asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self.model.device)
-        config = arguments.get("generation_config") or self.model.generation_config
-        drafts = arguments.get("assistant_model"), arguments.get("prompt_lookup_num_tokens")
         try:
             self.cache.forward.check()
-            # given a whole text, assisted decoding of transformers takes wrong positions beside a cache that holds tokens
-            anew = any(one is not None for one in (*drafts, config.prompt_lookup_num_tokens))
         except InterruptedForwardError:  # in the turn before
-            anew = True
-        if anew:
             self.cache.reset()
         found = self.model.generate(**inputs, **arguments)
         new = getattr(found, "sequences", found)[0, inputs["input_ids"].shape[1] :]

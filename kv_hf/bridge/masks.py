@@ -145,6 +145,8 @@ class MaskLength(int):
         if known is not None and new == 1 and cache in known and not moved.is_host(device):
             return known[cache]
         stored = self.stored()
+        if stored is not None and mask is not None and mask.ndim == 2:
+            _check_end(mask.shape[1], min(stored.seen + new, stored.offset + int(self)), new)
         same = None if stored is None else hides_padding(stored, mask, new)
         if known is not None and same is not None:
             known[cache] = same
@@ -154,6 +156,16 @@ class MaskLength(int):
             else:
                 group.observe_padding(mask)
         return same
+
+
+def _check_end(columns: int, end: int, new: int) -> None:
+    """Raise CacheMismatchError where a 2D mask ends before the last of `new` columns, `end`: transformers hides what is missing."""
+    if columns < end:
+        raise CacheMismatchError(
+            f"attention_mask has {columns} columns, and this forward's tokens end at column {end}: transformers would hide the last "
+            f"ones. The cache holds {end - new} columns: pass the mask of the whole text with the {new} new tokens alone, or call "
+            "cache.reset() and pass the whole text"
+        )
 
 
 def hides_padding(group: Any, mask: torch.Tensor | None, new: int) -> bool:
@@ -175,12 +187,6 @@ def hides_padding(group: Any, mask: torch.Tensor | None, new: int) -> bool:
     if mask.ndim != 2 or mask.shape[0] != len(padding):
         return False
     end = group.seen + new
-    if mask.shape[1] < end:
-        raise CacheMismatchError(
-            f"attention_mask has {mask.shape[1]} columns, and this forward's tokens end at column {end}: transformers would hide the "
-            f"last ones. The cache holds {group.seen} columns: pass the mask of the whole text with the {new} new tokens alone, or "
-            "call cache.reset() and pass the whole text"
-        )
     mask = mask[:, :end].bool()
     if not padding.any():
         return mask.shape[1] == end and bool(mask.all())

@@ -88,7 +88,7 @@ def not_kept_in(model: Any) -> UnsupportedModelError:
     """Return the error for a model that keeps nothing in generate()'s cache."""
     return UnsupportedModelError(
         f"{type(model).__name__} does not keep its keys and values in a transformers Cache that generate() passes as {CACHE}, so "
-        "that pages cannot hold them; leave cache_implementation out"
+        "that pages cannot hold them: take no paged cache"
     )
 
 

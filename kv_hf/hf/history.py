@@ -97,6 +97,7 @@ class Text:
         cache, columns = self.cache, self.ids.shape[1]
         if not self.seen or not (self.is_whole or self.is_embedded):
             return
+        cache.forward.check()
         known = cache.token_ids
         held = 0 if known is None else min(self.seen, cache.origin.known_columns)
         if cache.options.on_edit == "crop" and self.is_whole and self.is_comparable:

@@ -1,10 +1,10 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches generate().
 
-Seven seams are patched, all idempotently: the closed list of cache implementations that
+Eight seams are patched, all idempotently: the closed list of cache implementations that
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.24); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.24): generate, whose tokens a cache notes and whose streams notices
-wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a
-prefix store comes in; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
+wait for, _prepare_cache_for_generation, which makes the cache, _prefill, which runs the first forward and is where a
+prefix store comes in, and _assisted_decoding, which has none; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
 generate() decides what runs a decode step, and where CUDA graphs come in; and get_interface (AttentionInterface), to which
 families without sdpa hand their eager attention. dispatch.py wraps the attention and mask functions
 that transformers has registered.
@@ -106,13 +106,13 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if paged and name is None:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             _check_given(given, asked)
-            _make_ready(given, asked, model_kwargs)
+            _make_ready(given, asked)
         elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             cache = _new_cache(asked)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(cache, asked, model_kwargs)
+            _make_ready(cache, asked)
             model_kwargs[CACHE] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -170,12 +170,10 @@ def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
     return cache
 
 
-def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> None:
-    """Check the kernels, give the model attention over pages, and tell the cache of the text's own tokens what comes."""
+def _make_ready(cache: Any, asked: Generation) -> None:
+    """Check the kernels, and give the model attention over pages."""
     model = asked.model
-    own, cross = paged_halves(cache)
-    halves = [half for half in (own, cross) if half is not None]
-    for half in halves:
+    for half in (half for half in paged_halves(cache) if half is not None):
         if half.options.max_length is None:
             refuse_growing(half.options)
         elif half is cache:
@@ -185,15 +183,13 @@ def _make_ready(cache: Any, asked: Generation, model_kwargs: dict[str, Any]) -> 
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
     dispatch.register()  # flash attention that came since
-    # a GenerationMode that drafts tokens (draft model, prompt lookup, early exit)
-    if own is not None and "assisted" in str(getattr(asked.mode, "value", asked.mode)):
-        expect_drafts(model, cache, own, model_kwargs)
 
 
 PATCHES: Sequence[Patch] = (
     (GenerationMixin, "generate", around_generate),
     (GenerationMixin, "_prepare_cache_for_generation", _wrap),
     (GenerationMixin, "_prefill", share_prefill),
+    (GenerationMixin, "_assisted_decoding", expect_drafts),
     (GenerationMixin, "_valid_auto_compile_criteria", want_graphs),
     (PreTrainedModel, "get_compiled_call", call_graphs),
     (AttentionInterface, "get_interface", dispatch.over_eager),

@@ -1,5 +1,6 @@
 """generate()'s first forward, and what happens around it: prompts that share a prefix skip it, and virtual tokens go into pages."""
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache
-from transformers.generation.utils import GenerationMixin
 
 from ..cache.encoder_decoder import paged_halves
 from ..cache.identity import ModelId, adapters_of, drops_numbers, virtual_owner
@@ -20,7 +20,7 @@ from ..cache.states import check_states, states_of
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import logger, warn_once
 from .generation import check_made, not_kept_in
-from .history import Text, comes_from_ids, note_at_end
+from .history import Text, note_at_end
 from .models import why_other_tokens
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
@@ -248,27 +248,49 @@ def note_origin(model: Any, cache: Any) -> None:
         cache.origin.note_space(_space_of(model, cache, store) if tokens_alone else None)
 
 
-def expect_drafts(model: Any, cache: Any, own: Any, inputs: dict[str, Any]) -> None:
-    """Prepare a cache for assisted decoding, which has no prefill of its own: the text is noted at the end of the call.
+def expect_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap GenerationMixin._assisted_decoding, which has no prefill of its own: texts are compared before it, and noted behind it.
 
     A prefix store does nothing there, which is said once, and the first forward is the prompt's.
-
-    Args:
-        cache, own: as `Text` takes them.
-        inputs: of the model.
-    Raises: CacheMismatchError where another model has filled the cache.
     """
-    if own.options.prefix_store is not None:
-        warn_once(
-            "prefix_store assisted",
-            "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
-        )
-    for group in own.groups:
-        group.reading.next_of_everything()
-    note_origin(model, own)
-    own_loop = type(model)._assisted_decoding is GenerationMixin._assisted_decoding
-    if own_loop and comes_from_ids(model, cache, own, inputs) and not own.get_seq_length():
-        note_at_end(own, 0)
+
+    @functools.wraps(original)
+    def assisted(
+        self: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any, **inputs: Any
+    ) -> Any:
+        cache: Any = inputs.get(CACHE)
+        own = next((half for half in paged_halves(cache) if half is not None), None)
+        if own is None:
+            return original(self, input_ids, *args, generation_config=generation_config, **inputs)
+        text = Text(self, cache, own, input_ids, generation_config, inputs)
+        text.check()
+        if text.seen and text.is_whole:  # transformers computes all of it, behind what is there
+            if own.options.on_edit != "crop":
+                raise CacheMismatchError(
+                    f"assisted decoding goes on behind the {text.seen} tokens that this cache holds with new tokens alone, without "
+                    "left padding, and an attention_mask of the whole text: call cache.reset() to pass the whole text"
+                )
+            own.reset()
+            text.seen = 0
+        if own.options.prefix_store is not None:
+            warn_once(
+                "prefix_store assisted",
+                "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
+            )
+        for group in own.groups:
+            group.reading.next_of_everything()
+        note_origin(self, own)
+        known = text.is_comparable and not text.seen
+        if known:
+            note_at_end(own, 0)
+        try:
+            return original(self, input_ids, *args, generation_config=generation_config, **inputs)
+        except BaseException:
+            if known and own.get_seq_length() >= input_ids.shape[1]:
+                own.origin.note_text(input_ids, 0, input_ids.shape[1])
+            raise
+
+    return assisted
 
 
 def more_than_tokens(model: Any) -> str | None:

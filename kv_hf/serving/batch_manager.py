@@ -156,9 +156,14 @@ class BatchManager(Manager):
 
     def _create_batch_processor(self) -> Any:
         """Make the batch processor with its cache, or empty the one that is there."""
-        known, processor = self.batch_processor, super()._create_batch_processor()
+        known: Any = self.batch_processor
+        processor = super()._create_batch_processor()
         if self.kv_hf_options is not None and processor is not known:
             _join(processor)
+        elif (
+            self.kv_hf_options is not None
+        ):  # kept from another session, since which the model may have changed
+            known.cache.look_again()
         return processor
 
     def add_request(

@@ -153,8 +153,26 @@ def test_text_that_is_not_known_is_said_and_then_what_the_user_says(fill):
     refused(cache, edited(next_turn(text)))
 
 
+LOOKUP = {"prompt_lookup_num_tokens": 3}
+
+
+def test_drafts_behind_a_filled_cache_take_new_tokens_alone():
+    """transformers computes a whole text behind what is there, whatever the cache: wrong tokens, without a word."""
+    cache, text = first_turn(keys="exact")
+    text = next_turn(text)
+    expected = shared_model("llama").generate(text, **GREEDY)
+    with pytest.raises(kv_hf.CacheMismatchError, match="behind the 51 tokens .* new tokens alone"):
+        go_on(cache, text, **LOOKUP)
+    new = go_on(cache, text[:, 51:], attention_mask=torch.ones_like(text), **LOOKUP)
+    assert torch.equal(torch.cat([text[:, :51], new], 1), expected)
+    cache, _ = first_turn(keys="exact", on_edit="crop")
+    assert torch.equal(go_on(cache, text, **LOOKUP), expected)
+    assert torch.equal(cache.token_ids, expected)
+
+
+@pytest.mark.parametrize("drafts", [{}, LOOKUP], ids=str)
 @pytest.mark.parametrize("kept", [False, True], ids=["behind the prefill", "in its store"])
-def test_a_stopped_generate_leaves_the_prompt_known(kept, monkeypatch):
+def test_a_stopped_generate_leaves_the_prompt_known(kept, drafts, monkeypatch):
     model, ids = shared_model("llama"), tokens(1, 40)
     store = kv_hf.PrefixStore() if kept else None
     cache = kv_hf.PagedCache(model.config, prefix_store=store, **PAGES)
@@ -165,7 +183,7 @@ def test_a_stopped_generate_leaves_the_prompt_known(kept, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kv_hf.PrefixStore, "add", stop)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, past_key_values=cache, logits_processor=[stop], **GREEDY)
+            go_on(cache, ids, stopping_criteria=[stop], **drafts)
     assert torch.equal(cache.token_ids, ids)
     refused(cache, edited(next_turn(ids)))
     go_on(cache, next_turn(ids))

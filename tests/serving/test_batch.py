@@ -294,12 +294,20 @@ def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     assert computed == [300, 300, 300 - 260, 300, 300 - 260]
 
 
-def test_weights_that_change_in_a_pause_find_no_pages_of_before(manager):
+@contextlib.contextmanager
+def between_sessions(manager):
+    manager.stop(keep_for_next_session=True)
+    yield
+    manager.start()
+
+
+@pytest.mark.parametrize("stopped", [batch_manager.BatchManager.pause, between_sessions])
+def test_weights_that_change_find_no_pages_of_before(stopped, manager):
     store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
     found = []
     for change in (False, False, True):
         if change:
-            with manager.pause(), torch.no_grad():
+            with stopped(manager), torch.no_grad():
                 for parameter in manager.model.parameters():
                     parameter.mul_(1.1)
         before = store.stats().tokens_computed

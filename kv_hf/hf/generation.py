@@ -230,9 +230,8 @@ def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
         return "prepare_inputs_for_generation was replaced, and may make the text longer"
     if not type(asked.model).__module__.startswith("transformers."):
         return f"{type(asked.model).__name__}, whose code is not transformers' own, may make the text longer"
-    if (
-        not asked.model._can_compile_fullgraph
-    ):  # which may take no mask of four dimensions either (Kosmos-2)
+    # such a model may take no mask of four dimensions either (Kosmos-2)
+    if not asked.model._can_compile_fullgraph:
         return "transformers compiles no steps of this model"
     if config.return_dict_in_generate:
         return "the cache is returned, and another generation may make it grow"

@@ -4,8 +4,8 @@ Eight seams are patched, all idempotently: the closed list of cache implementati
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.24); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.24): generate, whose tokens a cache notes and whose streams notices
 wait for, _prepare_cache_for_generation, which makes the cache, _prefill, which runs the first forward and is where a
-prefix store comes in, and _assisted_decoding, which has none; _valid_auto_compile_criteria (GenerationMixin) and get_compiled_call (PreTrainedModel), by which
-generate() decides what runs a decode step, and where CUDA graphs come in; and get_interface (AttentionInterface), to which
+prefix store comes in, and _assisted_decoding, which has none; _valid_auto_compile_criteria (GenerationMixin) and
+get_compiled_call (PreTrainedModel), by which generate() decides what runs a decode step, and where CUDA graphs come in; and get_interface (AttentionInterface), to which
 families without sdpa hand their eager attention. dispatch.py wraps the attention and mask functions
 that transformers has registered.
 """

@@ -108,9 +108,8 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                     outputs = run(input_ids)
             else:
                 outputs = _share(self, own, prompt, generation_config, input_ids, run)
-        if (
-            not own.get_seq_length()
-        ):  # as the first GPT and Flaubert, which take no cache from generate()
+        # the first GPT and Flaubert take no cache from generate()
+        if not own.get_seq_length():
             raise not_kept_in(self)
         for half in halves:
             half.end_prefill()

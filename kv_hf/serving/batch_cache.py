@@ -62,8 +62,8 @@ class BatchCache(PagedAttentionCache):
     """Pages and exact windows of requests that come and go, for all layers of a model.
 
     transformers' continuous batching (generation/continuous_batching, 5.24) asks it for room, for prefixes and for
-    copies, as it asks the class that this one stands for; attention over pages calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
-    requests, and with a PrefixStore by calls of generate().
+    copies, as it asks the class that this one stands for; attention over pages calls `paged_attend`. A request has a row in
+    every layer; sealed pages may be shared by requests, and with a PrefixStore by calls of generate().
 
     Args:
         model: the model, whose layers are known from `template`.

@@ -160,9 +160,8 @@ class BatchManager(Manager):
         processor = super()._create_batch_processor()
         if self.kv_hf_options is not None and processor is not known:
             _join(processor)
-        elif (
-            self.kv_hf_options is not None
-        ):  # kept from another session, since which the model may have changed
+        # one that was kept from another session, since which the model may have changed
+        elif self.kv_hf_options is not None:
             known.cache.look_again()
         return processor
 

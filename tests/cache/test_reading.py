@@ -17,6 +17,7 @@ from wrapped_kernels import wrap_kernels
 import kv_hf
 from kv_hf.backends import dispatch
 from kv_hf.backends.reference import selection
+from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
 from kv_hf.errors import CacheOptionError
 from kv_hf.page_summary import summary_words
 from kv_hf.pages import offload
@@ -153,6 +154,7 @@ def test_answers_read_in_part_are_found_by_calls_that_read_alike(model):
     assert store.stats().tokens_computed - computed < 60
 
 
+@pytest.mark.skipif(CROP_TAKES_LENGTHS, reason="5.17 cuts the mask of a text behind a filled cache")
 @pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}])
 def test_a_later_turn_of_assisted_decoding_reads_everything(model, reads, drafts):
     ids = tokens(1, 300)

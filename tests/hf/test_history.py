@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.cache import identity
+from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
 from kv_hf.cache.origin import Origin
 from kv_hf.hf import history
 
@@ -163,8 +166,9 @@ def test_drafts_behind_a_filled_cache_take_new_tokens_alone():
     expected = shared_model("llama").generate(text, **GREEDY)
     with pytest.raises(kv_hf.CacheMismatchError, match="behind the 51 tokens .* new tokens alone"):
         go_on(cache, text, **LOOKUP)
-    new = go_on(cache, text[:, 51:], attention_mask=torch.ones_like(text), **LOOKUP)
-    assert torch.equal(torch.cat([text[:, :51], new], 1), expected)
+    if not CROP_TAKES_LENGTHS:  # 5.17 cuts the mask, which is refused as well
+        new = go_on(cache, text[:, 51:], attention_mask=torch.ones_like(text), **LOOKUP)
+        assert torch.equal(torch.cat([text[:, :51], new], 1), expected)
     cache, _ = first_turn(keys="exact", on_edit="crop")
     assert torch.equal(go_on(cache, text, **LOOKUP), expected)
     assert torch.equal(cache.token_ids, expected)
@@ -180,10 +184,13 @@ def test_a_stopped_generate_leaves_the_prompt_known(kept, drafts, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
 
+    streamer = SimpleNamespace(
+        put=Mock(side_effect=[None, KeyboardInterrupt])
+    )  # the prompt, tokens
     with monkeypatch.context() as patch:
         patch.setattr(kv_hf.PrefixStore, "add", stop)
         with pytest.raises(KeyboardInterrupt):
-            go_on(cache, ids, stopping_criteria=[stop], **drafts)
+            go_on(cache, ids, streamer=streamer, **drafts)
     assert torch.equal(cache.token_ids, ids)
     refused(cache, edited(next_turn(ids)))
     go_on(cache, next_turn(ids))

@@ -156,7 +156,7 @@ def _check_paged_cross(model: Any) -> None:
 def _new_cache(asked: Generation) -> PagedCache | PagedEncoderDecoderCache:
     model, generation_config = asked.model, asked.config
     name = generation_config.cache_implementation or WITHOUT_NAME
-    if "mamba" in type(model).__name__.lower() or not model._supports_default_dynamic_cache():
+    if not model._supports_default_dynamic_cache():
         raise not_kept_in(model)
     options = given_options(generation_config.cache_config)
     if getattr(generation_config, "is_assistant", False):

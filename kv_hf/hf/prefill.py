@@ -263,14 +263,15 @@ def expect_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_ids, *args, generation_config=generation_config, **inputs)
         text = Text(self, cache, own, input_ids, generation_config, inputs)
         text.check()
-        if text.seen and text.is_whole:  # transformers computes all of it, behind what is there
+        started = text.seen > 0
+        if started and text.is_whole:  # transformers computes all of it, behind what is there
             if own.options.on_edit != "crop":
                 raise CacheMismatchError(
                     f"assisted decoding goes on behind the {text.seen} tokens that this cache holds with new tokens alone, without "
                     "left padding, and an attention_mask of the whole text: call cache.reset() to pass the whole text"
                 )
             own.reset()
-            text.seen = 0
+            started = False
         if own.options.prefix_store is not None:
             warn_once(
                 "prefix_store assisted",
@@ -279,7 +280,7 @@ def expect_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
         for group in own.groups:
             group.reading.next_of_everything()
         note_origin(self, own)
-        known = text.is_comparable and not text.seen
+        known = text.is_comparable and not started
         if known:
             note_at_end(own, 0)
         try:

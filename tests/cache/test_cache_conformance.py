@@ -225,7 +225,7 @@ def test_model_without_attention_is_refused():
         vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0
     )
     model = transformers.MambaForCausalLM(config)
-    with pytest.raises(kv_hf.UnsupportedModelError, match="MambaForCausalLM"):
+    with pytest.raises(kv_hf.UnsupportedModelError, match="'mamba' has no attention layer"):
         model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
     with pytest.raises(kv_hf.UnsupportedModelError, match=r"model\.config.*got dict"):
         kv_hf.PagedCache({"hidden_size": 64})

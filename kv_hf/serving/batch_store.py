@@ -53,16 +53,17 @@ class BatchStore(LayerStore):
         """Append the layer's new tokens to its pages, and attend to all tokens of each request.
 
         Args:
-            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, ..], of this forward;
-                latents and RoPE keys where the layer stores these.
+            states: query [rows, num_heads, tokens, head_dim], key and value [rows, num_kv_heads, tokens, ..], of this forward's
+                shape; latents and RoPE keys where the layer stores these.
             kwargs: all further arguments of the attention function.
-        Returns: ([1, tokens, num_heads, value_dim], None).
+        Returns: ([rows, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError where the model hands over other tokens than the forward has.
         """
         query, key, value = states
-        if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == forward.tokens:
+        rows, tokens = forward.shape
+        if query.shape[0] != rows or not query.shape[2] == key.shape[2] == tokens:
             raise UnsupportedModelError(
-                f"continuous batching passes {forward.tokens} tokens in one row, and attention of layer {self.layer_idx} got queries "
+                f"continuous batching passes {tokens} tokens in {rows} rows, and attention of layer {self.layer_idx} got queries "
                 f"{tuple(query.shape)} and keys {tuple(key.shape)}: this model changes them on the way. Use generate()"
             )
         # what transformers' batches hand down for attention of their own; functions drop the rest
@@ -77,10 +78,10 @@ class BatchStore(LayerStore):
             if not step.fits or step.moves_rest:
                 for window, rest in zip(self.windows, self.residuals, strict=True):
                     window.tokens[part.first : part.first + part.rows] = rest.tokens
-            if len(forward.parts) == 1 and isinstance(part.tokens, slice):
-                return attended.reshape(1, forward.tokens, *attended.shape[2:]), None
+            if len(forward.parts) == 1 and not isinstance(part.tokens, torch.Tensor):
+                return attended.reshape(rows, tokens, *attended.shape[2:]), None
             if out is None:
-                out = attended.new_empty(1, forward.tokens, *attended.shape[2:])
+                out = attended.new_empty(rows, tokens, *attended.shape[2:])
             out[0, part.tokens] = attended.reshape(-1, *attended.shape[2:])
         assert out is not None
         return out, None

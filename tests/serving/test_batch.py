@@ -121,12 +121,12 @@ LATENTS = [
     "minicpm3",
     "youtu",
 ]
+STATES = ["qwen3_next", "falcon_h1", "lfm2"]
 FAMILIES = {
     **{("causal", name): "" for name in ("gpt-sw3", "mixtral", "gemma", *LATENTS)},
     **{("conditional", name): "" for name in ("mistral4", "kimi_k25")},
     ("causal", "deepseek_v32"): "layer 0 of this model has an indexer",
-    ("causal", "qwen3_next"): "layer 0 of this model keeps a state of its text",
-    ("causal", "falcon_h1"): "layer 0 of this model keeps a state of its text",
+    **{("causal", name): "" for name in STATES},
     ("causal", "gemma4_text"): "layer 4 of this model is a DummyLayer",
     ("causal", "llama4_text"): "attend within chunks of a text",
     ("causal", "diffllama"): "DiffLlamaAttention attends twice in layer 0",

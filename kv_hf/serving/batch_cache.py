@@ -63,7 +63,7 @@ class BatchCache(PagedAttentionCache):
     """Pages and exact windows of requests that come and go, for all layers of a model.
 
     transformers' continuous batching (generation/continuous_batching, 5.24) asks it for room, for prefixes and for
-    copies, as it asks the class that this one stands for; attention over pages calls `paged_attend`. A request has a row in
+    copies, as it asks the class that this one stands for; attention over pages calls `attend`. A request has a row in
     every layer; sealed pages may be shared by requests, and with a PrefixStore by calls of generate().
 
     Args:
@@ -80,6 +80,7 @@ class BatchCache(PagedAttentionCache):
         states: layer -> what it holds beside pages; with any, the parts of a forward go through the model one after the other.
         forward: the planned one, or its part that goes through the model now.
         layers_reached: by it.
+        lenders: stores of layers whose keys and values others attend to (Gemma 3n, Gemma 4).
     Raises: UnsupportedModelError for a layer that stored nothing.
     """
 
@@ -119,6 +120,7 @@ class BatchCache(PagedAttentionCache):
         self._next: list[Request] = []  # of the next forward, in its order
         self.forward: Forward | None = None
         self.layers_reached: set[int] = set()
+        self.lenders: set[BatchStore] = set()
 
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
@@ -443,45 +445,52 @@ class BatchCache(PagedAttentionCache):
         return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        kwargs: dict[str, Any],
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tell attention of this cache, through `kwargs`; before 5.24 attention is given the cache, and nobody calls this.
-
-        Args:
-            key_states, value_states: [rows, num_kv_heads, tokens, dim], of this forward.
-        Returns: both as they are: attention stores them.
-        """
-        kwargs["cache"] = self
+        """Return keys and values of this forward as they are: attention stores them."""
         return key_states, value_states
 
-    def paged_attend(
-        self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any
+    def attend(
+        self, module: torch.nn.Module, states: Sequence[torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, None]:
-        """Append and attend in one layer (BatchStore.attend).
+        """Append and attend in one layer (BatchStore.attend); the forward hands this cache down to attention as `paged_batch`.
 
         Args:
             module: the attention module, whose layer_idx says which layer it is.
             states: query [rows, num_heads, tokens, head_dim], key and value [rows, num_kv_heads, tokens, head_dim], of this forward.
+            kwargs: all further arguments of the attention function.
         Returns: ([rows, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError for a layer without pages, and for a second call in a forward.
         """
         layer: Any = getattr(module, "layer_idx", None)
         store = self.stores.get(layer)
-        if store is None or self.forward is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
-            )
-        if layer in self.layers_reached:
+        if store is None:  # of a layer that attends to the keys of another one
+            lenders = (one for one in self.stores.values() if one.new is states[1])
+            store = next(lenders, None)
+            if store is not None:
+                self.lenders.add(store)
+        elif layer in self.layers_reached:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends twice in layer {layer} of a forward, and continuous batching stores what comes: "
                 "use generate()"
             )
+        if store is None or self.forward is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
+            )
         self.layers_reached.add(layer)
         return store.attend(self.forward, module, states, kwargs)
+
+    def finish(self) -> None:
+        """End a forward: no layer attends to what another one has brought any more."""
+        for store in self.lenders:
+            store.finish()
+
+    def keep_lenders(self) -> None:
+        """Take the layers to lend their keys that have done so in a first forward."""
+        for store in self.stores.values():
+            store.finish()
+            store.lends = store in self.lenders
 
 
 @dataclass(frozen=True)

@@ -143,12 +143,14 @@ def try_model(model: Any, cache: BatchCache) -> None:
                 logits_indices=ends,
                 use_cache=False,
                 cache=cache,
+                paged_batch=cache,
             ).logits[0]
     except UnsupportedModelError:
         raise
     except Exception as raised:
         failed = raised
     finally:
+        cache.keep_lenders()
         cache.free_all_requests()
     missing = sorted(set(cache.stores) - cache.layers_reached)
     if missing:

@@ -259,6 +259,7 @@ def _join(processor: Any) -> None:
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
+        batch["paged_batch"] = cache
         if cache.states:  # the parts give logits of these alone
             batch["logits_to_keep"] = batch["logits_indices"]
         # nobody reads it here, and the model would write it into its config, where forwards of other threads read it
@@ -266,6 +267,7 @@ def _join(processor: Any) -> None:
         try:
             with passing_new_latents():
                 compute(called(model, cache), batch)
+            cache.finish()
         finally:  # another thread may have changed it, before this forward or in the middle
             if (reason := why_not_pages(model)) is not None:
                 raise UnsupportedModelError(

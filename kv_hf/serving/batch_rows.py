@@ -10,7 +10,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..cache.layer import PagedLayer
 from ..cache.layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
-from ..cache.model_shape import CACHE
+from ..cache.model_shape import CACHE, is_dummy
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..pages.rows import Batch, Rows, RowSizes, plan_append
@@ -151,7 +151,7 @@ def check_layers(template: PagedCache) -> None:
             if CACHE == "cache":
                 continue
             why = "keeps a state of its text, which needs transformers 5.24 or newer"
-        elif type(layer) in (PagedLayer, LatentLayer):
+        elif type(layer) in (PagedLayer, LatentLayer) or is_dummy(layer):
             continue
         elif isinstance(layer, IndexedLatentLayer):
             why = "has an indexer, whose keys are in no pages"

@@ -74,15 +74,11 @@ class RowStates:
 
 
 class PartCache(Cache):
-    """What a model sees as its cache in one part of a forward: the states of its rows. Keys and values go to the pages of `batch`."""
+    """What a model sees as its cache in one part of a forward: the states of its rows. Attention stores keys and values."""
 
-    def __init__(self, batch: Any, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        self.batch = batch
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Tell attention of the batch's cache (BatchCache.update)."""
-        return self.batch.update(*args, **kwargs)
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return keys and values as they are."""
+        return key_states, value_states
 
 
 def called(model: Any, cache: Any) -> Callable[..., Any]:
@@ -122,9 +118,11 @@ def _run_parts(
             position_ids=position_ids[0, part.tokens].view(shape),
             attention_mask=input_ids.new_zeros((part.rows, 1, part.q_len, 0), dtype=torch.bool),
             use_cache=True,
-            **{CACHE: PartCache(cache, layers)},
+            paged_batch=cache,
+            **{CACHE: PartCache(layers)},
             **last_logit(model),
         )
+        cache.finish()
         for layer_idx, states in cache.states.items():
             states.put(rows, layers[layer_idx])
         ends.append(places[part.tokens].view(shape)[:, -1])

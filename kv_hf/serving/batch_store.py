@@ -27,6 +27,9 @@ class BatchStore(LayerStore):
         layer: of a paged cache of the same model and options.
         pages: where the sealed pages lie.
         rows, slots: windows, and exact tokens that each has room for.
+    Attributes:
+        lends: whether other layers may attend to this one's keys and values.
+        new: where it lends, its keys of the forward that runs, by which those layers find it.
     """
 
     revision = 0  # attention reads a part before the layer changes again (KVView)
@@ -37,6 +40,12 @@ class BatchStore(LayerStore):
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.latent_decode = layer.formats.options.latent_decode
         self._rows, self._parts = slice(0), list[torch.Tensor]()
+        self.lends = True
+        self.new: torch.Tensor | None = None
+        self._handed: list[tuple[torch.Tensor, torch.Tensor, LazyMask]] = []
+        self._late: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # old windows, and what they will hold
         with persistent_tensors():
             for window in self.windows:
                 window.tokens = _windows(window, rows, slots)
@@ -50,9 +59,10 @@ class BatchStore(LayerStore):
         states: Sequence[torch.Tensor],
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, None]:
-        """Append the layer's new tokens to its pages, and attend to all tokens of each request.
+        """Append the layer's new tokens to its pages, and attend to all tokens of each request; or let another layer attend to them.
 
         Args:
+            module: attention of this layer, or of one that this layer lends its keys and values.
             states: query [rows, num_heads, tokens, head_dim], key and value [rows, num_kv_heads, tokens, ..], of this forward's
                 shape; latents and RoPE keys where the layer stores these.
             kwargs: all further arguments of the attention function.
@@ -66,18 +76,25 @@ class BatchStore(LayerStore):
                 f"continuous batching passes {tokens} tokens in {rows} rows, and attention of layer {self.layer_idx} got queries "
                 f"{tuple(query.shape)} and keys {tuple(key.shape)}: this model changes them on the way. Use generate()"
             )
-        # what transformers' batches hand down for attention of their own; functions drop the rest
-        given = {name: one for name, one in kwargs.items() if name != "cache"}
-        out = None
-        for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
-            keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
+        out, own = None, key is not self.new
+        held = [] if own else self._handed
+        if own and self.lends:
+            self.new, self._handed = key, held
+        for i, (part, step) in enumerate(
+            zip(forward.parts, forward.steps[self.window], strict=True)
+        ):
+            if own:
+                held.append(self._append(step, part, (part.cut(key), part.cut(value))))
+            keys, values, mask = held[i]
             if self.spec.is_latent and not step.seen_before:
                 keys, values = expanded(module, keys, values)
-            attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
-            # in windows made anew; the old ones are read by now
-            if not step.fits or step.moves_rest:
+            attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **kwargs)
+            if own and (not step.fits or step.moves_rest):  # in windows made anew
+                there = slice(part.first, part.first + part.rows)
                 for window, rest in zip(self.windows, self.residuals, strict=True):
-                    window.tokens[part.first : part.first + part.rows] = rest.tokens
+                    self._late.append((window.tokens[there], rest.tokens))
+            if not self.lends:
+                self.finish()
             if len(forward.parts) == 1 and not isinstance(part.tokens, torch.Tensor):
                 return attended.reshape(rows, tokens, *attended.shape[2:]), None
             if out is None:
@@ -85,6 +102,12 @@ class BatchStore(LayerStore):
             out[0, part.tokens] = attended.reshape(-1, *attended.shape[2:])
         assert out is not None
         return out, None
+
+    def finish(self) -> None:
+        """Let the windows hold what they hold after the forward; nobody reads the old ones any more."""
+        for window, rest in self._late:
+            window.copy_(rest)
+        self.new, self._handed, self._late = None, [], []
 
     def _append(
         self, step: Step, part: Part, new: Pair

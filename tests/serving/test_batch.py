@@ -121,13 +121,13 @@ LATENTS = [
     "minicpm3",
     "youtu",
 ]
-STATES = ["qwen3_next", "falcon_h1", "lfm2"]
+STATES = ["qwen3_next", "falcon_h1", "lfm2", "nemotron_h"]
 FAMILIES = {
-    **{("causal", name): "" for name in ("gpt-sw3", "mixtral", "gemma", *LATENTS)},
+    **{("causal", name): "" for name in ("gpt-sw3", "mixtral", "gemma", "gemma4_text", *LATENTS)},
     **{("conditional", name): "" for name in ("mistral4", "kimi_k25")},
     ("causal", "deepseek_v32"): "layer 0 of this model has an indexer",
     **{("causal", name): "" for name in STATES},
-    ("causal", "gemma4_text"): "layer 4 of this model is a DummyLayer",
+    ("causal", "zamba2"): "Zamba2Attention attends as layer -1",
     ("causal", "llama4_text"): "attend within chunks of a text",
     ("causal", "diffllama"): "DiffLlamaAttention attends twice in layer 0",
 }
@@ -172,14 +172,14 @@ def test_forked_requests_go_on_from_one_prompt():
 
 def test_forwards_of_requests_leave_the_config_of_the_model_as_it_is(monkeypatch):
     """transformers writes is_causal into it for the length of a forward: one of generate() beside it attended without a mask."""
-    model, attend, found = make_model("llama"), BatchCache.paged_attend, []
+    model, attend, found = make_model("llama"), BatchCache.attend, []
     before = model.config.to_dict()
 
     def watched(*args, **kwargs):
         found.append(model.config.to_dict())
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr(BatchCache, "paged_attend", watched)
+    monkeypatch.setattr(BatchCache, "attend", watched)
     answers(model, prompts((5,)), config("paged_exact", new=2), batching())
     assert found
     assert all(one == before for one in found)

@@ -57,20 +57,18 @@ class RowStates:
             return LinearAttentionLayer(self.number_of_states)
         if rows != self._rows:  # else that of the forward before
             self._rows, self._layer = rows, LinearAttentionLayer(self.number_of_states)
-            views = {name: state[rows] for name, state in self.states.items()}
-            restore_states(self._layer, views)
-            for name, view in views.items():
-                kind, _, index = name.partition(".")
-                getattr(self._layer, kind)[int(index)] = view
+            restore_states(self._layer, {name: state[rows] for name, state in self.states.items()})
+            self.put(rows, self._layer)
         return self._layer
 
     def put(self, rows: slice, layer: Any) -> None:
-        """Take the states of some rows from a layer that a forward has gone through, where they are not over these tensors."""
+        """Take the states of some rows from a layer, whose own tensors these are then."""
         for name, state in states_of(layer).items():
             view = self.states[name][rows]
             if state.data_ptr() != view.data_ptr():
                 view.copy_(state)
-                self._rows = slice(0)
+                kind, _, index = name.partition(".")
+                getattr(layer, kind)[int(index)] = view
 
 
 class PartCache(Cache):

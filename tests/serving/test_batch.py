@@ -156,9 +156,9 @@ def test_generate_batch_answers_as_generate_does_or_refuses_the_family(role, fam
         pytest.skip(f"it does not answer texts: {error}")
     refusal = contextlib.suppress(*[UnsupportedModelError] * (said is None))  # of the walk
     with pytest.raises(UnsupportedModelError, match=said) if said else refusal:
-        for blocks in (64, 9):
-            found = answers(model, texts, config("paged_exact", new=12), batching(blocks))
-            assert found == expected
+        for blocks, options in ((64, None), (9, {"page_size": 16, "recent_tokens": 24})):
+            paged = config("paged_exact", new=12, options=options)
+            assert answers(model, texts, paged, batching(blocks)) == expected
 
 
 def test_forked_requests_go_on_from_one_prompt():

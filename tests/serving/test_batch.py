@@ -226,6 +226,20 @@ def allocated(manager):
     return counts.bytes_pages + counts.bytes_exact
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma4_text"])
+def test_requests_that_join_and_leave_keep_states_and_lent_keys_their_own(family):
+    """Rows change places while windows move under the layers that read another layer's keys."""
+    model, texts = build_model(family, "causal"), prompts((5, 90, 33, 61, 1, 140, 17))
+    fine, lengths = {"page_size": 16, "recent_tokens": 24}, [9 + 11 * (i % 5) for i in range(8)]
+    expected = alone(model, texts, config(new=max(lengths)))
+    with running(model, "paged_exact", options=fine, max_requests_per_batch=3) as manager:
+        for number, (text, new) in enumerate(zip(texts, lengths, strict=True)):
+            manager.add_request(text, request_id=f"{number}", max_new_tokens=new)
+        found = collected(manager, len(texts))
+    got = [found[f"{number}"].generated_tokens for number in range(len(texts))]
+    assert got == [answer[:new] for answer, new in zip(expected, lengths, strict=True)]
+
+
 @pytest.mark.slow
 def test_a_thousand_requests_on_a_saturated_pool_answer_as_each_alone():
     """Most wait, many leave and are computed anew, some are cancelled; those that ask the same share pages."""

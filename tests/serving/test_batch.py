@@ -241,9 +241,11 @@ def test_requests_that_join_and_leave_keep_states_and_lent_keys_their_own(family
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_on_a_saturated_pool_answer_as_each_alone():
-    """Most wait, many leave and are computed anew, some are cancelled; those that ask the same share pages."""
-    model, draw = make_model("llama"), random.Random(5)
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "qwen3_next"])
+def test_a_thousand_requests_on_a_saturated_pool_answer_as_each_alone(family):
+    """Most wait, many leave and are computed anew, some are cancelled; those that ask the same share pages, where layers can."""
+    draw = random.Random(5)
+    model = make_model(family) if family == "llama" else build_model(family, "causal")
     texts = prompts(draw.choices(range(1, 200), k=60))
     expected = alone(model, texts, config(new=12))
     asked = draw.choices(range(len(texts)), k=1000)
@@ -257,7 +259,8 @@ def test_a_thousand_requests_on_a_saturated_pool_answer_as_each_alone():
         for number in set(range(1000)) - gone:
             assert found[f"{number}"].generated_tokens == expected[asked[number]]
         counts = kv_hf.BatchCounts.of(manager)
-        assert counts.requests_evicted > 20 and counts.prefixes.evictions > 500  # 48 and 1,090
+        assert counts.requests_evicted > 20  # 48
+        assert family != "llama" or counts.prefixes.evictions > 500  # 1,090
         assert pages_in_use(manager)[0] == 0
 
 

@@ -108,7 +108,7 @@ def _run_parts(
         rows = slice(part.first, part.first + part.rows)
         cache.forward, cache.layers_reached = whole.alone(index), set()
         begun = next(iter(whole.steps.values()))[index].seen_before > 0
-        layers = [DynamicLayer() for _ in range(cache.num_layers)]
+        layers: list[Any] = [DynamicLayer() for _ in range(cache.num_layers)]
         for layer_idx, states in cache.states.items():
             layers[layer_idx] = states.layer_of(rows, begun)
         out = model(

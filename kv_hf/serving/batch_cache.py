@@ -17,8 +17,7 @@ from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row, Step
 from ..pages.storage import PageMemory
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
-from .batch_states import RowStates, stateful
-from .batch_store import BatchStore
+from .batch_store import BatchStore, RowStates, stateful
 
 NO_LIMIT = 2**31 - 1
 NO_TOKENS = Row(0, (), 0)

@@ -21,7 +21,7 @@ from ..hf.latent import passing_new_latents, prepare_latents
 from ..hf.prefill import last_logit, why_not_from_states
 from .batch_cache import BatchCache
 from .batch_rows import BatchRoom, check_layers, kinds_of
-from .batch_states import called, stateful
+from .batch_store import called, stateful
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 

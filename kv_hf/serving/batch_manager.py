@@ -24,7 +24,7 @@ from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
 from .batch_making import new_cache, template_of
-from .batch_states import called
+from .batch_store import called
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
@@ -267,8 +267,9 @@ def _join(processor: Any) -> None:
         try:
             with passing_new_latents():
                 compute(called(model, cache), batch)
+        finally:
             cache.finish()
-        finally:  # another thread may have changed it, before this forward or in the middle
+            # another thread may have changed it, before this forward or in the middle
             if (reason := why_not_pages(model)) is not None:
                 raise UnsupportedModelError(
                     f"the attention of {type(model).__name__} was changed, while continuous batching runs on its pages: "

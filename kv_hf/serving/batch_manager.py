@@ -18,6 +18,7 @@ from ..cache.model_shape import decoder_config, is_chunked, is_encoder_decoder
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
+from ..hf.generation import not_kept_in
 from ..hf.install import Patch
 from ..hf.latent import foreign_expansion, passing_new_latents
 from ..hf.models import why_not_pages
@@ -100,6 +101,8 @@ def check_batches(model: Any, options: CacheConfig) -> None:
 def _check_model(model: Any) -> None:
     """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
     name = type(model).__name__
+    if not model._supports_default_dynamic_cache():
+        raise not_kept_in(model)
     reason = why_not_pages(model)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if is_encoder_decoder(model.config):

@@ -31,7 +31,7 @@ def test_seal_writes_the_bytes_of_the_codec(dtype):
 @pytest.mark.parametrize("most", slow_but([128], [128, 512]))
 def test_seal_takes_every_size(most):
     for spec in specs_of_every_size(torch.float32, ROWS, most):
-        check_seals(spec, written, counts=(5,))
+        check_seals(spec, written)
 
 
 def seal_far_apart(windows, spec):

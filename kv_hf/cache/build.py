@@ -208,7 +208,7 @@ def make_room(
         count = group.plan(batch, q_len).num_pages
         capacity = group.capacity(batch, group.pool.lacking(count))
         held = len(set().union(*group.batch.pages)) + count
-        most = max(page_capacity(held), group.reserved(batch))
+        most = max(page_capacity(held), batch * group.reserve)
         budget = group.reading.usual
         reads_part = q_len <= MAX_DECODE_QUERIES and group.reading.budget is not None
         # a first forward reads no pages

@@ -401,9 +401,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         copied._number()
-        for theirs, ours in zip(copied.groups, self.groups, strict=True):
-            with ours.pool.lock:
-                theirs.adopt(ours.rows, ours.seen)
         return copied
 
     def __copy__(self) -> Self:
@@ -452,7 +449,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         """Return (tokens, ids of its sealed pages) of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
         self._check_done()
         group = self._group
-        return [(group.tokens(row), row.pages) for row in group.rows]
+        return list(zip(group.lengths().tolist(), group.batch.pages, strict=True))
 
     # -- models and files ----
 

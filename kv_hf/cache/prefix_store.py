@@ -512,20 +512,8 @@ class PrefixStore:
         return pages, sum(spec.window_bytes(1, sinks) for spec in specs), self._state_bytes
 
     def _held_bytes(self) -> int:
-        states = self.tree.num_states if self.has_states else 0
-        counts = self.tree.num_pages, self.tree.num_roots, states
-        return sum(count * size for count, size in zip(counts, self._bytes_each(), strict=True))
-
-    def evict(self, pages: int) -> int:
-        """Release up to `pages` pages that nobody else holds, the least recently used first; return how many."""
-        with self.tree.pool.lock:
-            return self.tree.evict(pages)
-
-    @property
-    def num_evictable(self) -> int:
-        """Pages that nobody but the store holds: `evict` releases them."""
-        with self.tree.pool.lock:
-            return self.tree.num_evictable
+        counts = zip(self.tree.counts(), self._bytes_each(), strict=True)
+        return sum(count * size for count, size in counts)
 
     def count_prompt(self, tokens: int, found: int, computed: int = 0) -> None:
         """Count a prompt of `tokens` tokens; `found` need no forward, `computed` of which had one just before."""
@@ -557,7 +545,7 @@ class PrefixStore:
         pages = size = evictions = 0
         if self._tree is not None:
             with self._tree.pool.lock:
-                pages, evictions = self._tree.num_pages, self._tree.evictions
+                pages, evictions = self._tree.counts()[0], self._tree.evictions
                 size = self._held_bytes()
         counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
         of = self.folder

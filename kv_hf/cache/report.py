@@ -111,7 +111,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryRepor
         + sum(tensor_bytes(vars(one)) for one in layers if not isinstance(one, PagedLayer)),
         pages_held=held,
         pages_allocated=allocated,
-        tokens=max(sum(map(group.tokens, group.rows)) for group in groups),
+        tokens=max(int(group.lengths().sum()) for group in groups),
         staging=paged[0].page_memory.staging_bytes,
         offloaded=offloaded,
     )

@@ -10,7 +10,7 @@ buffers (staging.py), which all caches that share pages have in common.
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -72,20 +72,13 @@ class Demand:
         return Demand(more.spec, more.device, capacity, slots, self.index or more.index)
 
 
-class Split(NamedTuple):
-    """The layers whose pages leave, and the bytes of one staging buffer, by device."""
-
-    offloaded: frozenset[int] = frozenset()
-    staging: Mapping[torch.device, int] = {}
-
-
 def split_layers(
     demands: Mapping[int, Demand],
     device_bytes: int | None,
     buffers: int,
     already: Iterable[int] = (),
-) -> Split:
-    """Choose who leaves, the largest first and equal ones far apart; layers that are offloaded `already` stay so.
+) -> frozenset[int]:
+    """Return the layers that leave, the largest first and equal ones far apart; layers that are offloaded `already` stay so.
 
     Args:
         device_bytes: of sealed pages on the device at most; None: as few as possible.
@@ -94,7 +87,7 @@ def split_layers(
     """
     layers = sorted(demands)
     if device_bytes is None:
-        return Split(frozenset(layers), _staging(demands.values()))
+        return frozenset(layers)
     width = max(1, (len(layers) - 1).bit_length())
     scattered = {layer: int(f"{at:0{width}b}"[::-1], 2) for at, layer in enumerate(layers)}
     waiting = sorted(layers, key=lambda layer: (-demands[layer].nbytes, scattered[layer]))
@@ -102,7 +95,7 @@ def split_layers(
     while (needed := _on_device(demands, leaving, buffers)) > device_bytes and waiting:
         leaving.add(waiting.pop(0))
     if needed <= device_bytes:
-        return Split(frozenset(leaving), _staging(demands[layer] for layer in leaving))
+        return frozenset(leaving)
     slots = max(demand.slots for demand in demands.values())
     indexes = sum(demand.index_bytes for demand in demands.values())
     index = (
@@ -115,7 +108,7 @@ def split_layers(
     )
 
 
-def _staging(leaving: Iterable[Demand]) -> dict[torch.device, int]:
+def staging_sizes(leaving: Iterable[Demand]) -> dict[torch.device, int]:
     """Return the bytes of one staging buffer, by device."""
     staging: dict[torch.device, int] = {}
     for one in leaving:
@@ -137,7 +130,7 @@ def _on_device(demands: Mapping[int, Demand], offloaded: Container[int], buffers
     sides = (side for one in leaving for side in one.spec.sides)
     sealing = max((one.payload_bytes + one.scale_bytes for one in sides), default=0)
     transient = max([*staying, *indexes, SEAL_PAGES * sealing])
-    return sum(staying) + sum(indexes) + transient + buffers * sum(_staging(leaving).values())
+    return sum(staying) + sum(indexes) + transient + buffers * sum(staging_sizes(leaving).values())
 
 
 # -- one layer -------------------------------------------------------------------------------------------------------
@@ -245,11 +238,6 @@ class OffloadedStorage(PageStorage):
     @property
     def _staging(self) -> Staging:
         return self.memory.staging(self.device)
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes on the device of what choices among offloaded pages read."""
-        return 0 if self.index is None else self.index.nbytes
 
     @property
     def has_left(self) -> bool:
@@ -409,7 +397,7 @@ class OffloadMemory(PageMemory):
         self._host: HostMemory | None = None
         self._staging: dict[torch.device, Staging] = {}
         self.demands: dict[int, Demand] = {}
-        self._split = Split()
+        self._leaving: frozenset[int] = frozenset()
         self._plans: dict[int, SlotPlan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -464,7 +452,7 @@ class OffloadMemory(PageMemory):
 
     def leaves(self, layer: int) -> bool:
         """Say whether the pages of a layer are, or will be, offloaded."""
-        return layer in self._split.offloaded
+        return layer in self._leaving
 
     def make_room(self, more: Mapping[int, Demand]) -> None:
         """Make room on the device and in host memory, before anything is written, for what is demanded besides.
@@ -481,30 +469,30 @@ class OffloadMemory(PageMemory):
             }
             if demands == known:
                 return
-            storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
+            storages = self.storages
             devices = {demand.device for demand in demands.values()}
             buffers = max((self.staging(device).copies.buffers for device in devices), default=1)
             left = {layer for layer, one in storages.items() if one.has_left}
-            split = split_layers(demands, self.device_bytes, buffers, self._split.offloaded | left)
+            leaving = split_layers(demands, self.device_bytes, buffers, self._leaving | left)
             needed = 0
-            for layer in split.offloaded:
+            for layer in leaving:
                 demand, one = demands[layer], storages.get(layer)
-                there = one.capacity if one is not None and one.offloaded_bytes else 0
+                there = one.capacity if one is not None and one.is_offloaded else 0
                 needed += carved_bytes(demand.spec, max(0, demand.capacity - there))
             if needed:
                 self.host_memory().check_room(needed)
-            for layer in sorted(split.offloaded & set(storages)):
-                storages[layer].leave(max(demands[layer].capacity, storages[layer].capacity))
-            self.demands, self._split = demands, split
-            for device, size in split.staging.items():
+            for layer in sorted(leaving & storages.keys()):
+                storages[layer].leave(demands[layer].capacity)
+            self.demands, self._leaving = demands, leaving
+            for device, size in staging_sizes(demands[layer] for layer in leaving).items():
                 self.staging(device).resize(size)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging buffers, and of the indexes by which pages to be fetched are chosen."""
-        storages = (one for one in self.storages.values() if isinstance(one, OffloadedStorage))
-        indexes = sum(one.index_bytes for one in storages)
-        return indexes + sum(staging.nbytes for staging in self._staging.values())
+        indexes = (one.index for one in list(self.storages.values()))
+        held = [one.nbytes for one in (*indexes, *self._staging.values()) if one is not None]
+        return sum(held)
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, the files too."""

@@ -38,10 +38,6 @@ class RowSizes(Geometry):
         """Exact tokens that a row's window has room for; a page more while past recording is on."""
         return self.kept + (2 if self.recording else 1) * self.page_size
 
-    def tokens(self, row: Row) -> int:
-        """Return the real tokens of a row, dropped ones included."""
-        return row.exact + (row.dropped + len(row.pages)) * self.page_size
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -275,10 +271,6 @@ class Rows:
             return 0
         return int((batch.padding + batch.dropped * self.sizes.page_size).min())
 
-    def tokens(self, row: Row) -> int:
-        """Return the real tokens of a row, those of dropped pages included."""
-        return self.sizes.tokens(row)
-
     def lengths(self, batch: Batch | None = None) -> Numbers:
         """Return [rows], the real tokens of each row of `batch` (None: of these), dropped ones included."""
         batch = self.batch if batch is None else batch
@@ -367,13 +359,9 @@ class Rows:
         """Let go of the pages that the last forward read, and nobody else will."""
         self._leaving = ()
 
-    def reserved(self, rows: int) -> int:
-        """Return the pages that storage has room for from the first forward of `rows` rows on."""
-        return rows * self.reserve
-
     def capacity(self, rows: int, lacking: int = 0) -> int:
         """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""
-        return max(page_capacity(self.pool.num_ids + lacking), self.reserved(rows))
+        return max(page_capacity(self.pool.num_ids + lacking), rows * self.reserve)
 
     def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""
@@ -569,11 +557,11 @@ class Rows:
         return [*self.batch.pages, *self._leaving]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that holds no rows yet: `adopt` shares its pages, when the whole cache is copied."""
+        """Return a copy that holds the same pages, which never change."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        rest = {name: value for name, value in vars(self).items() if name not in ("batch", "step")}
-        vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), batch=NO_ROWS, step=None)
+        rest = {**vars(self), "batch": NO_ROWS, "step": None, "_leaving": ()}
+        vars(copied).update(copy.deepcopy(rest, memo), batch=self.batch)
         copied.pool.register(copied)
         return copied
 
@@ -589,10 +577,10 @@ class Rows:
     def check_integrity(self) -> None:
         """Raise ValueError unless the pool knows the pages that the rows hold, and lengths add up."""
         self.pool.check_integrity()
-        for index, row in enumerate(self.rows):
-            if self.tokens(row) != max(0, self.seen - row.padding + row.unseen):
+        for index, (row, held) in enumerate(zip(self.rows, self.lengths(), strict=True)):
+            if held != max(0, self.seen - row.padding + row.unseen):
                 raise ValueError(
-                    f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
+                    f"row {index} holds {held} tokens, expected {self.seen - row.padding}"
                 )
             slots = self.sizes.kept + 2 * self.sizes.page_size  # past recording may just have ended
             if row.exact > slots:

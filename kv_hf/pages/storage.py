@@ -266,7 +266,7 @@ class PageMemory:
     def __init__(self, max_pages: int | None = None) -> None:
         self.max_pages = max_pages
         self.pools: dict[int | None, PagePool] = {}
-        self.storages: dict[int, PageStorage] = {}
+        self.storages: dict[int, Any] = {}  # of what `make_storage` makes
         self._make_locks()
 
     def _make_locks(self) -> None:

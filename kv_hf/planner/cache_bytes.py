@@ -19,7 +19,7 @@ from ..cache.paged_cache import PagedCache
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
-from ..pages.offload import LEAST_PAGES, Demand, split_layers
+from ..pages.offload import LEAST_PAGES, Demand, split_layers, staging_sizes
 from ..row_pages import PageUse, RowPages, page_use
 from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
@@ -292,16 +292,17 @@ class Pages:
                 if reading is not None and chosen:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)
-        split = split_layers(demands, memory.device_bytes, buffers)
+        leaving = split_layers(demands, memory.device_bytes, buffers)
         held = self.sizes(None).held(max(0, longest - 1))
         chooses = reading is not None and reading.chooses(held, longest)
-        indexes = sum(demands[layer].index_bytes for layer in split.offloaded) * chooses
+        indexes = sum(demands[layer].index_bytes for layer in leaving) * chooses
         room = {
             layer: max(demands[layer].capacity, LEAST_PAGES)
-            for layer in split.offloaded
+            for layer in leaving
             if demands[layer].capacity
         }
-        return room, buffers * sum(split.staging.values()) + indexes
+        staging = staging_sizes(demands[layer] for layer in leaving)
+        return room, buffers * sum(staging.values()) + indexes
 
     def other_bytes(self, rows: int, columns: int, prompt: int | None) -> int:
         """Return the bytes in no page: indexer keys, states, and the layers that transformers keeps.

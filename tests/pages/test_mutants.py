@@ -32,7 +32,7 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "the last token": ("cache/prefix_store.py", "max(1, recent_tokens)", "recent_tokens", "llama int4 forwards"),
     "pages of copies": ("pages/rows.py", "copied.pool.register(copied)", "pass", "exact"),
     "pages that wait for the writer": ("cache/prefix_folder.py", "with self._lock:\n            waiting = list(self._waiting)", "\n        waiting = []", ("prefix_store", "pages_that_wait_for_the_writer_are_not_given_to_others")),
-    "pages in use": ("pages/prefix_tree.py", "if node in needed or node.page in others:", "if node in needed:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
+    "pages in use": ("pages/prefix_tree.py", "node.page in others or", "", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "ends before beginnings": ("pages/prefix_tree.py", "for place in reversed(places):", "for place in places:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "the bound": ("cache/prefix_store.py", "- self.max_bytes) > 0:", "- self.max_bytes) > 10**9:", ("prefix_store", "full_store_gives_up_the_least_recently_used")),
     "windows behind a crop": ("pages/rows.py", "cut = (pages[whole], rest)", "pass", "int4"),

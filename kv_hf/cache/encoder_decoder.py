@@ -13,7 +13,7 @@ from ..spec import MemoryReport
 from .build import MadeOfOptions
 from .model_shape import cross_config, decoder_config, forget_tokens, is_encoder_decoder
 from .paged_cache import CrossCache, PagedCache
-from .report import LayerReport, tensor_bytes
+from .report import LayerReport, report_layers, tensor_bytes
 
 
 class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
@@ -89,15 +89,11 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
 
     def report(self) -> list[LayerReport]:
         """Return, for each layer of the decoder, how its self-attention is cached, then its cross-attention."""
-        rows = self.self_attention_cache.report()
-        if isinstance(self.cross_attention_cache, PagedCache):
-            cross = self.cross_attention_cache.report()
-            return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
+        layers = self.cross_attention_cache.layers
         why = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
-        return rows + [
-            LayerReport(index, f"cross {type(layer).__name__}", None, None, why)
-            for index, layer in enumerate(self.cross_attention_cache.layers)
-        ]
+        cross = report_layers(layers, dict.fromkeys(range(len(layers)), why))
+        own = self.self_attention_cache.report()
+        return own + [replace(row, kind=f"cross {row.kind}") for row in cross]
 
     def check_integrity(self) -> None:
         """Raise ValueError unless counts, lengths, storage and layers of each half agree."""

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,7 +89,7 @@ class PrefixFolder:
         path: of the folder, which is made with the first page.
         max_bytes: bound of all files in it.
     Attributes:
-        read, written, damaged: counts of pages; of damaged ones, first tokens among them.
+        counts: of pages read, written and damaged, first tokens among these, by their names in PrefixStats.
     Raises: CacheOptionError for what is no path.
     """
 
@@ -97,7 +97,7 @@ class PrefixFolder:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise CacheOptionError(f"folder must be the path of a folder, got {path!r}")
         self.path, self.max_bytes = Path(os.fspath(path)).absolute(), max_bytes
-        self.read = self.written = self.damaged = 0
+        self.counts: Counter[str] = Counter()
         self._states: set[str] = set()
         self._waiting: deque[Waiting] = deque()
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class PrefixFolder:
             if page is None:
                 break
             found.append(page)
-        self.read += len(found)
+        self.counts["pages_read"] += len(found)
         return found
 
     def states(
@@ -162,7 +162,7 @@ class PrefixFolder:
             return None
         except Exception as error:  # cut off, forged, or whatever else lies there
             why = reason(error)
-        self.damaged += 1
+        self.counts["pages_damaged"] += 1
         warn_once(
             "prefix_store damaged",
             f"A page of the prefix_store in {path.parent} is damaged ({why}): it is removed and computed anew. So are others, "
@@ -267,7 +267,7 @@ class PrefixFolder:
             with contextlib.suppress(OSError):
                 aside.unlink()
             raise
-        self.written += one.tensors is None
+        self.counts["pages_written"] += one.tensors is None
         self._make_room(len(data))
 
     def _make_room(self, new: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,13 +48,13 @@ class PrefixStats:
         pages_read, pages_written, pages_damaged: of the folder, by this store.
     """
 
-    rows: int
-    rows_hit: int
-    tokens: int
-    tokens_computed: int
-    pages: int
-    bytes: int
-    evictions: int
+    rows: int = 0
+    rows_hit: int = 0
+    tokens: int = 0
+    tokens_computed: int = 0
+    pages: int = 0
+    bytes: int = 0
+    evictions: int = 0
     pages_read: int = 0
     pages_written: int = 0
     pages_damaged: int = 0
@@ -134,7 +135,7 @@ class PrefixStore:
         self._model: Callable[[], Any] = _no_model
         self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
-        self._rows = self._hits = self._tokens = self._computed = 0
+        self._counts: Counter[str] = Counter()  # of prompts, by their names in PrefixStats
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
         """Return the store itself: generate() copies its options, and the copy must share the same pages."""
@@ -307,12 +308,10 @@ class PrefixStore:
             if not (pages and same and make_free(len(pages))):
                 return
             ids = tree.pool.allocate(len(pages))
-            with self.page_memory.pages_lock:
+            with self.page_memory.lock:
                 put_pages(ids, pages, storages)
-            devices = [one.device for one in storages]
-            on = [(k.to(at), v.to(at)) for (k, v), at in zip(sinks, devices, strict=True)]
             sought = _sought(tokens, recent_tokens)
-            added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: on)
+            added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: sinks)
             if states:
                 self._hold(added[-1], self._on_layers(states))
             self._make_room()
@@ -377,13 +376,12 @@ class PrefixStore:
         with tree.pool.lock:
             found = [self._nodes(space, tokens, recent) for tokens in rows]
             seen = self._first_column(found, padding, chunk)
-            known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
             if computed is not None:
-                self._computed += computed
+                self._counts["tokens_computed"] += computed
                 for tokens, columns in zip(rows, padding, strict=True):
                     self.count_prompt(len(tokens), max(0, seen - columns), computed)
             if seen:
-                sinks = tree.sink_tokens
+                known, sinks = [self._prefix(nodes) for nodes in found], tree.sink_tokens
                 adopted = [
                     Row(columns, one.pages, sinks, unseen=columns + one.tokens - seen)
                     if one.pages
@@ -517,10 +515,9 @@ class PrefixStore:
 
     def count_prompt(self, tokens: int, found: int, computed: int = 0) -> None:
         """Count a prompt of `tokens` tokens; `found` need no forward, `computed` of which had one just before."""
-        self._rows += 1
-        self._hits += found > computed
-        self._tokens += tokens
-        self._computed += tokens - found
+        self._counts.update(
+            rows=1, rows_hit=int(found > computed), tokens=tokens, tokens_computed=tokens - found
+        )
 
     def _space_of(self, cache: Any) -> Hashable:
         """Return the one space whose tokens `cache` holds."""
@@ -542,14 +539,12 @@ class PrefixStore:
 
     def stats(self) -> PrefixStats:
         """Return what the store has done so far and holds now."""
-        pages = size = evictions = 0
+        counts = {**self._counts, **(self.folder.counts if self.folder is not None else {})}
         if self._tree is not None:
             with self._tree.pool.lock:
-                pages, evictions = self._tree.counts()[0], self._tree.evictions
-                size = self._held_bytes()
-        counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
-        of = self.folder
-        return PrefixStats(*counts, *((of.read, of.written, of.damaged) if of is not None else ()))
+                counts["pages"], counts["bytes"] = self._tree.counts()[0], self._held_bytes()
+                counts["evictions"] = self._tree.evictions
+        return PrefixStats(**counts)
 
     def flush(self) -> None:
         """Wait until the folder has all pages that were kept; a process that ends waits by itself."""

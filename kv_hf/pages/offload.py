@@ -224,16 +224,15 @@ class OffloadedStorage(PageStorage):
     def __init__(
         self, layer_idx: int, spec: PageSpec, device: torch.device, memory: "OffloadMemory"
     ) -> None:
-        super().__init__(spec, device, memory.pages_lock)
+        super().__init__(spec, device, memory)
         self.layer_idx = layer_idx
-        self.memory = memory
         self.written: Any = None
         self.index: PageIndex | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock and events; pages of host memory are written out on the CPU."""
+        """Everything but events; pages of host memory are written out on the CPU."""
         self._staging.copies.wait()
-        return {**super().__getstate__(), "written": None, "index": None}
+        return {**vars(self), "written": None, "index": None}
 
     @property
     def _staging(self) -> Staging:
@@ -461,7 +460,7 @@ class OffloadMemory(PageMemory):
             more: by layer; of those whose storage is still to be made, as far as it is known.
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
-        with self.pages_lock, persistent_tensors():
+        with self.lock, persistent_tensors():
             known = self.demands
             demands = known | {
                 layer: known[layer].joined(one) if layer in known else one

@@ -278,13 +278,11 @@ class Rows:
 
     def view(self) -> TableView:
         """Return where the tokens of the rows lie now, as tensors on the CPU."""
-        batch = self.batch
-        tables = self._tables.of(batch.pages)
-        return self._view(tables, batch, batch.exact, batch.padding)
+        return self._view(self._tables, self.batch, self.batch.exact, self.batch.padding)
 
     def _view(
         self,
-        tables: dict[torch.device, torch.Tensor],
+        tables: Tables,
         batch: Batch,
         exact: Numbers,
         padding: Numbers,
@@ -298,7 +296,8 @@ class Rows:
         offset = self._offset(batch)
         if self.window is not None:
             padding = padding + batch.dropped * self.sizes.page_size - offset
-        return TableView.build(tables, (batch.counts, exact, padding, *rest), len(batch), offset)
+        columns = (batch.counts, exact, padding, *rest)
+        return TableView.build(tables.of(batch.pages), columns, len(batch), offset)
 
     # -- left padding --------------------------------------------------------------------------------------
 
@@ -397,9 +396,8 @@ class Rows:
             if last is not None and last.plain and self.batch.pages is before.pages is self._viewed:
                 step.view = last.view.advance(after.exact, before.exact)
             else:
-                table = tables.of(before.pages)
                 step.view = self._view(
-                    table, before, after.exact, before.padding, before.exact, step.skip
+                    tables, before, after.exact, before.padding, before.exact, step.skip
                 )
                 self._viewed = before.pages
             step.columns = self.max_length or step.seen_after
@@ -419,7 +417,7 @@ class Rows:
         reads = replace(before, pages=tuple(found)) if sealed_first else before
         exact_read = step.exact_before + step.new
         step.view = self._view(
-            tables.of(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
+            tables, reads, exact_read, after.padding, step.exact_before, step.skip
         )
         step.columns = self.max_length or step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * size

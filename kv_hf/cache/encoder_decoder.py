@@ -81,9 +81,8 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
         own, cross = self.self_attention_cache.memory(), self.cross_attention_cache
         if isinstance(cross, PagedCache):
             return MemoryReport(*map(add, astuple(own), astuple(cross.memory())))
-        held = [getattr(layer, "keys", None) for layer in cross.layers]
-        keys = [one for one in held if one is not None]
-        columns = keys[0].shape[0] * keys[0].shape[2] if keys else 0
+        held = (getattr(layer, "keys", None) for layer in cross.layers)
+        columns = next((one.shape[0] * one.shape[2] for one in held if one is not None), 0)
         stored = sum(tensor_bytes(vars(layer)) for layer in cross.layers)
         return replace(own, other=own.other + stored, tokens=own.tokens + columns)
 
@@ -110,10 +109,8 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
 
 def paged_halves(cache: Any) -> tuple[Any, Any]:
     """Return what is paged of `cache`: the cache of the text's own tokens, and that of cross-attention."""
-    pair = isinstance(cache, EncoderDecoderCache)
-    own = cache.self_attention_cache if pair else cache
-    cross = cache.cross_attention_cache if pair else None
-    return (
-        own if isinstance(own, PagedCache) else None,
-        cross if isinstance(cross, PagedCache) else None,
-    )
+    halves: Any = (cache, None)
+    if isinstance(cache, EncoderDecoderCache):
+        halves = (cache.self_attention_cache, cache.cross_attention_cache)
+    own, cross = (half if isinstance(half, PagedCache) else None for half in halves)
+    return own, cross

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
@@ -18,7 +16,7 @@ from ..notices import warn_once
 from ..pages.moved import persistent_tensors
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
-from ..pages.storage import PageMemory, PageStorage
+from ..pages.storage import PageMemory, PageStorage, Pair
 from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId, space_of
@@ -29,7 +27,7 @@ from .states import States, restore_rows, states_of_row
 
 SCAN = 64  # tokens that linear attention computes at a time
 SALT = " salt "  # between a space and the salt
-Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
+Sinks = Sequence[Pair]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
     "keys", "values", "page_size", "group_size", "sink_tokens", "layers", "latent", "widen",
@@ -296,11 +294,7 @@ class PrefixStore:
         specs = [one.spec for one in storages]
         room = self.max_bytes // sum(spec.page_bytes for spec in specs)
         names = names[max(1, len(known)) :][:room]
-        pages = folder.pages(state, names, specs)
-        states: States = {}
-        if self.has_states:
-            count, states = folder.states(state, names[: len(pages)], specs)
-            pages = pages[:count]
+        pages, states = folder.pages(state, names, specs, self.has_states)
         with tree.pool.lock, persistent_tensors():
             held, storages = self._nodes(space, tokens, recent_tokens), self._storages()
             # another thread may have brought or given up pages meanwhile, or made them wider
@@ -313,16 +307,10 @@ class PrefixStore:
             sought = _sought(tokens, recent_tokens)
             added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: sinks)
             if states:
-                self._hold(added[-1], self._on_layers(states))
+                model = self._model()
+                on = {name: device_of(model, int(name.partition(".")[0])) for name in states}
+                self._hold(added[-1], {name: one.to(on[name]) for name, one in states.items()})
             self._make_room()
-
-    def _on_layers(self, states: States) -> States:
-        """Return states by layer and name on the devices of the layers."""
-        model, found = self._model(), {}
-        for name, state in states.items():
-            layer, _, _ = name.partition(".")
-            found[name] = state.to(device_of(model, int(layer)))
-        return found
 
     def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
         """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
@@ -505,7 +493,7 @@ class PrefixStore:
 
     def _bytes_each(self) -> tuple[int, int, int]:
         """Return the bytes of a page, of the exact tokens in front of a beginning, and of states behind a page, over all layers."""
-        specs, sinks = self.page_memory.specs(), self.tree.sink_tokens
+        specs, sinks = [one.spec for one in self._storages()], self.tree.sink_tokens
         pages = sum(spec.page_bytes for spec in specs)
         return pages, sum(spec.window_bytes(1, sinks) for spec in specs), self._state_bytes
 

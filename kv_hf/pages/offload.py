@@ -7,7 +7,7 @@ one have the computation of several to hide behind. Pages are written to their p
 buffers (staging.py), which all caches that share pages have in common.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from ..errors import CacheOptionError, DeviceBudgetError
 from ..page_summary import RANGED_PAGES, Summary, part_bytes, part_fields, spread, summary_of
 from ..quant.page_parts import part_of, words_to_read
-from ..spec import PageFields, PageSpec, PageWrite, SideSpec
-from .cpu_memory import DiskMemory, HostMemory, Run, runs_of
+from ..spec import PageFields, PageSpec, PageWrite
+from .cpu_memory import DiskMemory, HostMemory, Run, Tensors, runs_of
 from .moved import persistent_tensors
 from .staging import Copies, SlotPlan, Staging
 from .step import TableView
@@ -27,6 +27,7 @@ from .storage import (
     PageStorage,
     ReadablePages,
     Sides,
+    SideStorage,
     carve,
     carved_bytes,
     new_fields,
@@ -144,15 +145,14 @@ class PageIndex:
     that it lacks: sealing, cropping and loading only have pages forgotten, if anything.
 
     Args:
-        spec: of the keys.
-        device: where kernels choose.
+        keys: the keys' storage, on whose device kernels choose.
     Attributes:
         fields: tensors of page_summary.part_fields, by page id; pages that are not held are zero or stale.
         words: [heads, words], int32: which words of a token's codes, by the first pages; None: all of them.
     """
 
-    def __init__(self, spec: SideSpec, device: torch.device) -> None:
-        self.spec, self.device = spec, device
+    def __init__(self, keys: SideStorage) -> None:
+        self.keys, self.spec = keys, keys.spec
         self.fields = self._room(0)
         self.words: torch.Tensor | None = None
         self._held: set[int] = set()
@@ -168,20 +168,13 @@ class PageIndex:
         self._held.difference_update(pages)
         self._covered = None
 
-    def cover(
-        self,
-        table: torch.Tensor,
-        pages: Sequence[int],
-        capacity: int,
-        take: Callable[[Sequence[int]], Mapping[str, torch.Tensor]],
-    ) -> None:
+    def cover(self, table: torch.Tensor, pages: Sequence[int], capacity: int) -> None:
         """Hold all pages of a table.
 
         Args:
             table: the block table, by which the pages are known the next time.
             pages: its pages, each once.
             capacity: pages to have room for.
-            take: returns copies of whole pages of keys, [n, ..] by field name; called for some pages at a time.
         """
         if table is self._covered and capacity <= self.fields.room:
             return
@@ -192,12 +185,14 @@ class PageIndex:
                     new[name][: len(tensor)] = tensor
                 self.fields = new
             if pages and self.words is None and summary_of(self.spec) != Summary.ALL_CHANNELS:
-                sample = take([pages[place] for place in spread(RANGED_PAGES, len(pages))])
+                sample = self.keys.take(
+                    [pages[place] for place in spread(RANGED_PAGES, len(pages))]
+                )
                 self.words = words_to_read(sample, self.spec)
             missing = [page for page in pages if page not in self._held]
             for first in range(0, len(missing), SEAL_PAGES):
                 some = missing[first : first + SEAL_PAGES]
-                part = part_of(take(some), self.words, self.spec)
+                part = part_of(self.keys.take(some), self.words, self.spec)
                 for name, tensor in self.fields.items():
                     tensor[some] = part[name]
                 self._held.update(some)
@@ -205,7 +200,7 @@ class PageIndex:
 
     def _room(self, pages: int) -> PageFields:
         with persistent_tensors():
-            return new_fields(part_fields(self.spec), pages, self.device)
+            return new_fields(part_fields(self.spec), pages, self.keys.device)
 
 
 class OffloadedStorage(PageStorage):
@@ -320,10 +315,10 @@ class OffloadedStorage(PageStorage):
     def covering(self, table: torch.Tensor, pages: Sequence[int]) -> PageIndex:
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
         if self.index is None:
-            self.index = PageIndex(self.spec.keys, self.device)
+            self.index = PageIndex(self.keys)
         known = self.memory.demands.get(self.layer_idx)  # host memory has room for more
         room = max(known.capacity if known else 0, max(pages, default=-1) + 1)
-        self.index.cover(table, pages, room, self.keys.take)
+        self.index.cover(table, pages, room)
         return self.index
 
     def _demand(self, capacity: int, slots: int) -> None:
@@ -357,7 +352,7 @@ class ChosenPages:
 
     def read(
         self, block_table: torch.Tensor, num_pages: torch.Tensor
-    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], torch.Tensor, Any]:
+    ) -> tuple[Tensors, Tensors, torch.Tensor, Any]:
         """Return keys, values, block table and hold of chosen pages; the host waits for the choice, as it starts the copies.
 
         Args:

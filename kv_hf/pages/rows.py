@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import CacheMismatchError
-from ..geometry import Geometry, page_start
+from ..geometry import Geometry
 from ..read_budget import ReadBudget, Reading
 from ..row_pages import page_capacity
 from .moved import give_back_replaced
@@ -187,13 +187,11 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
         last = sizes.sealed(exact + new)
-    dropped, passed = batch.dropped, nothing
-    if sizes.window is not None:
-        before = dropped + batch.counts + first
-        horizon = min(seen_after, confirmed) if sizes.recording else seen_after
-        hidden = sizes.out_of_sight(horizon - padding)
-        dropped = np.maximum(dropped, np.minimum(hidden, before + last))
-        passed = np.maximum(0, dropped - before)
+    before = batch.dropped + batch.counts + first
+    horizon = min(seen_after, confirmed) if sizes.recording else seen_after
+    hidden = sizes.out_of_sight(horizon - padding)
+    dropped = np.maximum(batch.dropped, np.minimum(hidden, before + last))
+    passed = np.maximum(0, dropped - before)
     step.exact_before, step.skip, step.new = exact, skip, new
     unseen = np.maximum(0, batch.unseen - q_len)
     after = Batch(padding, exact + new - last * size, dropped, unseen, batch.pages)
@@ -238,7 +236,7 @@ class Rows:
         self.batch = NO_ROWS
         self.seen = self.confirmed = 0
         self.step: Any = None  # a Step, once there was one
-        self.stores: dict[int, Any] = {}  # each has make_room(pages)
+        self.stores: dict[int, Any] = {}  # each has `pages` and make_room(pages)
         self.has_storage = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
@@ -294,8 +292,7 @@ class Rows:
         followed the sinks. Sinks are hidden as well: they lie before the first held page, which begins at or before the window.
         """
         offset = self._offset(batch)
-        if self.window is not None:
-            padding = padding + batch.dropped * self.sizes.page_size - offset
+        padding = padding + batch.dropped * self.sizes.page_size - offset
         columns = (batch.counts, exact, padding, *rest)
         return TableView.build(tables.of(batch.pages), columns, len(batch), offset)
 
@@ -413,8 +410,7 @@ class Rows:
             found[row] = before.pages[row] + first[row]
             kept[row] = found[row][gone[row] :] + last[row]
             leaving += [found[row][: gone[row]]] if gone[row] else []
-        sealed_first = plan.first.any()
-        reads = replace(before, pages=tuple(found)) if sealed_first else before
+        reads = replace(before, pages=tuple(found)) if plan.first.any() else before
         exact_read = step.exact_before + step.new
         step.view = self._view(
             tables, reads, exact_read, after.padding, step.exact_before, step.skip
@@ -423,9 +419,8 @@ class Rows:
         step.leaving = (plan.last + plan.passed) * size
         step.fits = int(exact_read.max()) <= self.sizes.slots
         step.moves_rest = bool(((step.leaving > 0) & (after.exact > self.sizes.sink_tokens)).any())
-        if sealed_first:
-            step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
-            step.first_leaving = plan.first * size
+        step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
+        step.first_leaving = plan.first * size
         step.seal = seal_jobs(last, self.sizes, plan.passed)
         step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
@@ -466,8 +461,7 @@ class Rows:
 
     def select(self, sources: Sequence[int]) -> None:
         """Let row i continue the former row sources[i]; sealed pages are shared. `check_rows` has passed."""
-        rows = self.rows
-        chosen = [source % len(rows) for source in sources]
+        rows, chosen = self.rows, [source % len(self) for source in sources]
         with self.pool.lock:
             self.batch, self._leaving = Batch.of([rows[source] for source in chosen]), ()
         self.step = Step(self.seen, self.seen, len(chosen), sources=chosen)
@@ -477,7 +471,7 @@ class Rows:
     def check_crop(self, count: int) -> None:
         """Raise CacheMismatchError when a crop of `count` columns needs pages that left the sliding window."""
         seen = max(0, self.seen - count)
-        if any(row.dropped > self.sizes.out_of_sight(seen - row.padding) for row in self.rows):
+        if (self.batch.dropped > self.sizes.out_of_sight(seen - self.batch.padding)).any():
             raise CacheMismatchError(
                 f"a crop of {count} tokens needs tokens that have left the sliding window of {self.window} and "
                 "were given back; call cache.activate_past_recording() before forwards that may be rolled back"
@@ -485,35 +479,30 @@ class Rows:
 
     def crop(self, count: int) -> None:
         """Remove the last `count` columns. `check_crop` has passed."""
-        seen = max(0, self.seen - count)
-        cropped = [self._cropped(row, seen) for row in self.rows]
-        reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
-        batch = Batch.of([row for row, _ in cropped])
-        keeps = batch.pages == self.batch.pages
+        batch, size, seen = self.batch, self.sizes.page_size, max(0, self.seen - count)
+        exact = np.maximum(0, seen - batch.padding) - batch.dropped * size
+        behind = np.maximum(0, exact - self.sizes.sink_tokens)
+        whole = np.minimum(batch.counts, behind // size)
+        cut = (
+            whole < batch.counts
+        )  # the last page that is left, if any of its tokens is, is decoded back
+        pages = tuple(held[:left] for held, left in zip(batch.pages, whole.tolist(), strict=True))
+        reopened = [
+            (row, batch.pages[row][whole[row]], int(behind[row] % size))
+            for row in np.flatnonzero(cut & (behind % size > 0)).tolist()
+        ]
         with self.pool.lock:
-            if not keeps:  # nobody else may seal into what is still to be decoded
-                cut = tuple((page,) for _, page, _ in reopened)
-                self._leaving = cut if len(self.pool.owners) > 1 else ()
-            self.batch = batch
-        everyone = range(len(cropped))
-        self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
-        self.step.keeps_pages = keeps
+            if cut.any():  # nobody else may seal into what is still to be decoded
+                decoded = tuple((page,) for _, page, _ in reopened)
+                self._leaving = decoded if len(self.pool.owners) > 1 else ()
+            padding, none = np.minimum(batch.padding, seen), np.zeros_like(whole)
+            self.batch = Batch(padding, exact - whole * size, batch.dropped, none, pages)
+        everyone = range(len(pages))
+        self.step = Step(self.seen, seen, len(pages), sources=everyone, reopened=reopened)
+        self.step.keeps_pages = not cut.any()
         self.seen = self.confirmed = seen
         self._padding_seen = None
         self.reading.note_end()
-
-    def _cropped(self, row: Row, seen: int) -> tuple[Row, tuple[int, int] | None]:
-        """Return `row` cropped to `seen` columns, and (page id, tokens) of the page that it decodes back, or None."""
-        size, kept = self.sizes.page_size, max(0, seen - row.padding)
-        pages, cut = row.pages, None
-        in_front = page_start(row.dropped, page_size=size, sink_tokens=self.sizes.sink_tokens)
-        if kept < in_front + len(pages) * size:
-            whole, rest = divmod(max(0, kept - in_front), size)
-            if rest:
-                cut = (pages[whole], rest)
-            pages = pages[:whole]
-        exact = kept - (row.dropped + len(pages)) * size
-        return Row(min(row.padding, seen), pages, exact, row.dropped), cut
 
     def reset(self) -> None:
         """Give back all pages and forget rows, lengths and padding."""
@@ -575,6 +564,10 @@ class Rows:
     def check_integrity(self) -> None:
         """Raise ValueError unless the pool knows the pages that the rows hold, and lengths add up."""
         self.pool.check_integrity()
+        most = max((max(pages) for pages in self.batch.pages if pages), default=-1)
+        for layer, store in self.stores.items():
+            if store.pages.capacity <= most:
+                raise ValueError(f"layer {layer} has no room for a page of the block table")
         for index, (row, held) in enumerate(zip(self.rows, self.lengths(), strict=True)):
             if held != max(0, self.seen - row.padding + row.unseen):
                 raise ValueError(

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageFields, PageSpec, PageWrite, SideSpec
-from .cpu_memory import RESERVE_FACTOR, HostMemory, mapped_zeros, runs_of
+from .cpu_memory import RESERVE_FACTOR, HostMemory, Tensors, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
@@ -81,8 +81,8 @@ def new_fields(fields: Fields, pages: int, device: torch.device) -> PageFields:
 class ReadablePages(NamedTuple):
     """Pages as kernels read them; see PagedKV for the fields, and for what `offloaded` offers."""
 
-    keys: Mapping[str, torch.Tensor]
-    values: Mapping[str, torch.Tensor]
+    keys: Tensors
+    values: Tensors
     block_table: torch.Tensor
     hold: Callable[[], AbstractContextManager[Any]]
     offloaded: Any = None
@@ -152,12 +152,12 @@ class SideStorage:
         self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
         return found
 
-    def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to these n ids, which must have room."""
-        if self.host is None:
-            self.fields[field][list(ids)] = pages.to(self.device)
-        else:
-            self.host.store({field: pages}, runs_of(enumerate(ids)), self.fields)
+    def put(self, ids: Sequence[int], pages: Tensors) -> None:
+        """Write encoded pages, [n, ..] by field name, to these n ids, which must have room."""
+        if self.host is not None:
+            return self.host.store(pages, runs_of(enumerate(ids)), self.fields)
+        for name, held in pages.items():
+            self.fields[name][list(ids)] = held.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -314,10 +314,6 @@ class PageMemory:
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
         return PageStorage(spec, device, self)
-
-    def specs(self) -> list[PageSpec]:
-        """Return what the pages of each layer with storage are like."""
-        return [one.spec for one in list(self.storages.values())]
 
     @property
     def staging_bytes(self) -> int:

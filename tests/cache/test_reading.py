@@ -310,12 +310,16 @@ def fetched(monkeypatch):
         whole.append((self, [page + at for _, page, count in runs for at in range(count)]))
         fetch(self, runs, targets)
 
-    def covering(self, table, pages, capacity, take):
+    def covering(self, *args):
+        take = self.keys.take
+
         def taking(some):
             keys.append((self, list(some)))
             return take(some)
 
-        cover(self, table, pages, capacity, taking)
+        with monkeypatch.context() as patch:
+            patch.setattr(self.keys, "take", taking)
+            cover(self, *args)
 
     monkeypatch.setattr(offload.OffloadedStorage, "fetch", fetching)
     monkeypatch.setattr(offload.PageIndex, "cover", covering)

@@ -35,9 +35,9 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "pages in use": ("pages/prefix_tree.py", "node.page in others or", "", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "ends before beginnings": ("pages/prefix_tree.py", "for place in reversed(places):", "for place in places:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "the bound": ("cache/prefix_store.py", "- self.max_bytes) > 0:", "- self.max_bytes) > 10**9:", ("prefix_store", "full_store_gives_up_the_least_recently_used")),
-    "windows behind a crop": ("pages/rows.py", "cut = (pages[whole], rest)", "pass", "int4"),
-    "padding behind a crop": ("pages/rows.py", "return Row(min(row.padding, seen), pages, exact, row.dropped), cut", "return Row(0, pages, exact, row.dropped), cut", "exact"),
-    "tokens that left the window": ("pages/rows.py", "if any(row.dropped > self.sizes.out_of_sight(seen - row.padding) for row in self.rows):", "if False:", "sliding"),
+    "windows behind a crop": ("pages/rows.py", "int(behind[row] % size))", "0)", "int4"),
+    "padding behind a crop": ("pages/rows.py", "padding, none = np.minimum(batch.padding, seen), np", "padding, none = batch.padding * 0, np", "exact"),
+    "tokens that left the window": ("pages/rows.py", "if (self.batch.dropped > self.sizes.out_of_sight(seen - self.batch.padding)).any():", "if False:", "sliding"),
     "a stopped forward": ("pages/forward.py", "if self.changing or (self.members and self.joined != self.members):", "if False:", "exact, faults"),
     "an edited text": ("hf/history.py", "if not self.seen or not (self.is_whole or self.is_embedded):", "if True:", ("history", "generate_refuses_an_edited_text_and_leaves_the_cache_as_it_was")),
 }  # fmt: skip

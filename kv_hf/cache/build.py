@@ -195,7 +195,6 @@ def make_room(cache: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
     """
     cache.page_memory.check_device(keys.device)
-    cache.page_memory.check_process()
     demands: dict[int, Demand] = {}
     batch, q_len = keys.shape[0], keys.shape[2]
     for group in cache.groups:

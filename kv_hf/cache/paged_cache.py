@@ -212,8 +212,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 return compiled.columns(self)
             if self._compiled.fixed is not None:
                 return next(iter(self._compiled.fixed.values())).seen
-        if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
-            return seen
         return super().get_seq_length(filled_layer(self.layers, layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -227,12 +225,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 return (query_length if self._tokens_on is None else most), 0
             if self._compiled.fixed is not None:
                 return MaskLength(most, self), 0
-        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if getattr(layer, "seen", 0):
-            length, offset = layer.get_mask_sizes(query_length)
-        else:
-            filled = filled_layer(self.layers, layer_idx)
-            length, offset = super().get_mask_sizes(query_length, filled)
+        filled = filled_layer(self.layers, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, filled)
         if self._attention_config._attn_implementation in takes_length:
             return MaskLength(length, self), offset
         return length, offset

@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,11 @@ def name_of(*parts: Any) -> str:
 
 
 def prefix_names(places: Iterable[bytes]) -> list[str]:
-    """Return the names of the beginnings that end with each of `places`, the tokens of the sinks and of each page behind them."""
-    found, above = [], ""
-    for place in places:
-        above = name_of(above, place)
-        found.append(above)
-    return found
+    """Return the names of the beginnings that end with each of `places`, the tokens of the sinks and of each page behind them.
+
+    Each is made of the one before it, too.
+    """
+    return [*accumulate(places, name_of, initial="")][1:]
 
 
 @dataclass(eq=False)

@@ -259,7 +259,7 @@ class PrefixStore:
         """Return the places behind `begin`, up to `end`, where the computing of a prompt stops for `add`."""
         first, step = self.tree.sink_tokens, self.snapshot_tokens
         places = range(first + step, end, step) if self.has_states else ()
-        return [*(place for place in places if place > begin), *([end] if end > begin else [])]
+        return [place for place in (*places, end) if place > begin]
 
     def take_in(
         self,
@@ -281,7 +281,8 @@ class PrefixStore:
             return
         with tree.pool.lock:
             known = self._nodes(space, tokens, recent_tokens)
-        names = prefix_names(tree.places(_sought(tokens, recent_tokens)))
+        sought = _sought(tokens, recent_tokens)
+        names = prefix_names(tree.places(sought))
         if len(known) >= len(names):
             return
         sinks: Any = known[0].sinks if known else folder.first_tokens(state, names[0])
@@ -304,7 +305,6 @@ class PrefixStore:
             ids = tree.pool.allocate(len(pages))
             with self.page_memory.lock:
                 put_pages(ids, pages, storages)
-            sought = _sought(tokens, recent_tokens)
             added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: sinks)
             if states:
                 model = self._model()

@@ -94,10 +94,10 @@ def save(cache: Any, path: str | os.PathLike[str], model: Any, token_ids: Any) -
     if token_ids is not None:
         check_token_ids(token_ids, len(cache._group), cache._group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
-    groups = tuple(group.state() for group in cache.groups)
+    groups = {group: group.state() for group in cache.groups}
     with persistent_tensors():
         for layer in _storing(cache):
-            tensors.update(_tensors_of(layer, groups[cache.groups.index(layer.group)]))
+            tensors.update(_tensors_of(layer, groups[layer.group]))
         for index, layer in enumerate(cache.layers):
             states = states_of(layer)
             check_states(cache, index, states)
@@ -106,7 +106,7 @@ def save(cache: Any, path: str | os.PathLike[str], model: Any, token_ids: Any) -
     description = Description(
         options=_told_options(cache),
         model=ModelId.for_file(model),
-        groups=groups,
+        groups=tuple(groups.values()),
         tensors={name: digest(tensor) for name, tensor in tensors.items()},
     )
     metadata = {
@@ -257,11 +257,12 @@ def load(kind: Any, path: str | os.PathLike[str], model: Any, device: Any, **opt
             check_token_ids(token_ids, len(found.groups[0].rows), found.groups[0].seen)
         cache = kind.from_options(model.config, replace(_claimed_options(found.options), **own))
         _check_fits(cache, found.groups)
-        for group, rows in zip(cache.groups, found.groups, strict=True):
+        groups = dict(zip(cache.groups, found.groups, strict=True))
+        for group, rows in groups.items():
             group.restore(rows)
         for layer in _storing(cache):
-            rows = found.groups[cache.groups.index(layer.group)]
-            _fill(layer, tensors, rows, chosen or device_of(model, layer.layer_idx))
+            device = chosen or device_of(model, layer.layer_idx)
+            _fill(layer, tensors, groups[layer.group], device)
         for index, layer in enumerate(cache.layers):
             names = [name for name in state_names(layer) if f"layers.{index}.{name}" in tensors]
             states = {name: tensors.pop(f"layers.{index}.{name}") for name in names}

@@ -98,14 +98,10 @@ def split_layers(
     if needed <= device_bytes:
         return frozenset(leaving)
     slots = max(demand.slots for demand in demands.values())
-    indexes = sum(demand.index_bytes for demand in demands.values())
-    index = (
-        f", the index of all pages that a step chooses from, {indexes:,} bytes" if indexes else ""
-    )
     raise DeviceBudgetError(
         f"device_bytes={device_bytes} is too small for this text: reading one layer at a time needs device_bytes={needed} "
-        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages{index}, and {SEAL_PAGES} pages that are being "
-        "sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text or a smaller format"
+        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages, the index of all pages that a step chooses from, if it "
+        f"chooses, and {SEAL_PAGES} pages that are being sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text or a smaller format"
     )
 
 
@@ -153,7 +149,7 @@ class PageIndex:
 
     def __init__(self, keys: SideStorage) -> None:
         self.keys, self.spec = keys, keys.spec
-        self.fields = self._room(0)
+        self.fields = new_fields(part_fields(self.spec), 0, keys.device)
         self.words: torch.Tensor | None = None
         self._held: set[int] = set()
         self._covered: torch.Tensor | None = None  # a table all of whose pages are held
@@ -178,29 +174,22 @@ class PageIndex:
         """
         if table is self._covered and capacity <= self.fields.room:
             return
-        with persistent_tensors():
-            if capacity > self.fields.room:  # for a moment the index exists twice
-                old, new = self.fields, self._room(capacity)
-                for name, tensor in old.items():
-                    new[name][: len(tensor)] = tensor
-                self.fields = new
-            if pages and self.words is None and summary_of(self.spec) != Summary.ALL_CHANNELS:
-                sample = self.keys.take(
-                    [pages[place] for place in spread(RANGED_PAGES, len(pages))]
-                )
-                self.words = words_to_read(sample, self.spec)
-            missing = [page for page in pages if page not in self._held]
-            for first in range(0, len(missing), SEAL_PAGES):
-                some = missing[first : first + SEAL_PAGES]
-                part = part_of(self.keys.take(some), self.words, self.spec)
-                for name, tensor in self.fields.items():
-                    tensor[some] = part[name]
-                self._held.update(some)
+        if capacity > self.fields.room:  # for a moment the index exists twice
+            new = new_fields(part_fields(self.spec), capacity, self.keys.device)
+            for name, tensor in self.fields.items():
+                new[name][: len(tensor)] = tensor
+            self.fields = new
+        if pages and self.words is None and summary_of(self.spec) != Summary.ALL_CHANNELS:
+            sample = self.keys.take([pages[place] for place in spread(RANGED_PAGES, len(pages))])
+            self.words = words_to_read(sample, self.spec)
+        missing = [page for page in pages if page not in self._held]
+        for first in range(0, len(missing), SEAL_PAGES):
+            some = missing[first : first + SEAL_PAGES]
+            part = part_of(self.keys.take(some), self.words, self.spec)
+            for name, tensor in self.fields.items():
+                tensor[some] = part[name]
+            self._held.update(some)
         self._covered = table
-
-    def _room(self, pages: int) -> PageFields:
-        with persistent_tensors():
-            return new_fields(part_fields(self.spec), pages, self.keys.device)
 
 
 class OffloadedStorage(PageStorage):
@@ -314,11 +303,11 @@ class OffloadedStorage(PageStorage):
 
     def covering(self, table: torch.Tensor, pages: Sequence[int]) -> PageIndex:
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
-        if self.index is None:
-            self.index = PageIndex(self.keys)
-        known = self.memory.demands.get(self.layer_idx)  # host memory has room for more
-        room = max(known.capacity if known else 0, max(pages, default=-1) + 1)
-        self.index.cover(table, pages, room)
+        with persistent_tensors():
+            if self.index is None:
+                self.index = PageIndex(self.keys)
+            # host memory has room for more
+            self.index.cover(table, pages, self.memory.demands[self.layer_idx].capacity)
         return self.index
 
     def _demand(self, capacity: int, slots: int) -> None:
@@ -403,11 +392,6 @@ class OffloadMemory(PageMemory):
         super().__setstate__(state)
         self._begin()
 
-    def check_process(self) -> None:
-        """Raise OffloadError in a process that was forked from the one whose files the pages lie in."""
-        if self._host is not None:
-            self._host.check_process()
-
     def check_device(self, device: torch.device) -> None:
         """Raise CacheOptionError where pages on `device` cannot be put to `place`."""
         if self.place == "cpu" and device.type == "cpu":
@@ -455,6 +439,8 @@ class OffloadMemory(PageMemory):
             more: by layer; of those whose storage is still to be made, as far as it is known.
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
+        if self._host is not None:
+            self._host.check_process()
         with self.lock, persistent_tensors():
             known = self.demands
             demands = known | {

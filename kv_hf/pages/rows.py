@@ -9,6 +9,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -321,8 +322,6 @@ class Rows:
             return self.batch
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
         empty = self.lengths(rows) == 0
-        if not empty.any():
-            return rows
         known = self._padding_seen
         padding = known if known is not None and len(known) == count else [0] * count
         learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
@@ -359,10 +358,8 @@ class Rows:
         """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""
         return max(page_capacity(self.pool.num_ids + lacking), rows * self.reserve)
 
-    def make_room(self, plan: Append, ids: Sequence[int]) -> None:
+    def make_room(self, plan: Append) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""
-        if not ids and self._room >= 0:
-            return
         capacity = self.capacity(len(plan.before))
         if capacity > self._room:
             for store in self.stores.values():
@@ -404,12 +401,12 @@ class Rows:
         first, last = {}, {}
         gone = after.dropped - before.dropped - plan.passed
         given = iter(ids)
-        for row in np.flatnonzero(plan.first + plan.last + np.maximum(gone, 0)).tolist():
-            first[row] = tuple(next(given) for _ in range(int(plan.first[row])))
-            last[row] = tuple(next(given) for _ in range(int(plan.last[row])))
+        for row in np.flatnonzero(plan.first + plan.last + gone).tolist():
+            first[row] = tuple(islice(given, plan.first[row]))
+            last[row] = tuple(islice(given, plan.last[row]))
             found[row] = before.pages[row] + first[row]
             kept[row] = found[row][gone[row] :] + last[row]
-            leaving += [found[row][: gone[row]]] if gone[row] else []
+            leaving.append(found[row][: gone[row]])
         reads = replace(before, pages=tuple(found)) if plan.first.any() else before
         exact_read = step.exact_before + step.new
         step.view = self._view(
@@ -436,8 +433,7 @@ class Rows:
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again."""
-        if self.sizes.recording:
-            self.sizes = replace(self.sizes, recording=False)
+        self.sizes = replace(self.sizes, recording=False)
 
     def confirm(self) -> None:
         """Declare all columns seen so far final (a crop that removes nothing)."""

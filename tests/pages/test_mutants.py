@@ -15,7 +15,7 @@ from faults import FOLDER
 # what a page, or a cache, is held apart by -> (file, text, text that takes its place, who notices: a kind of World, or a test)
 GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "all tokens of a page": ("pages/prefix_tree.py", "tokens[start : start + size]", "tokens[start : start + 1]", "exact"),
-    "tokens in front of a page": ("cache/prefix_folder.py", "above = name_of(above, place)", "above = name_of(place)", "exact"),
+    "tokens in front of a page": ("cache/prefix_folder.py", "accumulate(places, name_of,", "accumulate(places, lambda _, place: name_of(place),", "exact"),
     "first tokens": ("pages/prefix_tree.py", "tokens[: self.sink_tokens]).tobytes", "tokens[:0]).tobytes", "exact"),
     "model, in the folder": ("cache/prefix_store.py", "VERSION, sorted(found.items()),", "VERSION,", "exact"),
     "model, in a file": ("cache/prefix_folder.py", '"/".join(path.parts[-2:])', "path.name", ("prefix_store", "metadata_of_a_file_tells_its_state_and_sizes")),

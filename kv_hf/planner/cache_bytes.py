@@ -293,16 +293,12 @@ class Pages:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)
         leaving = split_layers(demands, memory.device_bytes, buffers)
+        away = {layer: demands[layer] for layer in leaving}
         held = self.sizes(None).held(max(0, longest - 1))
         chooses = reading is not None and reading.chooses(held, longest)
-        indexes = sum(demands[layer].index_bytes for layer in leaving) * chooses
-        room = {
-            layer: max(demands[layer].capacity, LEAST_PAGES)
-            for layer in leaving
-            if demands[layer].capacity
-        }
-        staging = staging_sizes(demands[layer] for layer in leaving)
-        return room, buffers * sum(staging.values()) + indexes
+        indexes = sum(one.index_bytes for one in away.values()) * chooses
+        room = {n: max(one.capacity, LEAST_PAGES) for n, one in away.items() if one.capacity}
+        return room, buffers * sum(staging_sizes(away.values()).values()) + indexes
 
     def other_bytes(self, rows: int, columns: int, prompt: int | None) -> int:
         """Return the bytes in no page: indexer keys, states, and the layers that transformers keeps.

@@ -311,14 +311,9 @@ def fetched(monkeypatch):
         fetch(self, runs, targets)
 
     def covering(self, *args):
-        take = self.keys.take
-
-        def taking(some):
-            keys.append((self, list(some)))
-            return take(some)
-
+        take, note = self.keys.take, lambda some: keys.append((self, list(some)))
         with monkeypatch.context() as patch:
-            patch.setattr(self.keys, "take", taking)
+            patch.setattr(self.keys, "take", lambda some: note(some) or take(some))
             cover(self, *args)
 
     monkeypatch.setattr(offload.OffloadedStorage, "fetch", fetching)

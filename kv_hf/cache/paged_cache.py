@@ -50,7 +50,7 @@ def filled_layer(layers: Sequence[Any], layer_idx: int) -> int:
     the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
     others, or not run here: layers run in order.
     """
-    if layer_idx >= len(layers) or any(_filled(layer) for layer in layers[: layer_idx + 1]):
+    if layer_idx >= len(layers) or any(map(_filled, layers[: layer_idx + 1])):
         return layer_idx
     kind = _kind(layers[layer_idx])
     filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
@@ -212,6 +212,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 return compiled.columns(self)
             if self._compiled.fixed is not None:
                 return next(iter(self._compiled.fixed.values())).seen
+        if layer_idx < len(self.layers) and (seen := getattr(self.layers[layer_idx], "seen", 0)):
+            return seen
         return super().get_seq_length(filled_layer(self.layers, layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -225,8 +227,12 @@ class PagedCache(MadeOfOptions, DynamicCache):
                 return (query_length if self._tokens_on is None else most), 0
             if self._compiled.fixed is not None:
                 return MaskLength(most, self), 0
-        filled = filled_layer(self.layers, layer_idx)
-        length, offset = super().get_mask_sizes(query_length, filled)
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if getattr(layer, "seen", 0):
+            length, offset = layer.get_mask_sizes(query_length)
+        else:
+            filled = filled_layer(self.layers, layer_idx)
+            length, offset = super().get_mask_sizes(query_length, filled)
         if self._attention_config._attn_implementation in takes_length:
             return MaskLength(length, self), offset
         return length, offset

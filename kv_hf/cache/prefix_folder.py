@@ -219,7 +219,7 @@ class PrefixFolder:
         with self._lock:
             self._waiting.clear()
         self.flush()
-        for path, _, _ in (found for state in self._states for found in self._files(state)):
+        for _, _, path in (found for state in self._states for found in self._files(state)):
             with contextlib.suppress(OSError):
                 path.unlink()
         self._bytes = None
@@ -271,10 +271,10 @@ class PrefixFolder:
         if self._bytes is not None and self._bytes + new <= self.max_bytes:
             self._bytes += new
             return
-        files = sorted(self._files("*"), key=lambda found: found[2])
+        files = sorted(self._files("*"))
         left = sum(size for _, size, _ in files)
         if left > self.max_bytes:
-            for path, size, _ in files:
+            for _, size, path in files:
                 if left <= KEPT * self.max_bytes:
                     break
                 with contextlib.suppress(OSError):
@@ -282,13 +282,13 @@ class PrefixFolder:
                 left -= size
         self._bytes = left
 
-    def _files(self, state: str) -> Iterator[tuple[Path, int, int]]:
-        """Yield (path, bytes, time of last use) of the files of some states, unfinished ones among them."""
+    def _files(self, state: str) -> Iterator[tuple[int, int, Path]]:
+        """Yield (time of last use, bytes, path) of the files of some states, unfinished ones among them."""
         for path in self.path.glob(f"{state}/*"):
             with contextlib.suppress(OSError):
                 found = path.stat()
                 if path.suffix in (SUFFIX, ASIDE):
-                    yield path, found.st_size, found.st_mtime_ns
+                    yield found.st_mtime_ns, found.st_size, path
 
 
 def about(path: Path, tensors: Tensors) -> dict[str, str]:

@@ -95,8 +95,8 @@ class Forward:
                     [] if plan.step.plain else group.pool.allocate(plan.num_pages)
                     for group, plan in zip(groups, plans, strict=True)
                 ]
-                for group, plan in zip(groups, plans, strict=True):
-                    group.make_room(plan)
+                for group, plan, ids in zip(groups, plans, taken, strict=True):
+                    group.make_room(plan, ids)
             except BaseException:  # pages that no row holds are free again by themselves
                 for group in groups:
                     group.forget_padding()  # of a forward that never was

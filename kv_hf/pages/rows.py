@@ -358,8 +358,10 @@ class Rows:
         """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""
         return max(page_capacity(self.pool.num_ids + lacking), rows * self.reserve)
 
-    def make_room(self, plan: Append) -> None:
+    def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""
+        if not ids and self._room >= 0:
+            return
         capacity = self.capacity(len(plan.before))
         if capacity > self._room:
             for store in self.stores.values():

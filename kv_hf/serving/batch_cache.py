@@ -176,8 +176,8 @@ class BatchCache(PagedAttentionCache):
         """Evict prefixes that no request holds until `pages` pages are free; say whether they are."""
         lacking, store = pages - self._left(), self.prefix_store
         if store is not None and lacking <= 0:
-            lacking += store.num_evictable
-            lacking -= store.evict(lacking)
+            lacking += store.tree.num_evictable
+            lacking -= store.tree.evict(lacking)
         return lacking <= 0
 
     def can_store_request_tokens(self, state: Any, request_len: int) -> bool:  # type: ignore[override]

@@ -342,6 +342,7 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "base": lambda row: row["cache"].partition(":")[0],
     "worst": worst,
     "scored": scored,
+    "scored_tokens": lambda row: row["window"] - row["prompt"],
     "shipped": lambda row: row["cache"] in cache_names() and row["cache"] != "paged_exact",
     "of_16_bits": lambda row: row["stored_bits"] / 16,
     "exact_per_token": lambda row: row["bytes_exact"] / row["window"],

@@ -104,13 +104,15 @@ def same_tokens(device: Device, model: str, **others: Any) -> Iterator[Verdict]:
     yield equal("tokens with a prefix store", alone, shared)
 
 
+HOW = {"cache": "paged_int4", "dtype": "bfloat16", "question_tokens": QUESTION}
+
+
 @workload(
     "prefix",
     # without sharing a larger batch computes the same tokens: one way stands for all
     grid=[
         {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": "none"},
         {"model": "smollm2-135m", "requests": 64, "batch": [1, 64], "prefix_store": "memory"},
-        {"model": "smollm2-135m", "requests": 64, "batch": 1, "prefix_store": "folder"},
     ],
     gate=same_tokens,
     columns="value tokens_computed skipped pages_bytes",
@@ -118,63 +120,35 @@ def same_tokens(device: Device, model: str, **others: Any) -> Iterator[Verdict]:
 def prefix(
     device: Device, model: str, requests: int, batch: int, prefix_store: str
 ) -> Iterator[Fields]:
-    """The prefill of many requests over one system prompt: without a prefix store, with one, and with one that begins with a folder."""
+    """The prefill of many requests over one system prompt, without a prefix store and with one."""
     loaded = shapes.load(model, device, "bfloat16")
     prompts = over_one_prefix(text_ids(model), requests, SYSTEM, QUESTION)
-    warm_up = [prompt[:64] for prompt in prompts[:2]]
-    run_requests(loaded, warm_up, "paged_int4", 1, PrefixStore())
-    with TemporaryDirectory() as folder:
-        place = folder if prefix_store == "folder" else None
-        if place is not None:
-            run_requests(loaded, prompts[-1:], "paged_int4", 1, first := PrefixStore(folder=place))
-            first.flush()
-        store = None if prefix_store == "none" else PrefixStore(folder=place)
-        figures, _ = run_requests(loaded, prompts, "paged_int4", batch, store)
-    yield {
-        "metric": "prefill",
-        "cache": "paged_int4",
-        "system_tokens": SYSTEM,
-        "question_tokens": QUESTION,
-        "dtype": "bfloat16",
-        **figures,
-    }
+    run_requests(loaded, [prompt[:64] for prompt in prompts[:2]], "paged_int4", 1, PrefixStore())
+    store = None if prefix_store == "none" else PrefixStore()
+    figures, _ = run_requests(loaded, prompts, "paged_int4", batch, store)
+    yield {"metric": "prefill", "system_tokens": SYSTEM, **HOW, **figures}
 
 
 @workload(
     "restart",
-    grid=[
-        {"model": name, "system_tokens": 4096, "question_tokens": QUESTION}
-        for name in ("smollm2-135m", "qwen2.5-coder-1.5b")
-    ],
+    grid=[{"model": ["smollm2-135m", "qwen2.5-coder-1.5b"], "system_tokens": 4096}],
     columns="prefix_store value tokens_computed folder_bytes",
 )
-def restart(
-    device: Device, model: str, system_tokens: int, question_tokens: int
-) -> Iterator[Fields]:
+def restart(device: Device, model: str, system_tokens: int) -> Iterator[Fields]:
     """The first token behind a long system prompt: computed without a store, kept in memory and in a folder too, and found there."""
     loaded = shapes.load(model, device, "bfloat16")
-    first, second = over_one_prefix(text_ids(model), 2, system_tokens, question_tokens)
+    first, second = over_one_prefix(text_ids(model), 2, system_tokens, QUESTION)
     run_requests(loaded, [first[:64]], "paged_int4", 1, PrefixStore())  # to warm up
     with TemporaryDirectory() as folder:
-        stores = {
-            "none": lambda: None,
-            "memory": PrefixStore,
-            "folder": lambda: PrefixStore(folder=folder),
-            "folder, started anew": lambda: PrefixStore(folder=folder),
-        }
-        for name, make in stores.items():
+        for name in ("none", "memory", "folder", "folder, started anew"):
+            place = folder if name.startswith("folder") else None
+            store = None if name == "none" else PrefixStore(folder=place)
             prompt = second if name.endswith("anew") else first
-            figures, _ = run_requests(loaded, [prompt], "paged_int4", 1, store := make())
+            figures, _ = run_requests(loaded, [prompt], "paged_int4", 1, store)
             if store is not None:
                 store.flush()
-            yield {
-                "metric": "first token",
-                "cache": "paged_int4",
-                "dtype": "bfloat16",
-                "prefix_store": name,
-                "folder_bytes": sum(one.stat().st_size for one in Path(folder).rglob("*")),
-                **figures,
-            }
+            files = sum(one.stat().st_size for one in Path(folder).rglob("*") if one.is_file())
+            yield {"prefix_store": name, "folder_bytes": files, **HOW, **figures}
 
 
 # -- continuous batching

@@ -147,7 +147,8 @@ TINY = {
     "latents": {"model": "tiny-latent", "context": 64},
     "offload": {"model": "tiny", "keys": "int4", "context": 600, "read_tokens": [None, 512]},
     "memory": {"model": "tiny", "context": 80, "cache": "paged_int4", "steps": 2},
-    "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": ["none", "folder"]},
+    "prefix": {"model": "tiny", "requests": 2, "batch": 1, "prefix_store": ["none", "memory"]},
+    "restart": {"model": "tiny", "system_tokens": 200},
     "serving/batches": {"model": "tiny", "load": ["mixed", "shared"]} | REQUESTS,
     "first": {
         "what": ["compiled", "generate", "paged_int4", "choice"],
@@ -181,6 +182,7 @@ FIELDS = {
     "offload": "kind context device_bytes keys offload layers_outside total_bytes resident_bytes stepping_bytes "
     "step_ms_p50 ratio_to_none page_bytes read_tokens model dtype",
     "prefix": "metric requests system_tokens question_tokens batch prefix_store value tokens_computed skipped pages_bytes model dtype",
+    "restart": "prefix_store system_tokens question_tokens cache value tokens_computed folder_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
     "requests prompt_tokens answer budget_bytes batch_tokens model dtype",
     "resident": "model device context cache steps held_bytes",

@@ -48,8 +48,8 @@ class Results(NamedTuple):
     """Where the results of splits go.
 
     Attributes:
-        partial: [programs of one split, splits, Queries.kept, dim], fp32; of rotated values, but in the last split.
-        bests: [programs of one split, splits, 2, Queries.kept], fp32: maxima in log2, and sums of weights.
+        partial: [programs of one split, splits, Queries.columns, dim], fp32; of rotated values, but in the last split.
+        bests: [programs of one split, splits, 2, Queries.columns], fp32: maxima in log2, and sums of weights.
     """
 
     partial: Any
@@ -95,7 +95,6 @@ def decode_kernel(
     PAGE: tl.constexpr = KEYS.side.page
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
-    KEPT: tl.constexpr = QUERIES.kept
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     pages = tl.load(num_pages + columns.row)
@@ -111,8 +110,7 @@ def decode_kernel(
 
     group = columns.row * tl.num_programs(1) + tl.program_id(1)
     place = tl.arange(0, COLUMNS)
-    kept = columns.real & (place < KEPT)
-    partial = results.partial + ((group * num_splits + split) * KEPT + place) * V_DIM
+    partial = results.partial + ((group * num_splits + split) * COLUMNS + place) * V_DIM
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     if split < num_splits - 1:
@@ -132,42 +130,48 @@ def decode_kernel(
                 )  # fmt: skip
                 # by names of their own: triton 3.6 hands an attribute on as plain numbers
                 K_CUT: tl.constexpr = KEYS.cut
-                store_runs(partial, acc, kept, K_CUT)
+                store_runs(partial, acc, columns.real, K_CUT)
             else:
                 best, total, acc = attend_heads(
                     keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, VALUES, QUERIES, STAGES
                 )  # fmt: skip
                 V_CUT: tl.constexpr = VALUES.cut
-                store_parts(partial, acc, kept, V_CUT)
+                store_parts(partial, acc, columns.real, V_CUT)
     else:
         best, total, exact_acc = attend_window(
             window_keys, window_values, columns, exact, pages * PAGE, visible, softmax_scale, WINDOW, QUERIES
         )  # fmt: skip
         OUT: tl.constexpr = WINDOW.out
-        store_parts(partial, exact_acc, kept, OUT)
-    bests = results.bests + (group * num_splits + split) * (2 * KEPT) + place
-    tl.store(bests, best, mask=kept)
-    tl.store(bests + KEPT, total, mask=kept)
+        store_parts(partial, exact_acc, columns.real, OUT)
+    bests = results.bests + (group * num_splits + split) * (2 * COLUMNS) + place
+    tl.store(bests, best, mask=columns.real)
+    tl.store(bests + COLUMNS, total, mask=columns.real)
 
 
 @triton.jit
 def _add_splits(
-    best, total, acc, partial, bests, begin, end, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
+    sums, results, begin, end, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Add splits `begin` to `end` of a query to its running softmax (best, total, acc [channels]); SPLITS are read at once."""
+    """Add splits `begin` to `end` of a query to its running softmax; SPLITS are read at once.
+
+    Args:
+        sums: (maximum in log2, sum of weights, weighted values [channels]); results: Results, of the query.
+    """
+    best, total, acc = sums
     for first in tl.range(begin, end, SPLITS):
         split = first + tl.arange(0, SPLITS)
         held = split < end
-        others = tl.load(bests + split * (2 * COLUMNS), mask=held, other=float("-inf"))
-        sums = tl.load(bests + split * (2 * COLUMNS) + COLUMNS, mask=held, other=0.0)
+        bests = results.bests + split * (2 * COLUMNS)
+        others = tl.load(bests, mask=held, other=float("-inf"))
+        totals = tl.load(bests + COLUMNS, mask=held, other=0.0)
         # a split without tokens has written nothing
-        there = (held & (sums > 0))[:, None] & (channel < DIM)[None, :]
-        where = partial + split[:, None] * (COLUMNS * DIM) + channel[None, :]
+        there = (held & (totals > 0))[:, None] & (channel < DIM)[None, :]
+        where = results.partial + split[:, None] * (COLUMNS * DIM) + channel[None, :]
         x = tl.load(where, mask=there, other=0.0)
         top = tl.maximum(best, tl.max(others, 0))
         keep = tl.exp2(best - finite(top))
         weights = tl.exp2(others - finite(top))
-        total = total * keep + tl.sum(sums * weights, 0)
+        total = total * keep + tl.sum(totals * weights, 0)
         acc = acc * keep + tl.sum(x * weights[:, None], 0)
         best = top
     return best, total, acc
@@ -194,35 +198,21 @@ def combine_kernel(
     HEADS: tl.constexpr = QUERIES.heads
     GROUP: tl.constexpr = QUERIES.group
     COLUMNS: tl.constexpr = QUERIES.columns
-    KEPT: tl.constexpr = QUERIES.kept
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     row_head = tl.program_id(0) // used
     column = tl.program_id(0) % used
     group = (row_head * blocks + column // COLUMNS).to(tl.int64)
-    bests = results.bests + group * num_splits * (2 * KEPT) + column % COLUMNS
-    partial = results.partial + (group * num_splits * KEPT + column % COLUMNS) * DIM
+    bests = results.bests + group * num_splits * (2 * COLUMNS) + column % COLUMNS
+    partial = results.partial + (group * num_splits * COLUMNS + column % COLUMNS) * DIM
+    own = Results(partial, bests)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    best, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
-    acc = tl.zeros([CHANNELS], tl.float32)
-    best, total, acc = _add_splits(
-        best,
-        total,
-        acc,
-        partial,
-        bests,
-        0,
-        num_splits - 1,
-        channel,
-        DIM,
-        KEPT,
-        COMBINED // CHANNELS,
-    )
+    sums = (tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32), tl.zeros([CHANNELS], tl.float32))  # fmt: skip
+    window = num_splits - 1
+    sums = _add_splits(sums, own, 0, window, channel, DIM, COLUMNS, COMBINED // CHANNELS)
     if ROTATED > 0:
-        acc = unrotate(acc, ROTATED, 1)
-    best, total, acc = _add_splits(
-        best, total, acc, partial, bests, num_splits - 1, num_splits, channel, DIM, KEPT, 1
-    )
+        sums = (sums[0], sums[1], unrotate(sums[2], ROTATED, 1))
+    best, total, acc = _add_splits(sums, own, window, num_splits, channel, DIM, COLUMNS, 1)
     head_of = (row_head % HEADS) * GROUP + column % GROUP
     acc *= add_sink(best, total, sink_logits + head_of, QUERIES.sinks)
     out_row = ((row_head // HEADS) * q_len + column // GROUP).to(tl.int64) * (
@@ -288,7 +278,7 @@ def _prepare(call: AttentionCall) -> Plan:
     blocks = queries.blocks(query.shape[2])
     plain, num_warps = constants(spec, queries)
     most = most_splits(spec, rows * blocks)
-    parts = rows * blocks * queries.kept * (most + 1)  # of all splits
+    parts = rows * blocks * queries.columns * (most + 1)  # of all splits
     rotated = 0 if spec.is_latent else plain["VALUES"].side.rotated
     channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
     merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}

@@ -296,7 +296,7 @@ class Queries(NamedTuple):
 
     Attributes:
         heads, group: kv heads, and query heads of each.
-        columns: of a program; kept: columns from the first on that may hold queries.
+        columns: of a program.
         chunk: whether a row has more than one query; sinks: whether there are sink logits.
         causal, windowed, capped: whether positions, a sliding window and a softcap count; a mask covers causality.
         mask: "none", "bool" or "float".
@@ -309,7 +309,6 @@ class Queries(NamedTuple):
     heads: int
     group: int
     columns: int
-    kept: int
     chunk: bool
     sinks: bool
     causal: bool
@@ -331,9 +330,8 @@ class Queries(NamedTuple):
         group, causal = call.query.shape[1] // heads, chunk and mask == "none"
         windowed, capped = call.sliding_window is not None, call.softcap is not None
         columns = column_block(spec, group, chunk, isa)
-        kept = columns if chunk else min(columns, power_of_two(group))
         return cls(
-            heads, group, columns, kept, chunk, call.sink_logits is not None, causal, windowed, capped, mask,
+            heads, group, columns, chunk, call.sink_logits is not None, causal, windowed, capped, mask,
             bent=capped or mask == "float", hides=causal or windowed or mask != "none",
             full=in_float32(spec, call.query.dtype), isa=isa,
         )  # fmt: skip
@@ -343,20 +341,16 @@ class Queries(NamedTuple):
         return self.heads * -(-self.group * q_len // self.columns)
 
 
-def compute_types(spec: PageSpec, full: bool) -> tuple[str, ...]:
-    """Return the dtypes of the products with key pages, value pages, window keys and window values.
+def product_type(side: SideSpec, full: bool, *, window: bool = False) -> str:
+    """Return the dtype of the products with pages of a side, or with its window.
 
     Codes are multiplied in float16, into which they fit exactly, whatever the model's dtype: it has three bits more
     than bfloat16, and its range is kept by powers of two (see BOOST and the kernel's `shrink`). Exact numbers are
     multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
     """
     if full:
-        return ("fp32",) * 4
-    window = [FLOATS[side.dtype] for side in spec.sides]
-    pages = [
-        own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)
-    ]
-    return (*pages, *window)
+        return "fp32"
+    return FLOATS[side.dtype] if window or side.scheme.is_exact else "fp16"
 
 
 def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
@@ -368,7 +362,7 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
     cut = whole(side) if fold == "element" else Cut.of(side.runs, chunks)
     return Operand(
         side=layout, tile=tile, fold=fold, groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1, offset=1.0,
-        boost=1.0, dtype=compute_types(spec, queries.full)[0], isa=0 if queries.full else queries.isa,
+        boost=1.0, dtype=product_type(side, queries.full), isa=0 if queries.full else queries.isa,
         cut=cut, offsets=cut if side.scheme.wide else whole(side),
     )  # fmt: skip
 
@@ -391,7 +385,7 @@ def _values_of(spec: PageSpec, queries: Queries) -> Operand:
         side=layout, tile=tile_tokens(spec, queries.full), fold=fold, groups=layout.dim // group if fold == "token" else 0,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << layout.bits) - 1),
         boost=1.0 if queries.full else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
-        dtype=compute_types(spec, queries.full)[1], isa=0 if queries.full else queries.isa, cut=cut, offsets=cut,
+        dtype=product_type(side, queries.full), isa=0 if queries.full else queries.isa, cut=cut, offsets=cut,
     )  # fmt: skip
 
 
@@ -431,7 +425,7 @@ class ExactWindow(NamedTuple):
         keys, values = (whole(side) for side in spec.sides)
         bytes_ = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
         tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
-        types = compute_types(spec, full)[2:]
+        types = [product_type(side, full, window=True) for side in spec.sides]
         if spec.is_latent:
             return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
         return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
@@ -562,7 +556,6 @@ def latents(spec: PageSpec, queries: Queries) -> Latents:
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
     cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
-    dtypes = compute_types(spec, queries.full)
     by_channel = fold == "channel"
     stride = token_stride(spec)
     at_once = min(4, page // stride)
@@ -574,8 +567,8 @@ def latents(spec: PageSpec, queries: Queries) -> Latents:
         share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1, cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
-        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],
-        dtype=dtypes[0], rope_dtype=dtypes[1], isa=0 if queries.full else queries.isa,
+        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code], dtype=product_type(latent, queries.full),
+        rope_dtype=product_type(rope, queries.full), isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
 

@@ -12,12 +12,10 @@ which there may be any number.
 import struct
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from ...formats.base import planes
 from ...notices import warn_once
 from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
 from ...read_budget import NEWEST_PAGES
@@ -45,8 +43,8 @@ from .meta_params import (
     Queries,
     SideLayout,
     codes_of_bytes,
-    compute_types,
     power_of_two,
+    product_type,
     side_layout,
 )
 from .softmax import LOG2E, NO_WEIGHT, Visibility, cap, log2_sum
@@ -62,7 +60,6 @@ STAGED_BYTES = 48 * 1024  # of the tiles that are on their way
 PROGRAMS = 132 * 4  # that fill a large GPU
 NO_LIMIT = 2**31 - 1  # pages
 LEAST_ROOM = 64  # pages
-Choice = tuple[torch.Tensor, torch.Tensor]
 
 RANGED = tl.constexpr(RANGED_PAGES)
 RANGED_NUMBERS = tl.constexpr(512)  # of a piece of a page whose ranges are taken
@@ -122,7 +119,6 @@ def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     if indexed:  # whole words, one after the other
         size = 1 if keys.scheme.bits else keys.dtype.itemsize
         row, second = 4 * summary_words(keys) // size, 4 * words
-    dtype = compute_types(spec, queries.full)[0]
     # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
     pages = NUM_WARPS if queries.full else max(NUM_WARPS, TILE_TOKENS // side.page)
     slots = max(power_of_two(read), MIN_DEPTH // part)
@@ -130,7 +126,7 @@ def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     return KeyWords(
         side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
         runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
-        pages=pages, dtype=dtype, isa=0 if queries.full else queries.isa,
+        pages=pages, dtype=product_type(keys, queries.full), isa=0 if queries.full else queries.isa,
     )  # fmt: skip
 
 
@@ -510,7 +506,7 @@ class Scores(NamedTuple):
     Attributes:
         pages: [rows, heads * group * q_len, room] fp32: log2 of the summed weights of a page.
         sums: [rows, heads * group * q_len, splits] fp32: the same of a split's pages; last, of the window and the sinks.
-        masses: [rows, room] fp32; behind the pages', the mass of the window.
+        masses: [rows, room] fp32, of the pages.
     """
 
     pages: Any
@@ -533,7 +529,7 @@ def score_kernel(
     most,
     share,
     from_tokens,
-    room,  # more pages than there are, a multiple of 16
+    room,  # at least as many pages as there are, a multiple of 16
     q_len,
     softmax_scale,
     softcap,
@@ -618,7 +614,7 @@ def choose_kernel(
     tl.store(chosen_pages + row, count)
 
 
-def choose_pages(call: AttentionCall) -> Choice:
+def choose_pages(call: AttentionCall) -> selection.Choice:
     """Choose as `reference.selection.choose_pages` does, in two launches on the device of the query, without waiting for it.
 
     Args:
@@ -627,15 +623,13 @@ def choose_pages(call: AttentionCall) -> Choice:
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
     query, kv = call.query, call.kv
-    if not kv.spec.keys.scheme.wide and len(planes(kv.spec.keys.scheme.bits)) > 1:
-        return _by_reference(call, f"no kernel reads words of {kv.spec.keys.scheme.name!r} keys")
     index = query.get_device()
     if query.stride(3) != 1:
         query = query.contiguous()
     budget, sinks = kv.budget, call.sink_logits
     assert budget is not None
     width = kv.block_table.shape[1]
-    room = max(LEAST_ROOM, power_of_two(width + 1))
+    room = max(LEAST_ROOM, power_of_two(width))
     key = (
         "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
         None if sinks is None else sinks.dtype, kv.words is None, index, room,
@@ -678,17 +672,14 @@ def choose_pages(call: AttentionCall) -> Choice:
         plan.last.launch(plan.rows, 1, 1, index, to_choose)
     except OutOfResources as error:
         plan.refused = True
-        return _by_reference(call, f"the GPU refuses the kernel ({error})")
+        reason = f"the GPU refuses the kernel ({error})"
+        warn_once(
+            f"read: triton: {reason}",
+            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: "
+            f"{reason}",
+        )
+        return selection.choose_pages(call)
     return chosen, pages
-
-
-def _by_reference(call: AttentionCall, reason: str) -> Choice:
-    warn_once(
-        f"read: triton: {reason}",
-        "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: "
-        f"{reason}",
-    )
-    return selection.choose_pages(call)
 
 
 def _prepare(call: AttentionCall, room: int) -> Plan:

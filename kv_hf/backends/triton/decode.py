@@ -17,26 +17,12 @@ import triton
 import triton.language as tl
 
 from ..base import AttentionCall, empty_output, mask_strides
+from . import meta_params
 from .dequant import unrotate
-from .direct import (
-    SPECIALIZED,
-    At,
-    Fields,
-    Kernel,
-    Plan,
-    Strided,
-    kept,
-    queries_of,
-    rows_of,
-)
+from .direct import SPECIALIZED, At, Fields, Kernel, Plan, Strided, planned, rows_of
 from .heads import attend_heads, attend_window, columns_of, store_parts
 from .latent import attend_latents, store_runs
-from .meta_params import (
-    MIN_TILES,
-    constants,
-    most_splits,
-    power_of_two,
-)
+from .meta_params import MIN_TILES, most_splits, power_of_two
 from .softmax import Visibility, add_sink, finite
 
 NO_MASK = (0, 0, 0)  # its strides
@@ -104,9 +90,8 @@ def decode_kernel(
     # pointers to column 0 of each query's mask; of columns that are not real, to that of token 0
     masks = mask + columns.row * mask_row + columns.heads * mask_head
     masks += tl.where(columns.real, columns.tokens, 0) * mask_query
-    visible = Visibility(
-        kv_len - q_len + columns.tokens, masks, left, sink_tokens, sliding_window, softcap
-    )
+    at = kv_len - q_len + columns.tokens
+    visible = Visibility(at, masks, left, sink_tokens, sliding_window, softcap, softmax_scale)
 
     group = columns.row * tl.num_programs(1) + tl.program_id(1)
     place = tl.arange(0, COLUMNS)
@@ -126,20 +111,20 @@ def decode_kernel(
         if begin < end:
             if VALUES is None:
                 best, total, acc = attend_latents(
-                    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, QUERIES, STAGES
+                    keys, values, columns, table, begin, end, visible, KEYS, QUERIES, STAGES
                 )  # fmt: skip
                 # by names of their own: triton 3.6 hands an attribute on as plain numbers
                 K_CUT: tl.constexpr = KEYS.cut
                 store_runs(partial, acc, columns.real, K_CUT)
             else:
                 best, total, acc = attend_heads(
-                    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, VALUES, QUERIES, STAGES
+                    keys, values, columns, table, begin, end, visible, KEYS, VALUES, QUERIES, STAGES
                 )  # fmt: skip
                 V_CUT: tl.constexpr = VALUES.cut
                 store_parts(partial, acc, columns.real, V_CUT)
     else:
         best, total, exact_acc = attend_window(
-            window_keys, window_values, columns, exact, pages * PAGE, visible, softmax_scale, WINDOW, QUERIES
+            window_keys, window_values, columns, exact, pages * PAGE, visible, WINDOW, QUERIES
         )  # fmt: skip
         OUT: tl.constexpr = WINDOW.out
         store_parts(partial, exact_acc, columns.real, OUT)
@@ -231,35 +216,21 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
     """
-    query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
+    call, plan = planned(call, _prepare)
+    query, kv, mask = call.query, call.kv, call.mask
     index = query.get_device()
-    strides = query.stride()
-    if strides[3] != 1:
-        query = query.contiguous()
-        strides = query.stride()
-    mask_kind: Any = None
-    strides_of_mask = NO_MASK
-    if mask is not None:
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        strides_of_mask = mask_strides(mask)
-        mask_kind = mask.dtype, strides_of_mask[0] >> 31
-    key = (
-        id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
-        call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, index,
-    )  # fmt: skip
-    plan = kept(kv.launches, key, lambda: _prepare(call))
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
     room = plan.parts(index)  # alive until the launch
     # `out` stands for what there is not
-    sinks = out if sink_logits is None else sink_logits
-    shown = out if mask is None else mask
+    sinks = out if call.sink_logits is None else call.sink_logits
+    shown, strides = (out, NO_MASK) if mask is None else (mask, mask_strides(mask))
 
     def arguments(at: At) -> tuple[Any, ...]:
         return (
-            Strided(at(query), *strides[:3]), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
+            Strided.of(at, query), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
             Strided.of(at, kv.residual_keys), Strided.of(at, kv.residual_values), Results(*map(at, room)),
-            *rows_of(at, kv), at(shown), *strides_of_mask, float(call.softmax_scale), float(call.softcap or 1.0),
+            *rows_of(at, kv), at(shown), *strides, float(call.softmax_scale), float(call.softcap or 1.0),
             call.sliding_window or 0, query.shape[2],
         )  # fmt: skip
 
@@ -272,22 +243,26 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     return out
 
 
-def _prepare(call: AttentionCall) -> Plan:
+def _prepare(call: AttentionCall, queries: meta_params.Queries) -> Plan:
     query, spec = call.query, call.kv.spec
-    queries, rows, dim = queries_of(call), query.shape[0], spec.out_dim
+    rows, dim = query.shape[0], spec.out_dim
     blocks = queries.blocks(query.shape[2])
-    plain, num_warps = constants(spec, queries)
+    keys, values = meta_params.operands(spec, queries)
+    num_warps, num_stages = meta_params.launch_parameters(spec, queries)
+    window = meta_params.ExactWindow.of(spec, queries.full)
+    attending = {"QUERIES": queries, "KEYS": keys, "VALUES": values, "WINDOW": window}
+    attending["STAGES"] = num_stages
     most = most_splits(spec, rows * blocks)
     parts = rows * blocks * queries.columns * (most + 1)  # of all splits
-    rotated = 0 if spec.is_latent else plain["VALUES"].side.rotated
+    rotated = values.side.rotated if values else 0
     channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
     merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}
     return Plan(
-        kernel=Kernel(spec, decode_kernel, plain, num_warps=num_warps),
+        kernel=Kernel(spec, decode_kernel, attending, num_warps=num_warps),
         last=Kernel(spec, combine_kernel, merging),
         rows=rows,
         blocks=blocks,
-        stretch=plain["KEYS"].tile * MIN_TILES,
+        stretch=keys.tile * MIN_TILES,
         most=most,
         sizes=(parts * dim, 2 * parts),
         where=query.device,

@@ -8,7 +8,7 @@ come from counting instructions and shared memory of compiled kernels (docs/kern
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -40,11 +40,10 @@ class Run(NamedTuple):
     """Channels, or places of an order, whose codes have the same bits.
 
     Attributes:
-        place, places: the first, and how many; top: the largest code.
+        place: the first; top: the largest code.
     """
 
     place: int
-    places: int
     top: float
 
 
@@ -113,7 +112,7 @@ def _runs(spec: SideSpec) -> tuple[tuple[Run, ...], tuple[Plane, ...]]:
         for plane in planes(bits):
             lie.append(Plane(plane, low, place, places, byte))
             low, byte = low + plane, byte + places * plane // 8
-        runs.append(Run(place, places, TOPS.get(spec.scheme.code, float((1 << bits) - 1))))
+        runs.append(Run(place, TOPS.get(spec.scheme.code, float((1 << bits) - 1))))
         place += places
     return tuple(runs), tuple(lie)
 
@@ -203,7 +202,7 @@ class Operand(NamedTuple):
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
         boost: weights times scales are multiplied by.
         dtype: of the products, by name.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
+        isa: as in Queries; 0 or less for instructions that any target and the interpreter takes.
         cut: of the codes; offsets: of the keys' offsets.
     """
 
@@ -303,7 +302,8 @@ class Queries(NamedTuple):
         bent: whether scores are in log2 before weights are taken from them.
         hides: whether some scores of pages may be -inf.
         full: whether products are in float32.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
+        isa: HIP on AMD, else compute capability * 10 of the NVIDIA GPU whose instructions unpack codes, or 0: in float32, in the
+            interpreter.
     """
 
     heads: int
@@ -329,11 +329,11 @@ class Queries(NamedTuple):
         heads, chunk = spec.keys.num_kv_heads, call.query.shape[2] > 1
         group, causal = call.query.shape[1] // heads, chunk and mask == "none"
         windowed, capped = call.sliding_window is not None, call.softcap is not None
-        columns = column_block(spec, group, chunk, isa)
+        columns, full = column_block(spec, group, chunk, isa), in_float32(spec, call.query.dtype)
         return cls(
             heads, group, columns, chunk, call.sink_logits is not None, causal, windowed, capped, mask,
             bent=capped or mask == "float", hides=causal or windowed or mask != "none",
-            full=in_float32(spec, call.query.dtype), isa=isa,
+            full=full, isa=min(isa, 0) if full else isa,
         )  # fmt: skip
 
     def blocks(self, q_len: int) -> int:
@@ -362,7 +362,7 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
     cut = whole(side) if fold == "element" else Cut.of(side.runs, chunks)
     return Operand(
         side=layout, tile=tile, fold=fold, groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1, offset=1.0,
-        boost=1.0, dtype=product_type(side, queries.full), isa=0 if queries.full else queries.isa,
+        boost=1.0, dtype=product_type(side, queries.full), isa=queries.isa,
         cut=cut, offsets=cut if side.scheme.wide else whole(side),
     )  # fmt: skip
 
@@ -385,7 +385,7 @@ def _values_of(spec: PageSpec, queries: Queries) -> Operand:
         side=layout, tile=tile_tokens(spec, queries.full), fold=fold, groups=layout.dim // group if fold == "token" else 0,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << layout.bits) - 1),
         boost=1.0 if queries.full else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
-        dtype=product_type(side, queries.full), isa=0 if queries.full else queries.isa, cut=cut, offsets=cut,
+        dtype=product_type(side, queries.full), isa=queries.isa, cut=cut, offsets=cut,
     )  # fmt: skip
 
 
@@ -492,7 +492,7 @@ class Latents(NamedTuple):
         rope_code: as `code`, of RoPE keys.
         boost: weights are multiplied by it.
         dtype, rope_dtype: of the products, by name.
-        isa: as in meta_params.Operand.
+        isa: as in Queries.
     """
 
     side: SideLayout
@@ -551,7 +551,7 @@ def latent_bytes(spec: PageSpec, full: bool, isa: int) -> int:
     return 2 * tile_tokens(spec, full) * padded * 4 + queries + rows * rope * 4
 
 
-def latents(spec: PageSpec, queries: Queries) -> Latents:
+def _latents(spec: PageSpec, queries: Queries) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
@@ -568,24 +568,18 @@ def latents(spec: PageSpec, queries: Queries) -> Latents:
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code], dtype=product_type(latent, queries.full),
-        rope_dtype=product_type(rope, queries.full), isa=0 if queries.full else queries.isa,
+        rope_dtype=product_type(rope, queries.full), isa=queries.isa,
     )  # fmt: skip
 
 
 # -- a launch ----------------------------------------------------------------------------------------------------------
 
 
-def constants(spec: PageSpec, queries: Queries) -> tuple[dict[str, Any], int]:
-    """Return the decode kernel's compile-time arguments, dtypes by name, and its warps. spec: layout "rows"."""
-    num_warps, num_stages = launch_parameters(spec, queries)
-    arguments = {
-        "QUERIES": queries,
-        "KEYS": latents(spec, queries) if spec.is_latent else _keys_of(spec, queries),
-        "VALUES": None if spec.is_latent else _values_of(spec, queries),
-        "WINDOW": ExactWindow.of(spec, queries.full),
-        "STAGES": num_stages,
-    }
-    return arguments, num_warps
+def operands(spec: PageSpec, queries: Queries) -> tuple[Operand, Operand] | tuple[Latents, None]:
+    """Return how both sides of pages are multiplied; of latents the first says it of both. spec: layout "rows"."""
+    if spec.is_latent:
+        return _latents(spec, queries), None
+    return _keys_of(spec, queries), _values_of(spec, queries)
 
 
 PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, and
@@ -656,7 +650,6 @@ def shared_memory(device: torch.device) -> int | None:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return int(properties.shared_memory_per_block)
-    optin = getattr(
-        properties, "shared_memory_per_block_optin", None
-    )  # newer versions of torch have it
+    # newer versions of torch have it
+    optin = getattr(properties, "shared_memory_per_block_optin", None)
     return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)

@@ -23,17 +23,7 @@ from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
 from .dequant import dtype_of, number, run_unit, tile_unit, top_codes
-from .direct import (
-    SPECIALIZED,
-    At,
-    Fields,
-    Kernel,
-    Plan,
-    Strided,
-    kept,
-    queries_of,
-    rows_of,
-)
+from .direct import SPECIALIZED, At, Fields, Kernel, Plan, Strided, planned, rows_of
 from .heads import attend_window, columns_of, load_runs, query_units
 from .meta_params import (
     HIP,
@@ -87,7 +77,7 @@ class KeyWords(NamedTuple):
         turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
         pages: pages of a tile.
-        dtype: of the products with pages, by name; isa: as in meta_params.Operand.
+        dtype: of the products with pages, by name; isa: as in meta_params.Queries.
     """
 
     side: SideLayout
@@ -126,7 +116,7 @@ def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     return KeyWords(
         side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
         runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
-        pages=pages, dtype=product_type(keys, queries.full), isa=0 if queries.full else queries.isa,
+        pages=pages, dtype=product_type(keys, queries.full), isa=queries.isa,
     )  # fmt: skip
 
 
@@ -300,7 +290,7 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
     """Return the log2 of the summed weights of the pages that some units belong to: [pages, columns].
 
     Args:
@@ -345,7 +335,7 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
     bias = tl.zeros([UNITS, COLUMNS], tl.float32)
     if CODE != "none" or KEYS.read < KEYS.words:
         bias = _bias(keys, unit, whole_query, words, KEYS)
-    if CAPPED:
+    if QUERIES.capped:
         score = products * by[:, None, None] + bias[:, None, :]
         score = cap(score, factor[None, None, :], softcap)
     else:
@@ -360,18 +350,19 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
 
 @triton.jit
 def _score_pages(
-    keys, held_words, table, pages, begin, end, columns, softmax_scale, softcap, scores,
-    KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, held_words, table, pages, columns, visible, scores, KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Store the log2 of the summed weights of pages in tiles `begin` to `end` of a row, and return that of all: [columns].
+    """Store the log2 of the summed weights of the pages of this program's split, and return that of all: [columns].
 
     scores: [columns], pointers to the numbers of a column's pages.
     """
     PAGES: tl.constexpr = KEYS.pages
     GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
-    CAPPED: tl.constexpr = QUERIES.capped
     queries, real, head = columns.queries, columns.real, columns.head
-    shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
+    shrink, factor = query_units(queries, real, visible.softmax_scale, KEYS.side.dim)
+    tiles = (pages + PAGES - 1) // PAGES
+    split, splits = tl.program_id(2), tl.num_programs(2) - 1
+    begin, end = tiles * split // splits, tiles * (split + 1) // splits
     # each place of a tile has its own sum so far: no exchange between warps in the loop
     best = tl.full([PAGES, real.shape[0]], NO_WEIGHT, tl.float32)
     total = tl.full(best.shape, 1.0, tl.float32)
@@ -384,15 +375,14 @@ def _score_pages(
         for tile in tl.range(begin, end, num_stages=STAGES):
             at = tile * PAGES + number // GROUPS
             # what is not there is read from page 0, and hidden afterwards
-            block = (
-                tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * KEYS.side.heads + head
-            )
+            block = tl.load(table + at, mask=at < pages, other=0)
+            block = block.to(tl.int64) * KEYS.side.heads + head
             if len(KEYS.side.runs) > 1:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
             of_page = _page_sums(
-                keys, unit, read, all_channels, words, factor, softcap, KEYS, CAPPED
+                keys, unit, read, all_channels, words, factor, visible.softcap, KEYS, QUERIES
             )
             page = tile * PAGES + tl.arange(0, PAGES)
             held = page < pages
@@ -553,21 +543,19 @@ def score_kernel(
     exact = tl.load(exact_lens + columns.row)
     scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page) < pages
     table = block_table + columns.row * table_width
-    scores = scratch.pages + columns.row * count * room
+    scores = scratch.pages + (columns.row * count + number) * room
     sums = scratch.sums + columns.row * count * splits
+    at = exact - columns.q_len + columns.tokens
+    visible = Visibility(at, columns.queries, 0, 0, 0, softcap, softmax_scale)
 
     if scored:
         if split < splits - 1:
-            tiles = (pages + KEYS.pages - 1) // KEYS.pages
             of_split = _score_pages(
-                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), columns,
-                softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
-            )  # fmt: skip
+                keys, held_words, table, pages, columns, visible, scores, KEYS, QUERIES, STAGES
+            )
         else:
-            at = exact - columns.q_len + columns.tokens
-            visible = Visibility(at, columns.queries, 0, 0, 0, softcap)
             best, total, _ = attend_window(
-                window_keys, window_keys, columns, exact, 0, visible, softmax_scale, WINDOW, QUERIES
+                window_keys, window_keys, columns, exact, 0, visible, WINDOW, QUERIES
             )
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
             if QUERIES.sinks:
@@ -622,19 +610,12 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
             the plan.
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
-    query, kv = call.query, call.kv
-    index = query.get_device()
-    if query.stride(3) != 1:
-        query = query.contiguous()
-    budget, sinks = kv.budget, call.sink_logits
-    assert budget is not None
-    width = kv.block_table.shape[1]
+    width = call.kv.block_table.shape[1]
     room = max(LEAST_ROOM, power_of_two(width))
-    key = (
-        "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
-        None if sinks is None else sinks.dtype, kv.words is None, index, room,
-    )  # fmt: skip
-    plan = kept(kv.launches, key, lambda: _prepare(call, room))
+    call, plan = planned(call, _prepare, room)
+    query, kv, budget, sinks = call.query, call.kv, call.kv.budget, call.sink_logits
+    assert budget is not None
+    index = query.get_device()
     if plan.refused:
         return selection.choose_pages(call)
     keys = kv.key_pages
@@ -682,9 +663,8 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
     return chosen, pages
 
 
-def _prepare(call: AttentionCall, room: int) -> Plan:
-    kv, queries = call.kv, queries_of(call)
-    assert kv.budget is not None
+def _prepare(call: AttentionCall, queries: Queries, room: int) -> Plan:
+    kv = call.kv
     rows, heads, q_len, _ = call.query.shape
     blocks = queries.blocks(q_len)
     words = key_words(kv.spec, queries, kv.words is not None)

@@ -234,7 +234,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             call.sliding_window or 0, query.shape[2],
         )  # fmt: skip
 
-    plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
+    plan.kernel.launch(*plan.grid, splits, index, arguments)
     rows, heads, q_len, dim = out.shape
     plan.last.launch(
         rows * heads * q_len, -(-dim // plan.last.constants["CHANNELS"]), 1, index,
@@ -243,27 +243,24 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     return out
 
 
-def _prepare(call: AttentionCall, queries: meta_params.Queries) -> Plan:
-    query, spec = call.query, call.kv.spec
-    rows, dim = query.shape[0], spec.out_dim
-    blocks = queries.blocks(query.shape[2])
+def _prepare(call: AttentionCall, queries: meta_params.Queries, grid: tuple[int, int]) -> Plan:
+    spec, dim = call.kv.spec, call.kv.spec.out_dim
+    programs = grid[0] * grid[1]
     keys, values = meta_params.operands(spec, queries)
     num_warps, num_stages = meta_params.launch_parameters(spec, queries)
     window = meta_params.ExactWindow.of(spec, queries.full)
     attending = {"QUERIES": queries, "KEYS": keys, "VALUES": values, "WINDOW": window}
     attending["STAGES"] = num_stages
-    most = most_splits(spec, rows * blocks)
-    parts = rows * blocks * queries.columns * (most + 1)  # of all splits
+    most = most_splits(spec, programs)
+    parts = programs * queries.columns * (most + 1)  # of all splits
     rotated = values.side.rotated if values else 0
     channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
     merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}
     return Plan(
         kernel=Kernel(spec, decode_kernel, attending, num_warps=num_warps),
         last=Kernel(spec, combine_kernel, merging),
-        rows=rows,
-        blocks=blocks,
+        grid=grid,
         stretch=keys.tile * MIN_TILES,
         most=most,
         sizes=(parts * dim, 2 * parts),
-        where=query.device,
     )

@@ -203,21 +203,19 @@ class Plan:
 
     Attributes:
         kernel: what is launched; last: what takes the results of its splits.
-        rows, blocks: the grid without its splits.
+        grid: rows and programs of each, without the splits.
         stretch: tokens of a split at least; most: splits at most.
-        sizes: float32 numbers of each part of the partial results; where: they lie.
+        sizes: float32 numbers of each part of the partial results.
         refused: whether the device has too little for the kernel.
         known: these parts in the room of a stream, and the room.
     """
 
     kernel: Kernel
     last: Kernel
-    rows: int
-    blocks: int
+    grid: tuple[int, int]
     stretch: int
     most: int
     sizes: tuple[int, ...]
-    where: torch.device
     refused: bool = False
     known: dict[int | None, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = field(
         default_factory=dict
@@ -241,7 +239,8 @@ class Plan:
         sizes = [-(-size // QUAD) * QUAD for size in self.sizes]
         room = None if stream is None else ROOMS.get((index, stream))
         if room is None or room.shape[0] < sum(sizes):
-            room = torch.empty(sum(sizes), dtype=torch.float32, device=self.where)
+            where = index if index >= 0 else "cpu"
+            room = torch.empty(sum(sizes), dtype=torch.float32, device=where)
         parts = room[: sum(sizes)].split(sizes)
         if stream is not None:
             ROOMS[index, stream] = room
@@ -271,8 +270,8 @@ def planned(
     """Return a call with its query's channels and its mask's columns side by side, and the plan that its layer keeps for such ones.
 
     Args:
-        prepare: makes the plan where it is new, of the call, its meta_params.Queries, and `more`, on which the plan depends
-            besides what there is, of which dtype, and how it lies.
+        prepare: makes the plan where it is new, of the call, its meta_params.Queries, Plan.grid, and `more`, on which the plan
+            depends besides what there is, of which dtype, and how it lies.
     Raises: CacheOptionError as `refuse_cpu` does.
     """
     if call.query.stride(3) != 1:
@@ -291,6 +290,7 @@ def planned(
         if where.type == "cpu":
             refuse_cpu()
         queries = meta_params.Queries.of(call, meta_params.target_isa(where))
-        return prepare(call, queries, *more)
+        grid = query.shape[0], queries.blocks(query.shape[2])
+        return prepare(call, queries, grid, *more)
 
     return call, kept(kv.launches, key, make)

@@ -14,6 +14,7 @@ import torch
 
 from ...formats.base import planes
 from ...formats.linear import Float8Format, SignedFormat
+from ...page_summary import summary_words, turned_by, word_channels
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec
 from ..base import AttentionCall
@@ -569,6 +570,68 @@ def _latents(spec: PageSpec, queries: Queries) -> Latents:
         whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
         boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code], dtype=product_type(latent, queries.full),
         rope_dtype=product_type(rope, queries.full), isa=queries.isa,
+    )  # fmt: skip
+
+
+# -- the choice of pages -----------------------------------------------------------------------------------------------
+
+CHOICE_WARPS = 4  # as of any kernel that asks for no other number
+CHOICE_TOKENS = 256  # of the pages that a program scores at once
+
+
+class KeyWords(NamedTuple):
+    """What of a page's keys is read, and where it lies: all channels, or words of the first channels whose codes lie together.
+
+    Attributes:
+        side: where the keys of whole pages lie.
+        indexed: whether the pages are an index, which holds the words that are read one after the other.
+        row: bytes or numbers of a token, as far as they are there; cut: where those are that are read.
+        group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
+        runs: codes of a byte; width: bytes or numbers of a run.
+        part: bytes or numbers of a word; words: words of the section. Of codes in planes all these are of the first plane.
+        turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
+        read: words that are read; slots: places for them, a power of two.
+        pages: pages of a tile.
+        dtype: of the products with pages, by name; isa: as in Queries.
+    """
+
+    side: SideLayout
+    indexed: bool
+    row: int
+    cut: Cut
+    group: int
+    runs: int
+    width: int
+    part: int
+    words: int
+    turn: int
+    read: int
+    slots: int
+    pages: int
+    dtype: str
+    isa: int
+
+
+def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
+    """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
+    keys, side = spec.keys, side_layout(spec.keys)
+    bits, channels = keys.runs[0]
+    runs = codes_of_bytes(bits)
+    row, width = side.size, channels // runs
+    part = len(word_channels(keys)[0]) // runs
+    words, second = -(-width // part), width
+    read = min(summary_words(keys), words)
+    if indexed:  # whole words, one after the other
+        size = 1 if keys.scheme.bits else keys.dtype.itemsize
+        row, second = 4 * summary_words(keys) // size, 4 * words
+    # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
+    pages = CHOICE_WARPS if queries.full else max(CHOICE_WARPS, CHOICE_TOKENS // side.page)
+    slots = max(power_of_two(read), MIN_SIZE // part)
+    chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
+    return KeyWords(
+        side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
+        runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
+        pages=pages, dtype=product_type(keys, queries.full), isa=queries.isa,
     )  # fmt: skip
 
 

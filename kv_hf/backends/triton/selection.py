@@ -2,7 +2,7 @@
 
 The definition of the result is backends/reference/selection.py. Programs score stretches of a row's pages for one kv head, and
 one more its exact window; a second kernel turns the scores of a row into masses and chooses. Scores are those of a part of a
-page's codes (page_summary.py), for several pages at once: words are those of KeyWords, KEYS, and middles stand for the other
+page's codes (page_summary.py), for several pages at once: words are those of meta_params.KeyWords, KEYS, and middles stand for the other
 channels. Products are batches, a unit (token group or page) each, so that a warp has whole units. Pages are ranked by
 integers that are all different: masses are not negative, so their bits are in the order of the numbers, and of equal ones
 the first page is better. The least of the chosen is found by trying WAYS places of a range at once. All loops go over blocks of a row's pages, of
@@ -17,31 +17,16 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from ...notices import warn_once
-from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
+from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES
 from ...read_budget import NEWEST_PAGES
-from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
 from .dequant import dtype_of, number, run_unit, tile_unit, top_codes
 from .direct import SPECIALIZED, At, Fields, Kernel, Plan, Strided, planned, rows_of
 from .heads import attend_window, columns_of, load_runs, query_units
-from .meta_params import (
-    HIP,
-    Chunk,
-    Cut,
-    ExactWindow,
-    Queries,
-    SideLayout,
-    codes_of_bytes,
-    power_of_two,
-    product_type,
-    side_layout,
-)
+from .meta_params import HIP, ExactWindow, Queries, key_words, power_of_two
 from .softmax import LOG2E, NO_WEIGHT, Visibility, cap, log2_sum
 
-NUM_WARPS = 4  # of both kernels, as of any that asks for no other number
-TILE_TOKENS = 256  # of the pages that a program scores at once
-MIN_DEPTH = 16  # numbers that a product sums over, at least
 MIN_STRETCH = 512  # tokens of a program, at least
 # the same where ranges come from codes, of which every program reads RANGED_PAGES pages
 CODES_STRETCH = 2048
@@ -62,62 +47,6 @@ BLOCK = tl.constexpr(1024)  # pages that are counted at once
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 WAYS = tl.constexpr(16)  # places of a range of ranks that are tried at once
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
-
-
-class KeyWords(NamedTuple):
-    """What of a page's keys is read, and where it lies: all channels, or words of the first channels whose codes lie together.
-
-    Attributes:
-        side: where the keys of whole pages lie.
-        indexed: whether the pages are an index, which holds the words that are read one after the other.
-        row: bytes or numbers of a token, as far as they are there; cut: where those are that are read.
-        group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
-        runs: codes of a byte; width: bytes or numbers of a run.
-        part: bytes or numbers of a word; words: words of the section. Of codes in planes all these are of the first plane.
-        turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
-        read: words that are read; slots: places for them, a power of two.
-        pages: pages of a tile.
-        dtype: of the products with pages, by name; isa: as in meta_params.Queries.
-    """
-
-    side: SideLayout
-    indexed: bool
-    row: int
-    cut: Cut
-    group: int
-    runs: int
-    width: int
-    part: int
-    words: int
-    turn: int
-    read: int
-    slots: int
-    pages: int
-    dtype: str
-    isa: int
-
-
-def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
-    """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
-    keys, side = spec.keys, side_layout(spec.keys)
-    bits, channels = keys.runs[0]
-    runs = codes_of_bytes(bits)
-    row, width = side.size, channels // runs
-    part = len(word_channels(keys)[0]) // runs
-    words, second = -(-width // part), width
-    read = min(summary_words(keys), words)
-    if indexed:  # whole words, one after the other
-        size = 1 if keys.scheme.bits else keys.dtype.itemsize
-        row, second = 4 * summary_words(keys) // size, 4 * words
-    # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
-    pages = NUM_WARPS if queries.full else max(NUM_WARPS, TILE_TOKENS // side.page)
-    slots = max(power_of_two(read), MIN_DEPTH // part)
-    chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
-    return KeyWords(
-        side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
-        runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
-        pages=pages, dtype=product_type(keys, queries.full), isa=queries.isa,
-    )  # fmt: skip
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -625,8 +554,8 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
         keys = {**keys, "codes": codes, "offset": keys.get("middle", keys.get("offset", codes))}
     # no launch takes a float64: its bits are an integer
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
-    chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
-    pages = kv.block_table.new_empty(plan.rows)
+    chosen = kv.block_table.new_empty((kv.rows, budget.width(width, kv.page_size)))
+    pages = kv.block_table.new_empty(kv.rows)
     scratch = plan.parts(index)  # alive until the launch
 
     most = NO_LIMIT if budget.pages is None else budget.pages
@@ -649,8 +578,8 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
         )  # fmt: skip
 
     try:
-        plan.kernel.launch(plan.rows, plan.blocks, splits, index, to_score)
-        plan.last.launch(plan.rows, 1, 1, index, to_choose)
+        plan.kernel.launch(*plan.grid, splits, index, to_score)
+        plan.last.launch(kv.rows, 1, 1, index, to_choose)
     except OutOfResources as error:
         plan.refused = True
         reason = f"the GPU refuses the kernel ({error})"
@@ -663,10 +592,9 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
     return chosen, pages
 
 
-def _prepare(call: AttentionCall, queries: Queries, room: int) -> Plan:
+def _prepare(call: AttentionCall, queries: Queries, grid: tuple[int, int], room: int) -> Plan:
     kv = call.kv
     rows, heads, q_len, _ = call.query.shape
-    blocks = queries.blocks(q_len)
     words = key_words(kv.spec, queries, kv.words is not None)
     size = 4 if queries.full else kv.spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
@@ -677,15 +605,13 @@ def _prepare(call: AttentionCall, queries: Queries, room: int) -> Plan:
         "STAGES": max(1, min(2 if queries.isa == HIP else 3, staged)),
     }
     by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
-    most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * blocks)))
+    most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * grid[1])))
     columns = rows * heads * q_len
     return Plan(
         kernel=Kernel(kv.spec, score_kernel, constants),
         last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size}),
-        rows=rows,
-        blocks=blocks,
+        grid=grid,
         stretch=CODES_STRETCH if by_codes else MIN_STRETCH,
         most=most,
         sizes=(columns * room, columns * (most + 1), rows * room),
-        where=call.query.device,
     )

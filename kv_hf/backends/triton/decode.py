@@ -192,7 +192,11 @@ def combine_kernel(
     partial = results.partial + (group * num_splits * COLUMNS + column % COLUMNS) * DIM
     own = Results(partial, bests)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    sums = (tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32), tl.zeros([CHANNELS], tl.float32))  # fmt: skip
+    sums = (
+        tl.full([], float("-inf"), tl.float32),
+        tl.zeros([], tl.float32),
+        tl.zeros([CHANNELS], tl.float32),
+    )
     window = num_splits - 1
     sums = _add_splits(sums, own, 0, window, channel, DIM, COLUMNS, COMBINED // CHANNELS)
     if ROTATED > 0:
@@ -248,9 +252,13 @@ def _prepare(call: AttentionCall, queries: meta_params.Queries, grid: tuple[int,
     programs = grid[0] * grid[1]
     keys, values = meta_params.operands(spec, queries)
     num_warps, num_stages = meta_params.launch_parameters(spec, queries)
-    window = meta_params.ExactWindow.of(spec, queries.full)
-    attending = {"QUERIES": queries, "KEYS": keys, "VALUES": values, "WINDOW": window}
-    attending["STAGES"] = num_stages
+    attending = {
+        "QUERIES": queries,
+        "KEYS": keys,
+        "VALUES": values,
+        "WINDOW": meta_params.ExactWindow.of(spec, queries.full),
+        "STAGES": num_stages,
+    }
     most = most_splits(spec, programs)
     parts = programs * queries.columns * (most + 1)  # of all splits
     rotated = values.side.rotated if values else 0

@@ -280,9 +280,10 @@ def planned(
         call = replace(call, mask=call.mask.contiguous())
     query, kv, mask, sinks = call.query, call.kv, call.mask, call.sink_logits
     key = (
-        prepare, *more, id(kv.spec), query.shape, query.stride(), query.dtype, query.get_device(), kv.residual_keys.stride(),
-        kv.residual_values.stride(), mask is not None and (mask.dtype, mask.stride(0) >> 31), call.softcap is None,
-        call.sliding_window is None, sinks is not None and sinks.dtype, kv.words is None,
+        prepare, *more, id(kv.spec), query.shape, query.stride(), query.dtype, query.get_device(),
+        kv.residual_keys.stride(), kv.residual_values.stride(),
+        mask is not None and (mask.dtype, mask.stride(0) >> 31), sinks is not None and sinks.dtype,
+        call.softcap is None, call.sliding_window is None, kv.words is None,
     )  # fmt: skip
 
     def make() -> Plan:

@@ -332,10 +332,20 @@ class Queries(NamedTuple):
         windowed, capped = call.sliding_window is not None, call.softcap is not None
         columns, full = column_block(spec, group, chunk, isa), in_float32(spec, call.query.dtype)
         return cls(
-            heads, group, columns, chunk, call.sink_logits is not None, causal, windowed, capped, mask,
-            bent=capped or mask == "float", hides=causal or windowed or mask != "none",
-            full=full, isa=min(isa, 0) if full else isa,
-        )  # fmt: skip
+            heads,
+            group,
+            columns,
+            chunk,
+            call.sink_logits is not None,
+            causal,
+            windowed,
+            capped,
+            mask,
+            bent=capped or mask == "float",
+            hides=causal or windowed or mask != "none",
+            full=full,
+            isa=min(isa, 0) if full else isa,
+        )
 
     def blocks(self, q_len: int) -> int:
         """Return the programs of one split of a row."""
@@ -362,10 +372,17 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
         fold = "tile" if layout.scale_tokens >= MIN_SIZE else "element"
     cut = whole(side) if fold == "element" else Cut.of(side.runs, chunks)
     return Operand(
-        side=layout, tile=tile, fold=fold, groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1, offset=1.0,
-        boost=1.0, dtype=product_type(side, queries.full), isa=queries.isa,
-        cut=cut, offsets=cut if side.scheme.wide else whole(side),
-    )  # fmt: skip
+        side=layout,
+        tile=tile,
+        fold=fold,
+        groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1,
+        offset=1.0,
+        boost=1.0,
+        dtype=product_type(side, queries.full),
+        isa=queries.isa,
+        cut=cut,
+        offsets=cut if side.scheme.wide else whole(side),
+    )
 
 
 def _values_of(spec: PageSpec, queries: Queries) -> Operand:
@@ -383,11 +400,19 @@ def _values_of(spec: PageSpec, queries: Queries) -> Operand:
         fold, cut = "element", whole(side)
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, groups=layout.dim // group if fold == "token" else 0,
+        side=layout,
+        tile=tile_tokens(spec, queries.full),
+        fold=fold,
+        groups=layout.dim // group if fold == "token" else 0,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << layout.bits) - 1),
-        boost=1.0 if queries.full else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
-        dtype=product_type(side, queries.full), isa=queries.isa, cut=cut, offsets=cut,
-    )  # fmt: skip
+        boost=1.0
+        if queries.full
+        else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
+        dtype=product_type(side, queries.full),
+        isa=queries.isa,
+        cut=cut,
+        offsets=cut,
+    )
 
 
 def whole(side: SideSpec) -> Cut:
@@ -563,14 +588,23 @@ def _latents(spec: PageSpec, queries: Queries) -> Latents:
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        side=side, fold=fold, tile=tile_tokens(spec, queries.full),
-        stride=stride, copies=stride * side.places // page, rows=tile_rows(spec, queries.full), step=at_once,
-        share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1, cut=cut,
+        side=side,
+        fold=fold,
+        tile=tile_tokens(spec, queries.full),
+        stride=stride,
+        copies=stride * side.places // page,
+        rows=tile_rows(spec, queries.full),
+        step=at_once,
+        share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1,
+        cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
-        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
-        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code], dtype=product_type(latent, queries.full),
-        rope_dtype=product_type(rope, queries.full), isa=queries.isa,
-    )  # fmt: skip
+        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None,
+        rope_code=rope.scheme.code,
+        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],
+        dtype=product_type(latent, queries.full),
+        rope_dtype=product_type(rope, queries.full),
+        isa=queries.isa,
+    )
 
 
 # -- the choice of pages -----------------------------------------------------------------------------------------------
@@ -629,10 +663,22 @@ def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
     slots = max(power_of_two(read), MIN_SIZE // part)
     chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
     return KeyWords(
-        side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
-        runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
-        pages=pages, dtype=product_type(keys, queries.full), isa=queries.isa,
-    )  # fmt: skip
+        side=side,
+        indexed=indexed,
+        row=row,
+        cut=Cut((chunk,), ()),
+        group=side.offset_tokens or side.page,
+        runs=runs,
+        width=width,
+        part=part,
+        words=words,
+        turn=turned_by(keys),
+        read=read,
+        slots=slots,
+        pages=pages,
+        dtype=product_type(keys, queries.full),
+        isa=queries.isa,
+    )
 
 
 # -- a launch ----------------------------------------------------------------------------------------------------------

@@ -531,8 +531,13 @@ def write(call: PageWrite) -> None:
 
 
 def _kernel(
-    launches: dict[Any, Any], spec: PageSpec, jit: Any, tensors: tuple[torch.Tensor, ...], variant: Any, constants: dict[str, Any]
-) -> Kernel:  # fmt: skip
+    launches: dict[Any, Any],
+    spec: PageSpec,
+    jit: Any,
+    tensors: tuple[torch.Tensor, ...],
+    variant: Any,
+    constants: dict[str, Any],
+) -> Kernel:
     """Return what a layer keeps for tensors that lie as these; its products and sums are rounded one by one."""
     key = jit, variant, id(spec), tensors[0].get_device(), *[one.stride() for one in tensors]
     return kept(launches, key, lambda: Kernel(spec, jit, constants, enable_fp_fusion=False))

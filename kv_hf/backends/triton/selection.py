@@ -37,7 +37,7 @@ NO_LIMIT = 2**31 - 1  # pages
 LEAST_ROOM = 64  # pages
 
 RANGED = tl.constexpr(RANGED_PAGES)
-RANGED_NUMBERS = tl.constexpr(512)  # of a piece of a page whose ranges are taken
+RANGED_NUMBERS = tl.constexpr(256)  # of a piece of a page whose ranges are taken
 MIDDLES = tl.constexpr(MIDDLE_TOKENS)
 NEWEST = tl.constexpr(NEWEST_PAGES)
 SUMS = tl.constexpr(MAX_SPLITS + 1)

@@ -188,38 +188,31 @@ def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
     return store.bind(options, signature(config), has_states)
 
 
-def make_room(
-    memory: OffloadMemory,
-    layers: Sequence[Any],
-    groups: Sequence[Rows],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Make room, for all layers, for the pages that an append of keys and values [rows, heads, q_len, head_dim] will seal.
+def make_room(cache: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Make room, for all layers of an offloaded cache, for the pages that an append of keys and values [rows, heads, q_len, head_dim] will seal.
 
     Layers that have not seen keys yet are taken to have heads like these.
     Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
     """
-    memory.check_device(keys.device)
-    memory.check_process()
+    cache.page_memory.check_device(keys.device)
     demands: dict[int, Demand] = {}
     batch, q_len = keys.shape[0], keys.shape[2]
-    for group in groups:
+    for group in cache.groups:
         count = group.plan(batch, q_len).num_pages
         capacity = group.capacity(batch, group.pool.lacking(count))
         held = len(set().union(*group.batch.pages)) + count
-        most = max(page_capacity(held), group.reserved(batch))
+        most = max(page_capacity(held), batch * group.reserve)
         budget = group.reading.usual
         reads_part = q_len <= MAX_DECODE_QUERIES and group.reading.budget is not None
         # a first forward reads no pages
         if budget is not None and (reads_part or not group.lengths().any()):
             most = budget.batch_width(most, batch, group.sizes.page_size)
-        for layer in layers:
+        for layer in cache.paged_layers:
             if layer.group is group:
                 spec = layer.spec or layer.formats.spec_of(keys, values)
                 device = layer.storage.device if layer.storage else keys.device
                 demands[layer.layer_idx] = Demand(spec, device, capacity, most, budget is not None)
-    memory.make_room(demands)
+    cache.page_memory.make_room(demands)
 
 
 def check_kernel(cache: Any, devices: Sequence[torch.device], dtype: torch.dtype) -> None:

@@ -65,8 +65,7 @@ class CompiledSteps:
 
 def columns(cache: Any) -> torch.Tensor:
     """Return the columns that a cache has seen when the compiled step runs: [], int64."""
-    found: torch.Tensor = torch.ops.kv_hf.columns(cache._compiled.number, cache._tokens_on)
-    return found
+    return torch.ops.kv_hf.columns(cache._compiled.number, cache._tokens_on)
 
 
 def update(

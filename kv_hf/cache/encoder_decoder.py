@@ -13,7 +13,7 @@ from ..spec import MemoryReport
 from .build import MadeOfOptions
 from .model_shape import cross_config, decoder_config, forget_tokens, is_encoder_decoder
 from .paged_cache import CrossCache, PagedCache
-from .report import LayerReport, tensor_bytes
+from .report import LayerReport, report_layers, tensor_bytes
 
 
 class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
@@ -81,23 +81,18 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
         own, cross = self.self_attention_cache.memory(), self.cross_attention_cache
         if isinstance(cross, PagedCache):
             return MemoryReport(*map(add, astuple(own), astuple(cross.memory())))
-        held = [getattr(layer, "keys", None) for layer in cross.layers]
-        keys = [one for one in held if one is not None]
-        columns = keys[0].shape[0] * keys[0].shape[2] if keys else 0
+        held = (getattr(layer, "keys", None) for layer in cross.layers)
+        columns = next((one.shape[0] * one.shape[2] for one in held if one is not None), 0)
         stored = sum(tensor_bytes(vars(layer)) for layer in cross.layers)
         return replace(own, other=own.other + stored, tokens=own.tokens + columns)
 
     def report(self) -> list[LayerReport]:
         """Return, for each layer of the decoder, how its self-attention is cached, then its cross-attention."""
-        rows = self.self_attention_cache.report()
-        if isinstance(self.cross_attention_cache, PagedCache):
-            cross = self.cross_attention_cache.report()
-            return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
+        layers = self.cross_attention_cache.layers
         why = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
-        return rows + [
-            LayerReport(index, f"cross {type(layer).__name__}", None, None, why)
-            for index, layer in enumerate(self.cross_attention_cache.layers)
-        ]
+        cross = report_layers(layers, dict.fromkeys(range(len(layers)), why))
+        own = self.self_attention_cache.report()
+        return own + [replace(row, kind=f"cross {row.kind}") for row in cross]
 
     def check_integrity(self) -> None:
         """Raise ValueError unless counts, lengths, storage and layers of each half agree."""
@@ -114,10 +109,8 @@ class PagedEncoderDecoderCache(MadeOfOptions, EncoderDecoderCache):
 
 def paged_halves(cache: Any) -> tuple[Any, Any]:
     """Return what is paged of `cache`: the cache of the text's own tokens, and that of cross-attention."""
-    pair = isinstance(cache, EncoderDecoderCache)
-    own = cache.self_attention_cache if pair else cache
-    cross = cache.cross_attention_cache if pair else None
-    return (
-        own if isinstance(own, PagedCache) else None,
-        cross if isinstance(cross, PagedCache) else None,
-    )
+    halves: Any = (cache, None)
+    if isinstance(cache, EncoderDecoderCache):
+        halves = (cache.self_attention_cache, cache.cross_attention_cache)
+    own, cross = (half if isinstance(half, PagedCache) else None for half in halves)
+    return own, cross

@@ -13,7 +13,7 @@ from ..errors import CacheOptionError, InterruptedForwardError
 from ..pages.forward import Forward
 from ..pages.rows import Rows
 from ..pages.step import Step
-from ..pages.storage import PageMemory, PageStorage
+from ..pages.storage import PageMemory, PageStorage, Pair
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .store import LayerStore, Residual
@@ -209,7 +209,7 @@ class PagedLayer(DynamicLayer):
                 self.store.select_rows(step)
             self.seen = step.seen_after
 
-    def adopt(self, sinks: Sequence[tuple[torch.Tensor, torch.Tensor] | None], seen: int) -> None:
+    def adopt(self, sinks: Sequence[Pair | None], seen: int) -> None:
         """Begin with rows whose pages are in storage already.
 
         Args:

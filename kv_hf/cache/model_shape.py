@@ -194,19 +194,16 @@ def page_sizes(config: Any) -> dict[str, Any] | None:
         if rank is None or not isinstance(rope, int):
             return None
         return {"num_kv_heads": 1, "key_dim": rank, "value_dim": rope}
-    num_heads = _read(config, "num_attention_heads")
+    num_heads, hidden = _read(config, "num_attention_heads"), _read(config, "hidden_size")
     own = (_read(config, "num_key_value_heads"), num_heads)
     kv_heads = next((count for count in own if isinstance(count, int)), None)
-    hidden = _read(config, "hidden_size")
-    head_dim = _read(config, "head_dim")
-    if not isinstance(head_dim, int) and head_dim != VARIES:
-        head_dim = _read(config, "d_kv")  # T5 and its kin: heads need not add up to hidden_size
-    if head_dim == VARIES or kv_heads is None:
-        return None
-    if not isinstance(head_dim, int):
-        if not isinstance(num_heads, int) or not isinstance(hidden, int):
-            return None
+    # T5 and its kin have d_kv: heads need not add up to hidden_size
+    dims = _read(config, "head_dim"), _read(config, "d_kv")
+    head_dim = next((dim for dim in dims if isinstance(dim, int)), None)
+    if head_dim is None and isinstance(num_heads, int) and isinstance(hidden, int):
         head_dim = hidden // num_heads
+    if dims[0] == VARIES or kv_heads is None or head_dim is None:
+        return None
     return {"num_kv_heads": kv_heads, "key_dim": head_dim, "value_dim": head_dim}
 
 

@@ -21,6 +21,7 @@ from ..errors import (
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
 from ..pages.offload import OffloadMemory
+from ..pages.storage import Pair
 from ..spec import MemoryReport
 from . import compiled, saved
 from .build import MadeOfOptions, make_room, page_layers
@@ -49,11 +50,11 @@ def filled_layer(layers: Sequence[Any], layer_idx: int) -> int:
     the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
     others, or not run here: layers run in order.
     """
-    if layer_idx >= len(layers) or any(_filled(layer) for layer in layers[: layer_idx + 1]):
+    if layer_idx >= len(layers) or any(map(_filled, layers[: layer_idx + 1])):
         return layer_idx
     kind = _kind(layers[layer_idx])
     filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
-    return next(iter([i for i in filled if _kind(layers[i]) == kind] or filled), layer_idx)
+    return min(filled, key=lambda index: _kind(layers[index]) != kind, default=layer_idx)
 
 
 def _kind(layer: Any) -> tuple[type, int | None]:
@@ -171,9 +172,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         layer: Any = self.layers[layer_idx]
         if isinstance(layer, PagedLayer) and layer.seen == layer.group.seen:
             self._begin(key_states, value_states)
-        found: tuple[torch.Tensor, torch.Tensor] = layer.update(
-            key_states, value_states, *args, **kwargs
-        )
+        found: Pair = layer.update(key_states, value_states, *args, **kwargs)
         if self._tokens_on is None:
             self._tokens_on = key_states.device
         if self._flex and (view := view_of(*found)) is not None:
@@ -192,7 +191,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         self._flex = self._attention_config._attn_implementation == "flex_attention"
         self._prefill.begin(keys.shape[2], keys.device)
         if isinstance(self.page_memory, OffloadMemory):
-            make_room(self.page_memory, self.paged_layers, self.groups, keys, values)
+            make_room(self, keys, values)
 
     def _refuse_layer(self, layer_idx: int) -> None:
         """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
@@ -394,16 +393,12 @@ class PagedCache(MadeOfOptions, DynamicCache):
         The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
         """
         own = ("options", "_config", "_attention_config")
-        pages = [layer.storage for layer in self.paged_layers if layer.storage is not None]
-        shared = (*self.page_memory.shared_parts(), *pages, *(getattr(self, name) for name in own))
+        shared = (*self.page_memory.shared_parts(), *(getattr(self, name) for name in own))
         memo.update((id(part), part) for part in shared)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         copied._number()
-        for theirs, ours in zip(copied.groups, self.groups, strict=True):
-            with ours.pool.lock:
-                theirs.adopt(ours.rows, ours.seen)
         return copied
 
     def __copy__(self) -> Self:
@@ -439,20 +434,12 @@ class PagedCache(MadeOfOptions, DynamicCache):
         self._check_done()
         for group in self.groups:
             group.check_integrity()
-        for layer in self.paged_layers:
-            if layer.storage is None:
-                continue
-            most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
-            if layer.storage.capacity < most:
-                raise ValueError(
-                    f"layer {layer.layer_idx} has no room for a page of the block table"
-                )
 
     def _held_rows(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return (tokens, ids of its sealed pages) of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
         self._check_done()
         group = self._group
-        return [(group.tokens(row), row.pages) for row in group.rows]
+        return list(zip(group.lengths().tolist(), group.batch.pages, strict=True))
 
     # -- models and files ----
 
@@ -490,7 +477,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         Raises: CacheFileError for a damaged, foreign or forged file and for another model; OSError where it cannot
             be opened.
         """
-        return saved.load(cls, path, model, device, kernel, max_length)
+        return saved.load(cls, path, model, device, kernel=kernel, max_length=max_length)
 
 
 class CrossCache(PagedCache):

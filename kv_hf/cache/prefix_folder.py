@@ -19,10 +19,11 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from safetensors.torch import save
 from ..errors import CacheOptionError, reason
 from ..notices import warn_once
 from ..pages.prefix_tree import Prefix
-from ..pages.storage import PageStorage, Pair, Sides, carve, carved_bytes
+from ..pages.storage import PageStorage, Pair, Sides, Tensors, carve, carved_bytes
 from ..quant.codec import is_order
 from ..spec import ROWS, PageSpec
 from .saved import VERSION, digest, put, taken
@@ -53,12 +54,11 @@ def name_of(*parts: Any) -> str:
 
 
 def prefix_names(places: Iterable[bytes]) -> list[str]:
-    """Return the names of the beginnings that end with each of `places`, the tokens of the sinks and of each page behind them."""
-    found, above = [], ""
-    for place in places:
-        above = name_of(above, place)
-        found.append(above)
-    return found
+    """Return the names of the beginnings that end with each of `places`, the tokens of the sinks and of each page behind them.
+
+    Each is made of the one before it, too.
+    """
+    return [*accumulate(places, name_of, initial="")][1:]
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class PrefixFolder:
         path: of the folder, which is made with the first page.
         max_bytes: bound of all files in it.
     Attributes:
-        read, written, damaged: counts of pages; of damaged ones, first tokens among them.
+        counts: of pages read, written and damaged, first tokens among these, by their names in PrefixStats.
     Raises: CacheOptionError for what is no path.
     """
 
@@ -97,7 +97,7 @@ class PrefixFolder:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise CacheOptionError(f"folder must be the path of a folder, got {path!r}")
         self.path, self.max_bytes = Path(os.fspath(path)).absolute(), max_bytes
-        self.read = self.written = self.damaged = 0
+        self.counts: Counter[str] = Counter()
         self._states: set[str] = set()
         self._waiting: deque[Waiting] = deque()
         self._lock = threading.Lock()
@@ -116,40 +116,36 @@ class PrefixFolder:
         """Return the exact first keys and values [num_kv_heads, tokens, ..] of each layer; None where they are not there."""
         return self._read(self._path(state, prefix), in_pairs)
 
-    def pages(self, state: str, prefixes: Sequence[str], specs: Sequence[PageSpec]) -> list[Any]:
+    def pages(
+        self, state: str, prefixes: Sequence[str], specs: Sequence[PageSpec], of_states: bool
+    ) -> tuple[list[Any], States]:
         """Return what follows a known beginning, as far as it is there: for each page the fields of both sides of each layer.
 
         Args:
             prefixes: of the pages, in order.
             specs: of all layers.
+            of_states: whether pages end with the last one whose states are there, which are returned by layer and name.
         """
-        rows = [in_rows(spec) for spec in specs]
+        rows, states = [in_rows(spec) for spec in specs], dict[str, torch.Tensor]()
         formats, found = name_of(*rows), list[Any]()
         for prefix in prefixes:
             page = self._read(self._path(state, prefix, formats), partial(carved, rows))
             if page is None:
                 break
             found.append(page)
-        self.read += len(found)
-        return found
-
-    def states(
-        self, state: str, prefixes: Sequence[str], specs: Sequence[PageSpec]
-    ) -> tuple[int, States]:
-        """Return how many of these pages the last states lie behind that are there, and those states, by layer and name."""
-        formats = name_of(*(in_rows(spec) for spec in specs))
-        for count in range(len(prefixes), 0, -1):
-            found = self._read(self._path(state, prefixes[count - 1], formats, STATES), dict)
-            if found:
-                return count, found
-        return 0, {}
+        self.counts["pages_read"] += len(found)
+        while of_states and found and not states:
+            last = self._path(state, prefixes[len(found) - 1], formats, STATES)
+            states = self._read(last, dict) or {}
+            found = found if states else found[:-1]
+        return found, states
 
     def _path(self, state: str, *name: str) -> Path:
         """Return the place of first tokens, named by their prefix, or of a page or its states, named by prefix and formats."""
         self._states.add(state)
         return self.path / state / f"{'.'.join(name)}{SUFFIX}"
 
-    def _read(self, path: Path, use: Callable[[dict[str, torch.Tensor]], Any]) -> Any:
+    def _read(self, path: Path, use: Callable[[Any], Any]) -> Any:
         """Return what `use` makes of the tensors of a file; None where it is not there. What does not fit is removed."""
         try:
             with safe_open(path, "pt") as file:
@@ -162,7 +158,7 @@ class PrefixFolder:
             return None
         except Exception as error:  # cut off, forged, or whatever else lies there
             why = reason(error)
-        self.damaged += 1
+        self.counts["pages_damaged"] += 1
         warn_once(
             "prefix_store damaged",
             f"A page of the prefix_store in {path.parent} is damaged ({why}): it is removed and computed anew. So are others, "
@@ -223,7 +219,7 @@ class PrefixFolder:
         with self._lock:
             self._waiting.clear()
         self.flush()
-        for path, _, _ in (found for state in self._states for found in self._files(state)):
+        for _, _, path in (found for state in self._states for found in self._files(state)):
             with contextlib.suppress(OSError):
                 path.unlink()
         self._bytes = None
@@ -267,7 +263,7 @@ class PrefixFolder:
             with contextlib.suppress(OSError):
                 aside.unlink()
             raise
-        self.written += one.tensors is None
+        self.counts["pages_written"] += one.tensors is None
         self._make_room(len(data))
 
     def _make_room(self, new: int) -> None:
@@ -275,10 +271,10 @@ class PrefixFolder:
         if self._bytes is not None and self._bytes + new <= self.max_bytes:
             self._bytes += new
             return
-        files = sorted(self._files("*"), key=lambda found: found[2])
+        files = sorted(self._files("*"))
         left = sum(size for _, size, _ in files)
         if left > self.max_bytes:
-            for path, size, _ in files:
+            for _, size, path in files:
                 if left <= KEPT * self.max_bytes:
                     break
                 with contextlib.suppress(OSError):
@@ -286,16 +282,16 @@ class PrefixFolder:
                 left -= size
         self._bytes = left
 
-    def _files(self, state: str) -> Iterator[tuple[Path, int, int]]:
-        """Yield (path, bytes, time of last use) of the files of some states, unfinished ones among them."""
+    def _files(self, state: str) -> Iterator[tuple[int, int, Path]]:
+        """Yield (time of last use, bytes, path) of the files of some states, unfinished ones among them."""
         for path in self.path.glob(f"{state}/*"):
             with contextlib.suppress(OSError):
                 found = path.stat()
                 if path.suffix in (SUFFIX, ASIDE):
-                    yield path, found.st_size, found.st_mtime_ns
+                    yield found.st_mtime_ns, found.st_size, path
 
 
-def about(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def about(path: Path, tensors: Tensors) -> dict[str, str]:
     """Return the metadata of a file in this place, which holds tensors [any shape] by these names."""
     # sizes too: a tensor of no numbers has the sum of every other one
     sums = [(name, str(a.dtype), [*a.shape], digest(a)) for name, a in sorted(tensors.items())]
@@ -307,7 +303,7 @@ def in_rows(spec: PageSpec) -> PageSpec:
     return PageSpec(*(replace(side, layout=ROWS) for side in spec.sides))
 
 
-def page_of(page: Any, storages: Sequence[PageStorage]) -> dict[str, torch.Tensor]:
+def page_of(page: Any, storages: Sequence[PageStorage]) -> Tensors:
     """Return a page of all layers as {"page": [bytes]}, uint8, on the CPU."""
     specs = [in_rows(one.spec) for one in storages]
     sizes = [carved_bytes(spec, 1) for spec in specs]
@@ -319,7 +315,7 @@ def page_of(page: Any, storages: Sequence[PageStorage]) -> dict[str, torch.Tenso
     return {"page": raw}
 
 
-def carved(specs: Sequence[PageSpec], tensors: Mapping[str, torch.Tensor]) -> list[Sides]:
+def carved(specs: Sequence[PageSpec], tensors: Tensors) -> list[Sides]:
     """Return the fields [1, ..] of both sides of each layer, views of the tensor that `page_of` made.
 
     Raises an error where they do not fit.
@@ -340,7 +336,7 @@ def put_pages(ids: Sequence[int], pages: Sequence[Any], storages: Sequence[PageS
             put(side, ids, {name: torch.cat([one[name] for one in parts]) for name in parts[0]})
 
 
-def in_pairs(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
+def in_pairs(tensors: Tensors) -> list[Pair]:
     """Return the first keys and values [num_kv_heads, tokens, ..] of each layer from tensors by layer and side.
 
     Raises an error where they do not fit.
@@ -350,7 +346,7 @@ def in_pairs(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     return [(tensors[f"{n}.0"], tensors[f"{n}.1"]) for n in range(-(-len(tensors) // 2))]
 
 
-def first_tokens_of(node: Prefix) -> dict[str, torch.Tensor]:
+def first_tokens_of(node: Prefix) -> Tensors:
     """Return the exact first keys and values [num_kv_heads, tokens, ..] of a root by layer and side."""
     return {
         f"{place}.{side}": tokens

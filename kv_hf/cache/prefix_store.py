@@ -3,11 +3,10 @@
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from ..checks import check_int
 from ..config import CacheConfig
@@ -17,7 +16,7 @@ from ..notices import warn_once
 from ..pages.moved import persistent_tensors
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
-from ..pages.storage import PageMemory, PageStorage
+from ..pages.storage import PageMemory, PageStorage, Pair
 from ..printable import short
 from ..units import parse_bytes
 from .identity import ModelId, space_of
@@ -28,7 +27,7 @@ from .states import States, restore_rows, states_of_row
 
 SCAN = 64  # tokens that linear attention computes at a time
 SALT = " salt "  # between a space and the salt
-Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
+Sinks = Sequence[Pair]  # of each layer: exact first keys and values
 # options that decide the bytes of a page
 _FORMAT = (
     "keys", "values", "page_size", "group_size", "sink_tokens", "layers", "latent", "widen",
@@ -47,13 +46,13 @@ class PrefixStats:
         pages_read, pages_written, pages_damaged: of the folder, by this store.
     """
 
-    rows: int
-    rows_hit: int
-    tokens: int
-    tokens_computed: int
-    pages: int
-    bytes: int
-    evictions: int
+    rows: int = 0
+    rows_hit: int = 0
+    tokens: int = 0
+    tokens_computed: int = 0
+    pages: int = 0
+    bytes: int = 0
+    evictions: int = 0
     pages_read: int = 0
     pages_written: int = 0
     pages_damaged: int = 0
@@ -134,7 +133,7 @@ class PrefixStore:
         self._model: Callable[[], Any] = _no_model
         self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
-        self._rows = self._hits = self._tokens = self._computed = 0
+        self._counts: Counter[str] = Counter()  # of prompts, by their names in PrefixStats
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
         """Return the store itself: generate() copies its options, and the copy must share the same pages."""
@@ -260,7 +259,7 @@ class PrefixStore:
         """Return the places behind `begin`, up to `end`, where the computing of a prompt stops for `add`."""
         first, step = self.tree.sink_tokens, self.snapshot_tokens
         places = range(first + step, end, step) if self.has_states else ()
-        return [*(place for place in places if place > begin), *([end] if end > begin else [])]
+        return [place for place in (*places, end) if place > begin]
 
     def take_in(
         self,
@@ -282,7 +281,8 @@ class PrefixStore:
             return
         with tree.pool.lock:
             known = self._nodes(space, tokens, recent_tokens)
-        names = prefix_names(tree.places(_sought(tokens, recent_tokens)))
+        sought = _sought(tokens, recent_tokens)
+        names = prefix_names(tree.places(sought))
         if len(known) >= len(names):
             return
         sinks: Any = known[0].sinks if known else folder.first_tokens(state, names[0])
@@ -295,11 +295,7 @@ class PrefixStore:
         specs = [one.spec for one in storages]
         room = self.max_bytes // sum(spec.page_bytes for spec in specs)
         names = names[max(1, len(known)) :][:room]
-        pages = folder.pages(state, names, specs)
-        states: States = {}
-        if self.has_states:
-            count, states = folder.states(state, names[: len(pages)], specs)
-            pages = pages[:count]
+        pages, states = folder.pages(state, names, specs, self.has_states)
         with tree.pool.lock, persistent_tensors():
             held, storages = self._nodes(space, tokens, recent_tokens), self._storages()
             # another thread may have brought or given up pages meanwhile, or made them wider
@@ -307,23 +303,14 @@ class PrefixStore:
             if not (pages and same and make_free(len(pages))):
                 return
             ids = tree.pool.allocate(len(pages))
-            with self.page_memory.pages_lock:
+            with self.page_memory.lock:
                 put_pages(ids, pages, storages)
-            devices = [one.device for one in storages]
-            on = [(k.to(at), v.to(at)) for (k, v), at in zip(sinks, devices, strict=True)]
-            sought = _sought(tokens, recent_tokens)
-            added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: on)
+            added = tree.add(space, sought, (*_pages_of(held), *ids), lambda: sinks)
             if states:
-                self._hold(added[-1], self._on_layers(states))
+                model = self._model()
+                on = {name: device_of(model, int(name.partition(".")[0])) for name in states}
+                self._hold(added[-1], {name: one.to(on[name]) for name, one in states.items()})
             self._make_room()
-
-    def _on_layers(self, states: States) -> States:
-        """Return states by layer and name on the devices of the layers."""
-        model, found = self._model(), {}
-        for name, state in states.items():
-            layer, _, _ = name.partition(".")
-            found[name] = state.to(device_of(model, int(layer)))
-        return found
 
     def _make_storages(self, layers: Sequence[Any], sinks: Sinks) -> None:
         """Make the storage of layers with first tokens of these sizes, where no forward has made it yet."""
@@ -377,13 +364,12 @@ class PrefixStore:
         with tree.pool.lock:
             found = [self._nodes(space, tokens, recent) for tokens in rows]
             seen = self._first_column(found, padding, chunk)
-            known = [self._prefix(nodes) if seen else KnownPrefix() for nodes in found]
             if computed is not None:
-                self._computed += computed
+                self._counts["tokens_computed"] += computed
                 for tokens, columns in zip(rows, padding, strict=True):
                     self.count_prompt(len(tokens), max(0, seen - columns), computed)
             if seen:
-                sinks = tree.sink_tokens
+                known, sinks = [self._prefix(nodes) for nodes in found], tree.sink_tokens
                 adopted = [
                     Row(columns, one.pages, sinks, unseen=columns + one.tokens - seen)
                     if one.pages
@@ -507,32 +493,19 @@ class PrefixStore:
 
     def _bytes_each(self) -> tuple[int, int, int]:
         """Return the bytes of a page, of the exact tokens in front of a beginning, and of states behind a page, over all layers."""
-        specs, sinks = self.page_memory.specs(), self.tree.sink_tokens
+        specs, sinks = [one.spec for one in self._storages()], self.tree.sink_tokens
         pages = sum(spec.page_bytes for spec in specs)
         return pages, sum(spec.window_bytes(1, sinks) for spec in specs), self._state_bytes
 
     def _held_bytes(self) -> int:
-        states = self.tree.num_states if self.has_states else 0
-        counts = self.tree.num_pages, self.tree.num_roots, states
-        return sum(count * size for count, size in zip(counts, self._bytes_each(), strict=True))
-
-    def evict(self, pages: int) -> int:
-        """Release up to `pages` pages that nobody else holds, the least recently used first; return how many."""
-        with self.tree.pool.lock:
-            return self.tree.evict(pages)
-
-    @property
-    def num_evictable(self) -> int:
-        """Pages that nobody but the store holds: `evict` releases them."""
-        with self.tree.pool.lock:
-            return self.tree.num_evictable
+        counts = zip(self.tree.counts(), self._bytes_each(), strict=True)
+        return sum(count * size for count, size in counts)
 
     def count_prompt(self, tokens: int, found: int, computed: int = 0) -> None:
         """Count a prompt of `tokens` tokens; `found` need no forward, `computed` of which had one just before."""
-        self._rows += 1
-        self._hits += found > computed
-        self._tokens += tokens
-        self._computed += tokens - found
+        self._counts.update(
+            rows=1, rows_hit=int(found > computed), tokens=tokens, tokens_computed=tokens - found
+        )
 
     def _space_of(self, cache: Any) -> Hashable:
         """Return the one space whose tokens `cache` holds."""
@@ -554,14 +527,12 @@ class PrefixStore:
 
     def stats(self) -> PrefixStats:
         """Return what the store has done so far and holds now."""
-        pages = size = evictions = 0
+        counts = {**self._counts, **(self.folder.counts if self.folder is not None else {})}
         if self._tree is not None:
             with self._tree.pool.lock:
-                pages, evictions = self._tree.num_pages, self._tree.evictions
-                size = self._held_bytes()
-        counts = self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
-        of = self.folder
-        return PrefixStats(*counts, *((of.read, of.written, of.damaged) if of is not None else ()))
+                counts["pages"], counts["bytes"] = self._tree.counts()[0], self._held_bytes()
+                counts["evictions"] = self._tree.evictions
+        return PrefixStats(**counts)
 
     def flush(self) -> None:
         """Wait until the folder has all pages that were kept; a process that ends waits by itself."""

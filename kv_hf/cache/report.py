@@ -86,10 +86,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryRepor
     """Return the bytes of all tensors that the layers hold, by part."""
     payload = scales = tail = held = allocated = tables = offloaded = 0
     paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
-    for layer in paged:
-        store = layer.store
-        if store is None:
-            continue
+    for store in (layer.store for layer in paged if layer.store is not None):
         store.report_damage()
         for side in store.pages.sides:
             payload += side.nbytes["codes"]
@@ -97,11 +94,12 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryRepor
         offloaded += store.pages.offloaded_bytes
         tail += sum(window.tokens.nbytes for window in store.residuals)
     for group in groups:
-        storages = [layer.storage for layer in paged if layer.group is group]
-        devices = {one.device for one in storages if one is not None}
+        storages = [one.storage for one in paged if one.group is group and one.storage is not None]
         held += group.pool.num_held
-        allocated += max((one.capacity for one in storages if one is not None), default=0)
-        tables += max(1, len(devices)) * block_table(group.batch.pages).nbytes
+        allocated += max((one.capacity for one in storages), default=0)
+        tables += (
+            max(1, len({one.device for one in storages})) * block_table(group.batch.pages).nbytes
+        )
     return MemoryReport(
         payload=payload,
         scales=scales,
@@ -111,7 +109,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[Rows]) -> MemoryRepor
         + sum(tensor_bytes(vars(one)) for one in layers if not isinstance(one, PagedLayer)),
         pages_held=held,
         pages_allocated=allocated,
-        tokens=max(sum(map(group.tokens, group.rows)) for group in groups),
+        tokens=max(int(group.lengths().sum()) for group in groups),
         staging=paged[0].page_memory.staging_bytes,
         offloaded=offloaded,
     )

@@ -38,7 +38,7 @@ from ..files import replacing
 from ..formats.base import FORMATS
 from ..pages.moved import persistent_tensors
 from ..pages.rows import RowsState, held_pages
-from ..pages.storage import Pair, SideStorage
+from ..pages.storage import Pair, SideStorage, Tensors
 from ..printable import short
 from ..quant.codec import is_order, lay_out, pick_up
 from ..row_pages import page_capacity
@@ -78,17 +78,8 @@ class Description:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def save(
-    cache: Any,
-    path: str | os.PathLike[str],
-    model: Any,
-    token_ids: torch.Tensor | None = None,
-) -> None:
-    """Write `cache`, of `model`, to `path`; see PagedCache.save. All tensors are copied to the CPU before.
-
-    Args:
-        token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
-    """
+def save(cache: Any, path: str | os.PathLike[str], model: Any, token_ids: Any) -> None:
+    """Write `cache`, of `model`, to `path`; see PagedCache.save. All tensors are copied to the CPU before."""
     _check_model_argument(model)
     own = ModelId.of(model)
     cache.origin.check_filled_by(own)
@@ -103,10 +94,10 @@ def save(
     if token_ids is not None:
         check_token_ids(token_ids, len(cache._group), cache._group.seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
-    groups = tuple(group.state() for group in cache.groups)
+    groups = {group: group.state() for group in cache.groups}
     with persistent_tensors():
         for layer in _storing(cache):
-            tensors.update(_tensors_of(layer, groups[cache.groups.index(layer.group)]))
+            tensors.update(_tensors_of(layer, groups[layer.group]))
         for index, layer in enumerate(cache.layers):
             states = states_of(layer)
             check_states(cache, index, states)
@@ -115,7 +106,7 @@ def save(
     description = Description(
         options=_told_options(cache),
         model=ModelId.for_file(model),
-        groups=groups,
+        groups=tuple(groups.values()),
         tensors={name: digest(tensor) for name, tensor in tensors.items()},
     )
     metadata = {
@@ -200,7 +191,7 @@ def _named(layer: int, side: str, field: str) -> str:
     return f"layers.{layer}.{side}.{field}"
 
 
-def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
+def _tensors_of(layer: Any, rows: RowsState) -> Tensors:
     """Return pages [pages, ..] and exact tokens [rows, num_kv_heads, longest, head_dim] of a layer, copies on the CPU."""
     found = {}
     for side, residual in zip(layer.storage.sides, layer.residuals, strict=True):
@@ -214,17 +205,16 @@ def _tensors_of(layer: Any, rows: RowsState) -> dict[str, torch.Tensor]:
     return found
 
 
-def taken(side: SideStorage, pages: Sequence[int]) -> dict[str, torch.Tensor]:
+def taken(side: SideStorage, pages: Sequence[int]) -> Tensors:
     """Return copies of these pages on the CPU, [n, ..] by field name, in the layout of files."""
     found = {name: held.cpu() for name, held in side.take(pages).items()}
     return {**found, "codes": _in_layout(found["codes"], side.spec, ROWS)}
 
 
-def put(side: SideStorage, ids: Sequence[int], pages: Mapping[str, torch.Tensor]) -> None:
+def put(side: SideStorage, ids: Sequence[int], pages: Tensors) -> None:
     """Write pages as `taken` gave them, [n, ..] by field name, to these n ids, which must have room."""
     codes = _in_layout(pages["codes"], replace(side.spec, layout=ROWS), side.spec.layout)
-    for name, field in {**pages, "codes": codes}.items():
-        side.put(ids, name, field)
+    side.put(ids, {**pages, "codes": codes})
 
 
 def _in_layout(codes: torch.Tensor, side: SideSpec, layout: str) -> torch.Tensor:
@@ -248,18 +238,10 @@ def digest(tensor: torch.Tensor) -> str:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def load(
-    kind: Any,
-    path: str | os.PathLike[str],
-    model: Any,
-    device: torch.device | str | None = None,
-    kernel: str | None = None,
-    max_length: int | None = None,
-) -> Any:
-    """Return the cache that a file holds, as one of class `kind`; see PagedCache.load."""
+def load(kind: Any, path: str | os.PathLike[str], model: Any, device: Any, **options: Any) -> Any:
+    """Return the cache that a file holds, as one of class `kind`, with `options` that are not None; see PagedCache.load."""
     _check_model_argument(model)
-    own: dict[str, Any] = {} if kernel is None else {"kernel": kernel}
-    own |= {} if max_length is None else {"max_length": max_length}
+    own = {name: value for name, value in options.items() if value is not None}
     CacheConfig(**own)  # what it refuses is no fault of the file
     chosen = _device(device)
     with _opened(path) as file, persistent_tensors():
@@ -275,11 +257,12 @@ def load(
             check_token_ids(token_ids, len(found.groups[0].rows), found.groups[0].seen)
         cache = kind.from_options(model.config, replace(_claimed_options(found.options), **own))
         _check_fits(cache, found.groups)
-        for group, rows in zip(cache.groups, found.groups, strict=True):
+        groups = dict(zip(cache.groups, found.groups, strict=True))
+        for group, rows in groups.items():
             group.restore(rows)
         for layer in _storing(cache):
-            rows = found.groups[cache.groups.index(layer.group)]
-            _fill(layer, tensors, rows, chosen or device_of(model, layer.layer_idx))
+            device = chosen or device_of(model, layer.layer_idx)
+            _fill(layer, tensors, groups[layer.group], device)
         for index, layer in enumerate(cache.layers):
             names = [name for name in state_names(layer) if f"layers.{index}.{name}" in tensors]
             states = {name: tensors.pop(f"layers.{index}.{name}") for name in names}
@@ -382,13 +365,13 @@ def _check_fits(cache: Any, groups: Sequence[RowsState]) -> None:
                 raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
 
 
-def _held(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def _held(tensors: Tensors, name: str) -> torch.Tensor:
     if name not in tensors:
         raise CacheMismatchError(f"tensor {name!r} is missing")
     return tensors[name]
 
 
-def _windows(layer: Any, tensors: Mapping[str, torch.Tensor]) -> Pair:
+def _windows(layer: Any, tensors: Tensors) -> Pair:
     """Return the exact tokens of a layer, as in the file. Raises CacheMismatchError for missing ones, and impossible sizes."""
     latents = _named(layer.layer_idx, "latent", "window") in tensors
     sides = ("latent", "k_rope") if latents else ("keys", "values")
@@ -482,5 +465,4 @@ def device_of(model: Any, layer: int) -> torch.device:
     own = getattr(model.get_decoder(), "layers", None) if hasattr(model, "get_decoder") else None
     block = own[layer] if own is not None and layer < len(own) else model
     devices = [parameter.device for parameter in block.parameters() if not parameter.is_meta]
-    found: torch.device = devices[0] if devices else model.device
-    return found
+    return devices[0] if devices else model.device

@@ -156,8 +156,7 @@ class LayerStore:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
         left_out = ("kernel", "launches", "_checked")
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return state
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""

@@ -104,9 +104,8 @@ def widen(
     sample = Sample(keys, values)
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]
-    if all(sample.most_damage(fields, spec) <= limit(spec) for fields, spec in sides):
-        return
-    if not sample.says_something:
+    narrow = any(sample.most_damage(fields, spec) > limit(spec) for fields, spec in sides)
+    if not (narrow and sample.says_something):
         return
     wider = choose(asked, pages, kernel.name, sample, tokens)
     if wider is None:

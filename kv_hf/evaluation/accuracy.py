@@ -280,7 +280,7 @@ def summary(scored: Sequence[Scored]) -> Row:
 
     Returns:
         tokens: scored tokens.
-        kl_mean, kl_median, kl_p99: of KL(exact || subject) per token.
+        kl_mean, kl_median, kl_p99, kl_p999: of KL(exact || subject) per token.
         kl_low, kl_high: 95 % interval of the mean (block bootstrap, see `block_interval`).
         top1: part of the tokens after which the same token is the most likely.
         perplexity, perplexity_exact: of the text behind the prompts.
@@ -298,6 +298,7 @@ def summary(scored: Sequence[Scored]) -> Row:
         "kl_mean": kl.mean().item(),
         "kl_median": kl.median().item(),
         "kl_p99": kl.quantile(0.99).item(),
+        "kl_p999": kl.quantile(0.999).item(),
         "kl_low": kl_low,
         "kl_high": kl_high,
         "top1": same.double().mean().item(),

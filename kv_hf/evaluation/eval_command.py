@@ -28,6 +28,7 @@ COLUMNS = (
     ("kl_high", "KL to", "z.5f"),
     ("kl_median", "median", "z.5f"),
     ("kl_p99", "p99", "z.4f"),
+    ("kl_p999", "p99.9", "z.4f"),
     ("top1", "top-1", "z.1%"),
     ("perplexity_delta", "ppl +%", "+z.2f"),
     ("perplexity_delta_low", "ppl from", "+z.2f"),

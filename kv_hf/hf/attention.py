@@ -58,10 +58,13 @@ def kv_hf_attention(
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
-    batched = getattr(kwargs.get("cache"), "paged_attend", None)
-    if batched is not None:  # continuous batching: the tokens of many requests in one row
+    batch = kwargs.pop("paged_batch", None)
+    if batch is not None:  # continuous batching: the tokens of many requests
         kwargs.update(dropout=dropout, scaling=scaling, dense=dense, indices=indices)
-        return batched(module, query, key, value, **kwargs, **named)
+        attended: tuple[torch.Tensor, None] = batch.attend(
+            module, (query, key, value), {**kwargs, **named}
+        )
+        return attended
     view: Any = view_of(key, value) if type(key) is LazyKV else taken(key, value)
     q_len, mask = query.shape[2], attention_mask
     causal = q_len > 1 and is_causal(module, kwargs)

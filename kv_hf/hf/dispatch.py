@@ -79,7 +79,7 @@ def _over_attention(original: Function, flash: bool = False) -> Function:
             or type(attention_mask) is LazyMask
             or (eager and attention_mask is not None and attention_mask.dtype == torch.bool)
             or key.stride(-1) == 0  # the hollow keys of a traced layer
-            or hasattr(kwargs.get("cache"), "paged_attend")
+            or "paged_batch" in kwargs
         ):
             kwargs.update(zip(later, args, strict=False))
             for name in dropped:

@@ -41,7 +41,7 @@ TRIM_VARIABLE = "KV_HF_MALLOC_TRIM"  # "never": the heap is left alone
 # behind less than the call is worth.
 LEAST_COLUMNS = 64
 
-Fields = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]  # [pages, ..] by name
 Run = tuple[int, int, int]  # first place, first id, count: of pages and places that are consecutive
 
 MANY_RUNS = 5  # of pages, which are gathered field by field in place of copied one by one
@@ -112,7 +112,7 @@ class HostMemory:
     def drop(self, piece: torch.Tensor) -> None:
         """Take a contiguous piece [any shape] out of resident memory where that is possible; its contents stay."""
 
-    def fetch(self, fields: Fields, runs: Sequence[Run], targets: Fields) -> None:
+    def fetch(self, fields: Tensors, runs: Sequence[Run], targets: Tensors) -> None:
         """Copy pages of `fields`, which lie here, to `targets`; both [pages, ..] by name.
 
         Args:
@@ -130,7 +130,7 @@ class HostMemory:
                 target[place : place + count].copy_(piece, non_blocking=self.pinned)
                 self.drop(piece)
 
-    def _gather(self, fields: Fields, runs: Sequence[Run], targets: Fields) -> None:
+    def _gather(self, fields: Tensors, runs: Sequence[Run], targets: Tensors) -> None:
         """Copy runs without places between them; one by one, most of the time would go to the calls."""
         ids = torch.tensor([page + at for _, page, count in runs for at in range(count)])
         for name, target in targets.items():
@@ -143,7 +143,7 @@ class HostMemory:
                     to.copy_(field.index_select(0, some))
                 self.drop(field[int(some.min()) : int(some.max()) + 1])
 
-    def store(self, sources: Fields, runs: Sequence[Run], fields: Fields) -> None:
+    def store(self, sources: Tensors, runs: Sequence[Run], fields: Tensors) -> None:
         """Copy pages of `sources` to `fields`, which lie here; fields that `sources` lacks are left as they are.
 
         Args:
@@ -300,5 +300,4 @@ def _malloc_trim() -> Callable[[int], int] | None:
     except (AttributeError, OSError, ValueError):  # no confstr, no such name, no such function
         return None
     function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
-    found: Callable[[int], int] = function
-    return found
+    return function

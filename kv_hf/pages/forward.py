@@ -69,15 +69,11 @@ class Forward:
             self.begin(count, q_len)
         elif self.changing:
             self.check()
-        step: Step | None = group.step
-        if (
-            step is None
-            or seen != step.seen_before
-            or seen + q_len != step.seen_after
-            or count != step.rows
-        ):
-            if step is None or seen != step.seen_before:
-                self.changing = True  # another forward over layers that differ would append to the first ones again
+        step: Any = group.step
+        begins_there = step is not None and seen == step.seen_before
+        if not begins_there or (seen + q_len, count) != (step.seen_after, step.rows):
+            # another forward over layers that differ would append to the first ones again
+            self.changing |= not begins_there
             raise InterruptedForwardError(
                 f"layer {layer.layer_idx} cannot append {q_len} columns here: it has seen {seen} of {group.seen} columns of "
                 "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "

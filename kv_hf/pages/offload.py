@@ -7,18 +7,18 @@ one have the computation of several to hide behind. Pages are written to their p
 buffers (staging.py), which all caches that share pages have in common.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import CacheOptionError, DeviceBudgetError
 from ..page_summary import RANGED_PAGES, Summary, part_bytes, part_fields, spread, summary_of
 from ..quant.page_parts import part_of, words_to_read
-from ..spec import PageFields, PageSpec, PageWrite, SideSpec
-from .cpu_memory import DiskMemory, HostMemory, Run, runs_of
+from ..spec import PageFields, PageSpec, PageWrite
+from .cpu_memory import DiskMemory, HostMemory, Run, Tensors, runs_of
 from .moved import persistent_tensors
 from .staging import Copies, SlotPlan, Staging
 from .step import TableView
@@ -27,6 +27,7 @@ from .storage import (
     PageStorage,
     ReadablePages,
     Sides,
+    SideStorage,
     carve,
     carved_bytes,
     new_fields,
@@ -72,20 +73,13 @@ class Demand:
         return Demand(more.spec, more.device, capacity, slots, self.index or more.index)
 
 
-class Split(NamedTuple):
-    """The layers whose pages leave, and the bytes of one staging buffer, by device."""
-
-    offloaded: frozenset[int] = frozenset()
-    staging: Mapping[torch.device, int] = {}
-
-
 def split_layers(
     demands: Mapping[int, Demand],
     device_bytes: int | None,
     buffers: int,
     already: Iterable[int] = (),
-) -> Split:
-    """Choose who leaves, the largest first and equal ones far apart; layers that are offloaded `already` stay so.
+) -> frozenset[int]:
+    """Return the layers that leave, the largest first and equal ones far apart; layers that are offloaded `already` stay so.
 
     Args:
         device_bytes: of sealed pages on the device at most; None: as few as possible.
@@ -94,7 +88,7 @@ def split_layers(
     """
     layers = sorted(demands)
     if device_bytes is None:
-        return Split(frozenset(layers), _staging(demands.values()))
+        return frozenset(layers)
     width = max(1, (len(layers) - 1).bit_length())
     scattered = {layer: int(f"{at:0{width}b}"[::-1], 2) for at, layer in enumerate(layers)}
     waiting = sorted(layers, key=lambda layer: (-demands[layer].nbytes, scattered[layer]))
@@ -102,20 +96,16 @@ def split_layers(
     while (needed := _on_device(demands, leaving, buffers)) > device_bytes and waiting:
         leaving.add(waiting.pop(0))
     if needed <= device_bytes:
-        return Split(frozenset(leaving), _staging(demands[layer] for layer in leaving))
+        return frozenset(leaving)
     slots = max(demand.slots for demand in demands.values())
-    indexes = sum(demand.index_bytes for demand in demands.values())
-    index = (
-        f", the index of all pages that a step chooses from, {indexes:,} bytes" if indexes else ""
-    )
     raise DeviceBudgetError(
         f"device_bytes={device_bytes} is too small for this text: reading one layer at a time needs device_bytes={needed} "
-        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages{index}, and {SEAL_PAGES} pages that are being "
-        "sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text or a smaller format"
+        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages, the index of all pages that a step chooses from, if it "
+        f"chooses, and {SEAL_PAGES} pages that are being sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text or a smaller format"
     )
 
 
-def _staging(leaving: Iterable[Demand]) -> dict[torch.device, int]:
+def staging_sizes(leaving: Iterable[Demand]) -> dict[torch.device, int]:
     """Return the bytes of one staging buffer, by device."""
     staging: dict[torch.device, int] = {}
     for one in leaving:
@@ -137,7 +127,7 @@ def _on_device(demands: Mapping[int, Demand], offloaded: Container[int], buffers
     sides = (side for one in leaving for side in one.spec.sides)
     sealing = max((one.payload_bytes + one.scale_bytes for one in sides), default=0)
     transient = max([*staying, *indexes, SEAL_PAGES * sealing])
-    return sum(staying) + sum(indexes) + transient + buffers * sum(_staging(leaving).values())
+    return sum(staying) + sum(indexes) + transient + buffers * sum(staging_sizes(leaving).values())
 
 
 # -- one layer -------------------------------------------------------------------------------------------------------
@@ -151,16 +141,15 @@ class PageIndex:
     that it lacks: sealing, cropping and loading only have pages forgotten, if anything.
 
     Args:
-        spec: of the keys.
-        device: where kernels choose.
+        keys: the keys' storage, on whose device kernels choose.
     Attributes:
         fields: tensors of page_summary.part_fields, by page id; pages that are not held are zero or stale.
         words: [heads, words], int32: which words of a token's codes, by the first pages; None: all of them.
     """
 
-    def __init__(self, spec: SideSpec, device: torch.device) -> None:
-        self.spec, self.device = spec, device
-        self.fields = self._room(0)
+    def __init__(self, keys: SideStorage) -> None:
+        self.keys, self.spec = keys, keys.spec
+        self.fields = new_fields(part_fields(self.spec), 0, keys.device)
         self.words: torch.Tensor | None = None
         self._held: set[int] = set()
         self._covered: torch.Tensor | None = None  # a table all of whose pages are held
@@ -175,44 +164,32 @@ class PageIndex:
         self._held.difference_update(pages)
         self._covered = None
 
-    def cover(
-        self,
-        table: torch.Tensor,
-        pages: Sequence[int],
-        capacity: int,
-        take: Callable[[Sequence[int]], Mapping[str, torch.Tensor]],
-    ) -> None:
+    def cover(self, table: torch.Tensor, pages: Sequence[int], capacity: int) -> None:
         """Hold all pages of a table.
 
         Args:
             table: the block table, by which the pages are known the next time.
             pages: its pages, each once.
             capacity: pages to have room for.
-            take: returns copies of whole pages of keys, [n, ..] by field name; called for some pages at a time.
         """
         if table is self._covered and capacity <= self.fields.room:
             return
-        with persistent_tensors():
-            if capacity > self.fields.room:  # for a moment the index exists twice
-                old, new = self.fields, self._room(capacity)
-                for name, tensor in old.items():
-                    new[name][: len(tensor)] = tensor
-                self.fields = new
-            if pages and self.words is None and summary_of(self.spec) != Summary.ALL_CHANNELS:
-                sample = take([pages[place] for place in spread(RANGED_PAGES, len(pages))])
-                self.words = words_to_read(sample, self.spec)
-            missing = [page for page in pages if page not in self._held]
-            for first in range(0, len(missing), SEAL_PAGES):
-                some = missing[first : first + SEAL_PAGES]
-                part = part_of(take(some), self.words, self.spec)
-                for name, tensor in self.fields.items():
-                    tensor[some] = part[name]
-                self._held.update(some)
+        if capacity > self.fields.room:  # for a moment the index exists twice
+            new = new_fields(part_fields(self.spec), capacity, self.keys.device)
+            for name, tensor in self.fields.items():
+                new[name][: len(tensor)] = tensor
+            self.fields = new
+        if pages and self.words is None and summary_of(self.spec) != Summary.ALL_CHANNELS:
+            sample = self.keys.take([pages[place] for place in spread(RANGED_PAGES, len(pages))])
+            self.words = words_to_read(sample, self.spec)
+        missing = [page for page in pages if page not in self._held]
+        for first in range(0, len(missing), SEAL_PAGES):
+            some = missing[first : first + SEAL_PAGES]
+            part = part_of(self.keys.take(some), self.words, self.spec)
+            for name, tensor in self.fields.items():
+                tensor[some] = part[name]
+            self._held.update(some)
         self._covered = table
-
-    def _room(self, pages: int) -> PageFields:
-        with persistent_tensors():
-            return new_fields(part_fields(self.spec), pages, self.device)
 
 
 class OffloadedStorage(PageStorage):
@@ -231,25 +208,19 @@ class OffloadedStorage(PageStorage):
     def __init__(
         self, layer_idx: int, spec: PageSpec, device: torch.device, memory: "OffloadMemory"
     ) -> None:
-        super().__init__(spec, device, memory.pages_lock)
+        super().__init__(spec, device, memory)
         self.layer_idx = layer_idx
-        self.memory = memory
         self.written: Any = None
         self.index: PageIndex | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock and events; pages of host memory are written out on the CPU."""
+        """Everything but events; pages of host memory are written out on the CPU."""
         self._staging.copies.wait()
-        return {**super().__getstate__(), "written": None, "index": None}
+        return {**vars(self), "written": None, "index": None}
 
     @property
     def _staging(self) -> Staging:
         return self.memory.staging(self.device)
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes on the device of what choices among offloaded pages read."""
-        return 0 if self.index is None else self.index.nbytes
 
     @property
     def has_left(self) -> bool:
@@ -332,11 +303,11 @@ class OffloadedStorage(PageStorage):
 
     def covering(self, table: torch.Tensor, pages: Sequence[int]) -> PageIndex:
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""
-        if self.index is None:
-            self.index = PageIndex(self.spec.keys, self.device)
-        known = self.memory.demands.get(self.layer_idx)  # host memory has room for more
-        room = max(known.capacity if known else 0, max(pages, default=-1) + 1)
-        self.index.cover(table, pages, room, self.keys.take)
+        with persistent_tensors():
+            if self.index is None:
+                self.index = PageIndex(self.keys)
+            # host memory has room for more
+            self.index.cover(table, pages, self.memory.demands[self.layer_idx].capacity)
         return self.index
 
     def _demand(self, capacity: int, slots: int) -> None:
@@ -370,7 +341,7 @@ class ChosenPages:
 
     def read(
         self, block_table: torch.Tensor, num_pages: torch.Tensor
-    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], torch.Tensor, Any]:
+    ) -> tuple[Tensors, Tensors, torch.Tensor, Any]:
         """Return keys, values, block table and hold of chosen pages; the host waits for the choice, as it starts the copies.
 
         Args:
@@ -409,7 +380,7 @@ class OffloadMemory(PageMemory):
         self._host: HostMemory | None = None
         self._staging: dict[torch.device, Staging] = {}
         self.demands: dict[int, Demand] = {}
-        self._split = Split()
+        self._leaving: frozenset[int] = frozenset()
         self._plans: dict[int, SlotPlan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -420,11 +391,6 @@ class OffloadMemory(PageMemory):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._begin()
-
-    def check_process(self) -> None:
-        """Raise OffloadError in a process that was forked from the one whose files the pages lie in."""
-        if self._host is not None:
-            self._host.check_process()
 
     def check_device(self, device: torch.device) -> None:
         """Raise CacheOptionError where pages on `device` cannot be put to `place`."""
@@ -464,7 +430,7 @@ class OffloadMemory(PageMemory):
 
     def leaves(self, layer: int) -> bool:
         """Say whether the pages of a layer are, or will be, offloaded."""
-        return layer in self._split.offloaded
+        return layer in self._leaving
 
     def make_room(self, more: Mapping[int, Demand]) -> None:
         """Make room on the device and in host memory, before anything is written, for what is demanded besides.
@@ -473,7 +439,9 @@ class OffloadMemory(PageMemory):
             more: by layer; of those whose storage is still to be made, as far as it is known.
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
-        with self.pages_lock, persistent_tensors():
+        if self._host is not None:
+            self._host.check_process()
+        with self.lock, persistent_tensors():
             known = self.demands
             demands = known | {
                 layer: known[layer].joined(one) if layer in known else one
@@ -481,30 +449,30 @@ class OffloadMemory(PageMemory):
             }
             if demands == known:
                 return
-            storages = {n: s for n, s in self.storages.items() if isinstance(s, OffloadedStorage)}
+            storages = self.storages
             devices = {demand.device for demand in demands.values()}
             buffers = max((self.staging(device).copies.buffers for device in devices), default=1)
             left = {layer for layer, one in storages.items() if one.has_left}
-            split = split_layers(demands, self.device_bytes, buffers, self._split.offloaded | left)
+            leaving = split_layers(demands, self.device_bytes, buffers, self._leaving | left)
             needed = 0
-            for layer in split.offloaded:
+            for layer in leaving:
                 demand, one = demands[layer], storages.get(layer)
-                there = one.capacity if one is not None and one.offloaded_bytes else 0
+                there = one.capacity if one is not None and one.is_offloaded else 0
                 needed += carved_bytes(demand.spec, max(0, demand.capacity - there))
             if needed:
                 self.host_memory().check_room(needed)
-            for layer in sorted(split.offloaded & set(storages)):
-                storages[layer].leave(max(demands[layer].capacity, storages[layer].capacity))
-            self.demands, self._split = demands, split
-            for device, size in split.staging.items():
+            for layer in sorted(leaving & storages.keys()):
+                storages[layer].leave(demands[layer].capacity)
+            self.demands, self._leaving = demands, leaving
+            for device, size in staging_sizes(demands[layer] for layer in leaving).items():
                 self.staging(device).resize(size)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging buffers, and of the indexes by which pages to be fetched are chosen."""
-        storages = (one for one in self.storages.values() if isinstance(one, OffloadedStorage))
-        indexes = sum(one.index_bytes for one in storages)
-        return indexes + sum(staging.nbytes for staging in self._staging.values())
+        indexes = (one.index for one in list(self.storages.values()))
+        held = [one.nbytes for one in (*indexes, *self._staging.values()) if one is not None]
+        return sum(held)
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, the files too."""

@@ -19,15 +19,13 @@ class Prefix:
     """One node: a page after its parent's, or a root with the exact first tokens.
 
     Attributes:
-        parent: None for a root.
         page: page id, None for a root.
         sinks: of a root: the exact first tokens, as the layers keep them; opaque here.
         states: what layers hold beside pages behind the page's last token, where it is known; opaque here.
         filed: when it was last written to a folder, or found there as used, in seconds.
     """
 
-    parent: "Prefix | None"
-    page: int | None = None
+    page: int | None
     sinks: Any = None
     states: Any = None
     filed: float = float("-inf")
@@ -36,7 +34,7 @@ class Prefix:
 class PrefixTree:
     """Pages by the tokens that they and all before them hold, the least recently used given up first.
 
-    Pages lie in one dictionary, by their parent and tokens: what is found there is held, whatever stops a change in the middle.
+    All nodes lie in one dictionary, by their tokens and what is above them, another node or a root's space: what is found there is held, whatever stops a change in the middle.
 
     Args:
         pool: the pool of the pages, which are held as long as they are in the tree.
@@ -48,35 +46,26 @@ class PrefixTree:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.evictions = 0
-        self._roots: dict[Hashable, Prefix] = {}
         # the least recently used first; what follows a node was used before it, or at the same time
-        self._nodes: OrderedDict[tuple[Prefix, bytes], Prefix] = OrderedDict()
+        self._nodes: OrderedDict[tuple[Hashable, bytes], Prefix] = OrderedDict()
         pool.register(self)
 
     def held_pages(self) -> Iterator[tuple[int, ...]]:
         """Yield the page ids that the tree holds."""
         yield from ((node.page,) for node in self._nodes.values() if node.page is not None)
 
-    @property
-    def num_pages(self) -> int:
-        """Pages that the tree holds."""
-        return len(self._nodes)
-
-    @property
-    def num_roots(self) -> int:
-        """Beginnings whose exact tokens the tree holds."""
-        return len(self._roots)
-
-    @property
-    def num_states(self) -> int:
-        """Pages that the tree knows the states behind."""
-        return sum(node.states is not None for node in self._nodes.values())
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many pages the tree holds, how many roots, and how many pages it knows the states behind."""
+        nodes = self._nodes.values()
+        pages = sum(node.page is not None for node in nodes)
+        return pages, len(nodes) - pages, sum(node.states is not None for node in nodes)
 
     @property
     def num_evictable(self) -> int:
-        """Pages that nobody but the tree holds; under the pool's lock."""
-        others = self.pool.held(besides=self)
-        return sum(node.page not in others for node in self._nodes.values())
+        """Pages that nobody but the tree holds: `evict` releases them."""
+        with self.pool.lock:
+            own = {node.page for node in self._nodes.values() if node.page is not None}
+            return len(own - self.pool.held(besides=self))
 
     def places(self, tokens: Sequence[int]) -> Iterator[bytes]:
         """Yield the tokens of the root of `tokens`, then those of each whole page behind it, as bytes that any process has."""
@@ -91,17 +80,14 @@ class PrefixTree:
         Args:
             space: what besides tokens the keys and values depend on.
         """
-        keys = self.places(tokens)
-        root = self._roots.get((space, next(keys)))
-        if root is None:
-            return []
-        found, places = [root], []
-        for key in keys:
-            node = self._nodes.get((found[-1], key))
-            if node is None:
+        found: list[Prefix] = []
+        places: list[tuple[Hashable, bytes]] = []
+        for key in self.places(tokens):
+            place = (found[-1] if found else space, key)
+            if place not in self._nodes:
                 break
-            places.append((found[-1], key))
-            found.append(node)
+            places.append(place)
+            found.append(self._nodes[place])
         for place in reversed(places):  # its end first: it is given up before what leads to it
             self._nodes.move_to_end(place)
         return found
@@ -118,13 +104,11 @@ class PrefixTree:
         """
         if not pages or len(tokens) < self.sink_tokens:
             return []
-        keys = self.places(tokens)
-        place = (space, next(keys))
-        if place not in self._roots:
-            self._roots[place] = Prefix(None, sinks=sinks())
-        parent = self._roots[place]
-        for key, page in zip(keys, pages, strict=False):
-            parent = self._nodes.setdefault((parent, key), Prefix(parent, page))
+        above = space
+        for key, page in zip(self.places(tokens), (None, *pages), strict=False):
+            if (above, key) not in self._nodes:
+                self._nodes[above, key] = Prefix(page, sinks() if page is None else None)
+            above = self._nodes[above, key]
         return self.find(space, tokens)[: len(pages) + 1]
 
     def evict(self, count: int) -> int:
@@ -132,25 +116,19 @@ class PrefixTree:
 
         A root goes with the last page behind it.
         """
-        others = self.pool.held(besides=self)
-        needed: set[Prefix | None] = set()
-        gone: list[tuple[Prefix, bytes]] = []
-        for place, node in self._nodes.items():
-            if len(gone) >= count:
-                break
-            if node in needed or node.page in others:
-                needed.add(node.parent)
-            else:
-                gone.append(place)
-        for place in gone:
-            del self._nodes[place]
-        self.evictions += len(gone)
-        if any(parent.page is None for parent, _ in gone):
-            used = {parent for parent, _ in self._nodes}
-            self._roots = {key: root for key, root in self._roots.items() if root in used}
-        return len(gone)
+        released, needed = 0, set[Hashable]()
+        with self.pool.lock:
+            others = self.pool.held(besides=self)
+            for (above, key), node in list(self._nodes.items()):
+                is_page = node.page is not None
+                if node in needed or node.page in others or (is_page and released >= count):
+                    needed.add(above)
+                else:
+                    del self._nodes[above, key]
+                    released += is_page
+        self.evictions += released
+        return released
 
     def clear(self) -> None:
         """Let go of all pages."""
         self._nodes.clear()
-        self._roots.clear()

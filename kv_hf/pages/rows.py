@@ -9,13 +9,14 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..errors import CacheMismatchError
-from ..geometry import Geometry, page_start
+from ..geometry import Geometry
 from ..read_budget import ReadBudget, Reading
 from ..row_pages import page_capacity
 from .moved import give_back_replaced
@@ -37,10 +38,6 @@ class RowSizes(Geometry):
     def slots(self) -> int:
         """Exact tokens that a row's window has room for; a page more while past recording is on."""
         return self.kept + (2 if self.recording else 1) * self.page_size
-
-    def tokens(self, row: Row) -> int:
-        """Return the real tokens of a row, dropped ones included."""
-        return row.exact + (row.dropped + len(row.pages)) * self.page_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,13 +188,11 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
         last = sizes.sealed(exact + new)
-    dropped, passed = batch.dropped, nothing
-    if sizes.window is not None:
-        before = dropped + batch.counts + first
-        horizon = min(seen_after, confirmed) if sizes.recording else seen_after
-        hidden = sizes.out_of_sight(horizon - padding)
-        dropped = np.maximum(dropped, np.minimum(hidden, before + last))
-        passed = np.maximum(0, dropped - before)
+    before = batch.dropped + batch.counts + first
+    horizon = min(seen_after, confirmed) if sizes.recording else seen_after
+    hidden = sizes.out_of_sight(horizon - padding)
+    dropped = np.maximum(batch.dropped, np.minimum(hidden, before + last))
+    passed = np.maximum(0, dropped - before)
     step.exact_before, step.skip, step.new = exact, skip, new
     unseen = np.maximum(0, batch.unseen - q_len)
     after = Batch(padding, exact + new - last * size, dropped, unseen, batch.pages)
@@ -242,7 +237,7 @@ class Rows:
         self.batch = NO_ROWS
         self.seen = self.confirmed = 0
         self.step: Any = None  # a Step, once there was one
-        self.stores: dict[int, Any] = {}  # each has make_room(pages)
+        self.stores: dict[int, Any] = {}  # each has `pages` and make_room(pages)
         self.has_storage = False
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._padding_seen: list[int] | None = None
@@ -275,10 +270,6 @@ class Rows:
             return 0
         return int((batch.padding + batch.dropped * self.sizes.page_size).min())
 
-    def tokens(self, row: Row) -> int:
-        """Return the real tokens of a row, those of dropped pages included."""
-        return self.sizes.tokens(row)
-
     def lengths(self, batch: Batch | None = None) -> Numbers:
         """Return [rows], the real tokens of each row of `batch` (None: of these), dropped ones included."""
         batch = self.batch if batch is None else batch
@@ -286,13 +277,11 @@ class Rows:
 
     def view(self) -> TableView:
         """Return where the tokens of the rows lie now, as tensors on the CPU."""
-        batch = self.batch
-        tables = self._tables.of(batch.pages)
-        return self._view(tables, batch, batch.exact, batch.padding)
+        return self._view(self._tables, self.batch, self.batch.exact, self.batch.padding)
 
     def _view(
         self,
-        tables: dict[torch.device, torch.Tensor],
+        tables: Tables,
         batch: Batch,
         exact: Numbers,
         padding: Numbers,
@@ -304,9 +293,9 @@ class Rows:
         followed the sinks. Sinks are hidden as well: they lie before the first held page, which begins at or before the window.
         """
         offset = self._offset(batch)
-        if self.window is not None:
-            padding = padding + batch.dropped * self.sizes.page_size - offset
-        return TableView.build(tables, (batch.counts, exact, padding, *rest), len(batch), offset)
+        padding = padding + batch.dropped * self.sizes.page_size - offset
+        columns = (batch.counts, exact, padding, *rest)
+        return TableView.build(tables.of(batch.pages), columns, len(batch), offset)
 
     # -- left padding --------------------------------------------------------------------------------------
 
@@ -333,8 +322,6 @@ class Rows:
             return self.batch
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * count)
         empty = self.lengths(rows) == 0
-        if not empty.any():
-            return rows
         known = self._padding_seen
         padding = known if known is not None and len(known) == count else [0] * count
         learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
@@ -367,13 +354,9 @@ class Rows:
         """Let go of the pages that the last forward read, and nobody else will."""
         self._leaving = ()
 
-    def reserved(self, rows: int) -> int:
-        """Return the pages that storage has room for from the first forward of `rows` rows on."""
-        return rows * self.reserve
-
     def capacity(self, rows: int, lacking: int = 0) -> int:
         """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""
-        return max(page_capacity(self.pool.num_ids + lacking), self.reserved(rows))
+        return max(page_capacity(self.pool.num_ids + lacking), rows * self.reserve)
 
     def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""
@@ -409,9 +392,8 @@ class Rows:
             if last is not None and last.plain and self.batch.pages is before.pages is self._viewed:
                 step.view = last.view.advance(after.exact, before.exact)
             else:
-                table = tables.of(before.pages)
                 step.view = self._view(
-                    table, before, after.exact, before.padding, before.exact, step.skip
+                    tables, before, after.exact, before.padding, before.exact, step.skip
                 )
                 self._viewed = before.pages
             step.columns = self.max_length or step.seen_after
@@ -421,25 +403,23 @@ class Rows:
         first, last = {}, {}
         gone = after.dropped - before.dropped - plan.passed
         given = iter(ids)
-        for row in np.flatnonzero(plan.first + plan.last + np.maximum(gone, 0)).tolist():
-            first[row] = tuple(next(given) for _ in range(int(plan.first[row])))
-            last[row] = tuple(next(given) for _ in range(int(plan.last[row])))
+        for row in np.flatnonzero(plan.first + plan.last + gone).tolist():
+            first[row] = tuple(islice(given, plan.first[row]))
+            last[row] = tuple(islice(given, plan.last[row]))
             found[row] = before.pages[row] + first[row]
             kept[row] = found[row][gone[row] :] + last[row]
-            leaving += [found[row][: gone[row]]] if gone[row] else []
-        sealed_first = plan.first.any()
-        reads = replace(before, pages=tuple(found)) if sealed_first else before
+            leaving.append(found[row][: gone[row]])
+        reads = replace(before, pages=tuple(found)) if plan.first.any() else before
         exact_read = step.exact_before + step.new
         step.view = self._view(
-            tables.of(reads.pages), reads, exact_read, after.padding, step.exact_before, step.skip
+            tables, reads, exact_read, after.padding, step.exact_before, step.skip
         )
         step.columns = self.max_length or step.seen_after - step.view.offset
         step.leaving = (plan.last + plan.passed) * size
         step.fits = int(exact_read.max()) <= self.sizes.slots
         step.moves_rest = bool(((step.leaving > 0) & (after.exact > self.sizes.sink_tokens)).any())
-        if sealed_first:
-            step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
-            step.first_leaving = plan.first * size
+        step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
+        step.first_leaving = plan.first * size
         step.seal = seal_jobs(last, self.sizes, plan.passed)
         step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
@@ -455,8 +435,7 @@ class Rows:
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again."""
-        if self.sizes.recording:
-            self.sizes = replace(self.sizes, recording=False)
+        self.sizes = replace(self.sizes, recording=False)
 
     def confirm(self) -> None:
         """Declare all columns seen so far final (a crop that removes nothing)."""
@@ -480,8 +459,7 @@ class Rows:
 
     def select(self, sources: Sequence[int]) -> None:
         """Let row i continue the former row sources[i]; sealed pages are shared. `check_rows` has passed."""
-        rows = self.rows
-        chosen = [source % len(rows) for source in sources]
+        rows, chosen = self.rows, [source % len(self) for source in sources]
         with self.pool.lock:
             self.batch, self._leaving = Batch.of([rows[source] for source in chosen]), ()
         self.step = Step(self.seen, self.seen, len(chosen), sources=chosen)
@@ -491,7 +469,7 @@ class Rows:
     def check_crop(self, count: int) -> None:
         """Raise CacheMismatchError when a crop of `count` columns needs pages that left the sliding window."""
         seen = max(0, self.seen - count)
-        if any(row.dropped > self.sizes.out_of_sight(seen - row.padding) for row in self.rows):
+        if (self.batch.dropped > self.sizes.out_of_sight(seen - self.batch.padding)).any():
             raise CacheMismatchError(
                 f"a crop of {count} tokens needs tokens that have left the sliding window of {self.window} and "
                 "were given back; call cache.activate_past_recording() before forwards that may be rolled back"
@@ -499,35 +477,30 @@ class Rows:
 
     def crop(self, count: int) -> None:
         """Remove the last `count` columns. `check_crop` has passed."""
-        seen = max(0, self.seen - count)
-        cropped = [self._cropped(row, seen) for row in self.rows]
-        reopened = [(index, *cut) for index, (_, cut) in enumerate(cropped) if cut is not None]
-        batch = Batch.of([row for row, _ in cropped])
-        keeps = batch.pages == self.batch.pages
+        batch, size, seen = self.batch, self.sizes.page_size, max(0, self.seen - count)
+        exact = np.maximum(0, seen - batch.padding) - batch.dropped * size
+        behind = np.maximum(0, exact - self.sizes.sink_tokens)
+        whole = np.minimum(batch.counts, behind // size)
+        cut = (
+            whole < batch.counts
+        )  # the last page that is left, if any of its tokens is, is decoded back
+        pages = tuple(held[:left] for held, left in zip(batch.pages, whole.tolist(), strict=True))
+        reopened = [
+            (row, batch.pages[row][whole[row]], int(behind[row] % size))
+            for row in np.flatnonzero(cut & (behind % size > 0)).tolist()
+        ]
         with self.pool.lock:
-            if not keeps:  # nobody else may seal into what is still to be decoded
-                cut = tuple((page,) for _, page, _ in reopened)
-                self._leaving = cut if len(self.pool.owners) > 1 else ()
-            self.batch = batch
-        everyone = range(len(cropped))
-        self.step = Step(self.seen, seen, len(cropped), sources=everyone, reopened=reopened)
-        self.step.keeps_pages = keeps
+            if cut.any():  # nobody else may seal into what is still to be decoded
+                decoded = tuple((page,) for _, page, _ in reopened)
+                self._leaving = decoded if len(self.pool.owners) > 1 else ()
+            padding, none = np.minimum(batch.padding, seen), np.zeros_like(whole)
+            self.batch = Batch(padding, exact - whole * size, batch.dropped, none, pages)
+        everyone = range(len(pages))
+        self.step = Step(self.seen, seen, len(pages), sources=everyone, reopened=reopened)
+        self.step.keeps_pages = not cut.any()
         self.seen = self.confirmed = seen
         self._padding_seen = None
         self.reading.note_end()
-
-    def _cropped(self, row: Row, seen: int) -> tuple[Row, tuple[int, int] | None]:
-        """Return `row` cropped to `seen` columns, and (page id, tokens) of the page that it decodes back, or None."""
-        size, kept = self.sizes.page_size, max(0, seen - row.padding)
-        pages, cut = row.pages, None
-        in_front = page_start(row.dropped, page_size=size, sink_tokens=self.sizes.sink_tokens)
-        if kept < in_front + len(pages) * size:
-            whole, rest = divmod(max(0, kept - in_front), size)
-            if rest:
-                cut = (pages[whole], rest)
-            pages = pages[:whole]
-        exact = kept - (row.dropped + len(pages)) * size
-        return Row(min(row.padding, seen), pages, exact, row.dropped), cut
 
     def reset(self) -> None:
         """Give back all pages and forget rows, lengths and padding."""
@@ -569,11 +542,11 @@ class Rows:
         return [*self.batch.pages, *self._leaving]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that holds no rows yet: `adopt` shares its pages, when the whole cache is copied."""
+        """Return a copy that holds the same pages, which never change."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        rest = {name: value for name, value in vars(self).items() if name not in ("batch", "step")}
-        vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), batch=NO_ROWS, step=None)
+        rest = {**vars(self), "batch": NO_ROWS, "step": None, "_leaving": ()}
+        vars(copied).update(copy.deepcopy(rest, memo), batch=self.batch)
         copied.pool.register(copied)
         return copied
 
@@ -589,10 +562,14 @@ class Rows:
     def check_integrity(self) -> None:
         """Raise ValueError unless the pool knows the pages that the rows hold, and lengths add up."""
         self.pool.check_integrity()
-        for index, row in enumerate(self.rows):
-            if self.tokens(row) != max(0, self.seen - row.padding + row.unseen):
+        most = max((max(pages) for pages in self.batch.pages if pages), default=-1)
+        for layer, store in self.stores.items():
+            if store.pages.capacity <= most:
+                raise ValueError(f"layer {layer} has no room for a page of the block table")
+        for index, (row, held) in enumerate(zip(self.rows, self.lengths(), strict=True)):
+            if held != max(0, self.seen - row.padding + row.unseen):
                 raise ValueError(
-                    f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
+                    f"row {index} holds {held} tokens, expected {self.seen - row.padding}"
                 )
             slots = self.sizes.kept + 2 * self.sizes.page_size  # past recording may just have ended
             if row.exact > slots:

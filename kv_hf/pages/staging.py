@@ -11,14 +11,13 @@ slots, so that the others alone are copied: what was copied in advance are the p
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..spec import PageSpec
-from .cpu_memory import Run, runs_of
+from .cpu_memory import runs_of
 from .moved import moved, persistent_tensors
 from .storage import Sides, carve, carved_bytes
 
@@ -124,11 +123,6 @@ class SlotPlan:
         in_slots[used] = numbers[places.reshape(-1)]
         return cls(table, found, moved(torch.from_numpy(in_slots), device))
 
-    @cached_property
-    def runs(self) -> list[Run]:
-        """The pages as runs: (first slot, first id, count)."""
-        return runs_of((slot, page) for slot, page in enumerate(self.ids) if page != NO_PAGE)
-
 
 class StagingBuffer:
     """Bytes on the device that hold pages of one layer at a time.
@@ -160,20 +154,14 @@ class StagingBuffer:
                 used = self.raw[: carved_bytes(layer.spec, slots)]
                 self.fields, self.ids = carve(used, layer.spec, slots), [None] * slots
             self.owner = layer
-        held = self.ids
-        if held == plan.ids:
-            return
-        runs = plan.runs
-        if held.count(None) != slots:
-            pairs = enumerate(zip(plan.ids, held, strict=True))
-            runs = runs_of((slot, new) for slot, (new, old) in pairs if new not in (old, NO_PAGE))
-        if runs:
+        pairs = list(zip(plan.ids, self.ids, strict=True))
+        lacking = ((at, new) for at, (new, old) in enumerate(pairs) if new not in (old, NO_PAGE))
+        if runs := runs_of(lacking):
             self.ids, fields = [None] * slots, self.fields
             self.ready = self.copies.run(
                 lambda: layer.fetch(runs, fields), (self._used, layer.written)
             )
-            pairs = enumerate(zip(plan.ids, held, strict=True))
-            self.ids = [old if new == NO_PAGE else new for _, (new, old) in pairs]
+            self.ids = [old if new == NO_PAGE else new for new, old in pairs]
 
     def invalidate(self, pages: Sequence[int]) -> None:
         """Note that newer ones of these pages were written."""

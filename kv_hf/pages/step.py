@@ -108,12 +108,12 @@ class TableView:
     num_pages: torch.Tensor
     exact_lens: torch.Tensor
     padding: torch.Tensor
-    offset: int = 0
-    starts: torch.Tensor | None = None
-    skips: torch.Tensor | None = None
-    tables: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-    _lengths: torch.Tensor | None = None
-    _numbers: npt.NDArray[np.int32] | None = None  # the memory of the CPU's lengths
+    offset: int
+    starts: torch.Tensor | None
+    skips: torch.Tensor | None
+    tables: dict[torch.device, torch.Tensor]
+    _lengths: torch.Tensor
+    _numbers: npt.NDArray[np.int32] | None  # the memory of the CPU's lengths
     _moved: dict[torch.device, "TableView"] = field(default_factory=dict)
 
     @classmethod
@@ -168,7 +168,6 @@ class TableView:
         if device not in self._moved:
             if device not in self.tables:
                 self.tables[device] = moved(self.block_table, device)
-            assert self._lengths is not None
             packed, rows = moved(self._lengths, device), self.num_pages.shape[0]
             self._moved[device] = self._unpacked(self.tables, device, packed, rows, self.offset)
         return self._moved[device]
@@ -294,7 +293,7 @@ class FixedStep:
     def write(self, step: Step) -> None:
         """Take the numbers of `step` over; kernels of earlier steps have read theirs, in the order of the stream."""
         view, device = step.view, self._lengths.device
-        assert view is not None and view._lengths is not None
+        assert view is not None
         table = view.block_table
         self._lengths.copy_(moved(view._lengths, device))
         self.seen.fill_(step.seen_before)

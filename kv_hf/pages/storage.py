@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageFields, PageSpec, PageWrite, SideSpec
-from .cpu_memory import RESERVE_FACTOR, HostMemory, mapped_zeros, runs_of
+from .cpu_memory import RESERVE_FACTOR, HostMemory, Tensors, mapped_zeros, runs_of
 from .moved import persistent_tensors
 from .pool import PagePool
 from .rows import Rows
@@ -81,8 +81,8 @@ def new_fields(fields: Fields, pages: int, device: torch.device) -> PageFields:
 class ReadablePages(NamedTuple):
     """Pages as kernels read them; see PagedKV for the fields, and for what `offloaded` offers."""
 
-    keys: Mapping[str, torch.Tensor]
-    values: Mapping[str, torch.Tensor]
+    keys: Tensors
+    values: Tensors
     block_table: torch.Tensor
     hold: Callable[[], AbstractContextManager[Any]]
     offloaded: Any = None
@@ -152,12 +152,12 @@ class SideStorage:
         self.host.fetch(self.fields, runs_of(enumerate(pages)), found)
         return found
 
-    def put(self, ids: Sequence[int], field: str, pages: torch.Tensor) -> None:
-        """Write one field of encoded pages [n, ..] to these n ids, which must have room."""
-        if self.host is None:
-            self.fields[field][list(ids)] = pages.to(self.device)
-        else:
-            self.host.store({field: pages}, runs_of(enumerate(ids)), self.fields)
+    def put(self, ids: Sequence[int], pages: Tensors) -> None:
+        """Write encoded pages, [n, ..] by field name, to these n ids, which must have room."""
+        if self.host is not None:
+            return self.host.store(pages, runs_of(enumerate(ids)), self.fields)
+        for name, held in pages.items():
+            self.fields[name][list(ids)] = held.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -181,28 +181,24 @@ class PageStorage:
         wider: the formats that are others than those of `asked`, and why; None where there are none.
         keeps: why these pages keep their spec, where somebody has said so; None: the first may call for a wider one.
         sealed: whether a page was ever sealed here.
-        lock: held while pages are written or storage grows; storages of one PageMemory share it.
+        memory: the PageMemory that they belong to.
     """
 
     resident = True  # pages never leave the device
     keeps: str | None = None
 
-    def __init__(self, spec: PageSpec, device: torch.device, lock: Any = None) -> None:
+    def __init__(self, spec: PageSpec, device: torch.device, memory: Any) -> None:
         self.spec = self.asked = spec
-        self.device = device
+        self.device, self.memory = device, memory
         self.wider: Wider | None = None
         self.sealed = False
-        self.lock = lock or threading.RLock()
         self.keys = SideStorage(spec.keys, device)
         self.values = SideStorage(spec.values, device)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock."""
-        return {name: value for name, value in vars(self).items() if name != "lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        vars(self).setdefault("lock", threading.RLock())  # PageMemory, read before, has given one
+    @property
+    def lock(self) -> Any:
+        """What is held while pages are written or storage grows."""
+        return self.memory.lock
 
     def widen(self, spec: PageSpec, wider: Wider) -> None:
         """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
@@ -260,28 +256,21 @@ class PageMemory:
     Args:
         max_pages: bound of each pool, as in CacheConfig.
     Attributes:
-        pages_lock: of all storages. A pool's lock may be held around it, and around this one's `lock`.
+        lock: of all storages; a pool's lock may be held around it.
     """
 
     def __init__(self, max_pages: int | None = None) -> None:
         self.max_pages = max_pages
         self.pools: dict[int | None, PagePool] = {}
-        self.storages: dict[int, PageStorage] = {}
-        self._make_locks()
-
-    def _make_locks(self) -> None:
+        self.storages: dict[int, Any] = {}  # of what `make_storage` makes
         self.lock: Any = threading.RLock()
-        self.pages_lock: Any = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the locks."""
-        return {name: one for name, one in vars(self).items() if name not in ("lock", "pages_lock")}
+        """Everything but the lock."""
+        return {name: one for name, one in vars(self).items() if name != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._make_locks()
-        for storage in self.storages.values():
-            storage.lock = self.pages_lock
+        vars(self).update(state, lock=threading.RLock())
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -324,11 +313,7 @@ class PageMemory:
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
-        return PageStorage(spec, device, self.pages_lock)
-
-    def specs(self) -> list[PageSpec]:
-        """Return what the pages of each layer with storage are like."""
-        return [one.spec for one in list(self.storages.values())]
+        return PageStorage(spec, device, self)
 
     @property
     def staging_bytes(self) -> int:

@@ -19,7 +19,7 @@ from ..cache.paged_cache import PagedCache
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
-from ..pages.offload import LEAST_PAGES, Demand, split_layers
+from ..pages.offload import LEAST_PAGES, Demand, split_layers, staging_sizes
 from ..row_pages import PageUse, RowPages, page_use
 from ..spec import LANES, ROWS, MemoryReport, PageSpec, pages_report
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
@@ -292,16 +292,13 @@ class Pages:
                 if reading is not None and chosen:
                     slots = reading.batch_width(capacity, rows, self.page_size)
                 demands[layer] = Demand(spec, device, capacity, slots, chosen)
-        split = split_layers(demands, memory.device_bytes, buffers)
+        leaving = split_layers(demands, memory.device_bytes, buffers)
+        away = {layer: demands[layer] for layer in leaving}
         held = self.sizes(None).held(max(0, longest - 1))
         chooses = reading is not None and reading.chooses(held, longest)
-        indexes = sum(demands[layer].index_bytes for layer in split.offloaded) * chooses
-        room = {
-            layer: max(demands[layer].capacity, LEAST_PAGES)
-            for layer in split.offloaded
-            if demands[layer].capacity
-        }
-        return room, buffers * sum(split.staging.values()) + indexes
+        indexes = sum(one.index_bytes for one in away.values()) * chooses
+        room = {n: max(one.capacity, LEAST_PAGES) for n, one in away.items() if one.capacity}
+        return room, buffers * sum(staging_sizes(away.values()).values()) + indexes
 
     def other_bytes(self, rows: int, columns: int, prompt: int | None) -> int:
         """Return the bytes in no page: indexer keys, states, and the layers that transformers keeps.

@@ -17,7 +17,7 @@ from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.step import Row, Step
 from ..pages.storage import PageMemory
 from .batch_rows import BatchRoom, BatchRows, Forward, Part, kinds_of
-from .batch_store import BatchStore
+from .batch_store import BatchStore, RowStates, stateful
 
 NO_LIMIT = 2**31 - 1
 NO_TOKENS = Row(0, (), 0)
@@ -62,7 +62,7 @@ class BatchCache(PagedAttentionCache):
     """Pages and exact windows of requests that come and go, for all layers of a model.
 
     transformers' continuous batching (generation/continuous_batching, 5.24) asks it for room, for prefixes and for
-    copies, as it asks the class that this one stands for; attention over pages calls `paged_attend`. A request has a row in
+    copies, as it asks the class that this one stands for; attention over pages calls `attend`. A request has a row in
     every layer; sealed pages may be shared by requests, and with a PrefixStore by calls of generate().
 
     Args:
@@ -76,7 +76,10 @@ class BatchCache(PagedAttentionCache):
         stream: of the forwards, on devices that have streams: all work on the tensors goes there, in order.
         scheduler: transformers' one, once the cache is that of a batch processor.
         requests_evicted: that left a full cache, to be computed anew.
-        layers_reached: by the last forward.
+        states: layer -> what it holds beside pages; with any, the parts of a forward go through the model one after the other.
+        forward: the planned one, or its part that goes through the model now.
+        layers_reached: by it.
+        lenders: stores of layers whose keys and values others attend to (Gemma 3n, Gemma 4).
     Raises: UnsupportedModelError for a layer that stored nothing.
     """
 
@@ -100,9 +103,13 @@ class BatchCache(PagedAttentionCache):
             window: BatchRows(kind.sizes, self.page_memory.pool(window))
             for window, kind in kinds_of(template).items()
         }
-        layers: Sequence[Any] = template.layers
+        layers: Sequence[Any] = template.paged_layers
         self.device: torch.device = layers[0].device
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
+        self.num_layers = len(template.layers)
+        self.states = {
+            index: RowStates(layer, room.rows) for index, layer in stateful(template.layers).items()
+        }
         self.known: dict[str, Request] = {}
         self.requests: list[Request] = []
         self.stream: Any = None
@@ -110,8 +117,9 @@ class BatchCache(PagedAttentionCache):
         self.requests_evicted = 0
         self._space: str | None = None  # the state of the model that prefixes depend on; None: look
         self._next: list[Request] = []  # of the next forward, in its order
-        self._forward: Forward | None = None
+        self.forward: Forward | None = None
         self.layers_reached: set[int] = set()
+        self.lenders: set[BatchStore] = set()
 
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
@@ -168,8 +176,8 @@ class BatchCache(PagedAttentionCache):
         """Evict prefixes that no request holds until `pages` pages are free; say whether they are."""
         lacking, store = pages - self._left(), self.prefix_store
         if store is not None and lacking <= 0:
-            lacking += store.num_evictable
-            lacking -= store.evict(lacking)
+            lacking += store.tree.num_evictable
+            lacking -= store.tree.evict(lacking)
         return lacking <= 0
 
     def can_store_request_tokens(self, state: Any, request_len: int) -> bool:  # type: ignore[override]
@@ -242,6 +250,8 @@ class BatchCache(PagedAttentionCache):
         with self.in_order():
             for store in self.stores.values():
                 store.select_rows(step)
+            for states in self.states.values():
+                states.select(order)
         for group in self.groups.values():
             group.select(order)
         kept = order[: len(order) - len(forked)]
@@ -424,7 +434,7 @@ class BatchCache(PagedAttentionCache):
             for window, group in self.groups.items()
         }
         self.layers_reached = set()
-        self._forward = Forward(parts, steps, tokens)
+        self.forward = Forward(parts, steps, (1, tokens))
 
     def _run_of(self, places: list[int]) -> torch.Tensor | slice:
         """Return places in a forward as a slice where they follow each other, else as int64 [n] on the device."""
@@ -434,45 +444,52 @@ class BatchCache(PagedAttentionCache):
         return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        kwargs: dict[str, Any],
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tell attention of this cache, through `kwargs`; before 5.24 attention is given the cache, and nobody calls this.
-
-        Args:
-            key_states, value_states: [1, num_kv_heads, tokens, dim], of this forward.
-        Returns: both as they are: attention stores them.
-        """
-        kwargs["cache"] = self
+        """Return keys and values of this forward as they are: attention stores them."""
         return key_states, value_states
 
-    def paged_attend(
-        self, module: torch.nn.Module, *states: torch.Tensor, **kwargs: Any
+    def attend(
+        self, module: torch.nn.Module, states: Sequence[torch.Tensor], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, None]:
-        """Append and attend in one layer (BatchStore.attend).
+        """Append and attend in one layer (BatchStore.attend); the forward hands this cache down to attention as `paged_batch`.
 
         Args:
             module: the attention module, whose layer_idx says which layer it is.
-            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, head_dim], of this forward.
-        Returns: ([1, tokens, num_heads, value_dim], None).
+            states: query [rows, num_heads, tokens, head_dim], key and value [rows, num_kv_heads, tokens, head_dim], of this forward.
+            kwargs: all further arguments of the attention function.
+        Returns: ([rows, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError for a layer without pages, and for a second call in a forward.
         """
         layer: Any = getattr(module, "layer_idx", None)
         store = self.stores.get(layer)
-        if store is None or self._forward is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
-            )
-        if layer in self.layers_reached:
+        if store is None:  # of a layer that attends to the keys of another one
+            lenders = (one for one in self.stores.values() if one.new is states[1])
+            store = next(lenders, None)
+            if store is not None:
+                self.lenders.add(store)
+        elif layer in self.layers_reached:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends twice in layer {layer} of a forward, and continuous batching stores what comes: "
                 "use generate()"
             )
+        if store is None or self.forward is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
+            )
         self.layers_reached.add(layer)
-        return store.attend(self._forward, module, states, kwargs)
+        return store.attend(self.forward, module, states, kwargs)
+
+    def finish(self) -> None:
+        """End a forward: no layer attends to what another one has brought any more."""
+        for store in self.lenders:
+            store.finish()
+
+    def keep_lenders(self) -> None:
+        """Take the layers to lend their keys that have done so in a first forward."""
+        for store in self.stores.values():
+            store.finish()
+            store.lends = store in self.lenders
 
 
 @dataclass(frozen=True)
@@ -485,7 +502,7 @@ class BatchCounts:
         pages, pages_allocated: pages that requests or the prefix store hold, and pages there are.
         pages_shared: pages that two requests or more hold.
         pages_kept: pages that the prefix store alone holds; they give way to requests.
-        bytes_pages, bytes_exact: allocated for sealed pages, and for the exact tokens of all rows.
+        bytes_pages, bytes_exact, bytes_states: allocated for sealed pages, for the exact tokens of all rows, and for their states.
         requests_evicted: that left a full cache, to be computed anew.
         prefixes: counts of the prefix store, None without one.
     """
@@ -499,6 +516,7 @@ class BatchCounts:
     pages_kept: int
     bytes_pages: int
     bytes_exact: int
+    bytes_states: int
     requests_evicted: int
     prefixes: PrefixStats | None
 
@@ -528,6 +546,7 @@ class BatchCounts:
             pages_kept=max(0, held - len(uses)),
             bytes_pages=sum(one.pages.capacity * one.pages.spec.page_bytes for one in stores),
             bytes_exact=sum(side.tokens.nbytes for one in stores for side in one.windows),
+            bytes_states=sum(states.nbytes for states in cache.states.values()),
             requests_evicted=cache.requests_evicted,
             prefixes=None if kept is None else kept.stats(),
         )

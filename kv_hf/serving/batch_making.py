@@ -13,12 +13,15 @@ from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
+from ..cache.report import tensor_bytes
+from ..cache.states import states_of_row
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..hf.latent import passing_new_latents, prepare_latents
-from ..hf.prefill import last_logit
+from ..hf.prefill import last_logit, why_not_from_states
 from .batch_cache import BatchCache
 from .batch_rows import BatchRoom, check_layers, kinds_of
+from .batch_store import called, stateful
 
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 
@@ -36,7 +39,7 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     template, store = _probed(model, options, batching)
     kinds = kinds_of(template)
     batch_tokens = batching.max_batch_tokens or BATCH_TOKENS
-    layers: Any = template.layers
+    layers: Any = template.paged_layers
     warn_of_two_bits([layer.formats for layer in layers])
     budget, pages = options.max_bytes, options.max_pages
     if pages is None and batching.num_blocks is not None:
@@ -48,7 +51,8 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
         _, total, reserved, allocated = get_device_and_memory_breakdown()
         budget = int((total - max(allocated, reserved)) * batching.max_memory_percent)
     most_rows = min(batching.max_requests_per_batch, batch_tokens)
-    room = BatchRoom.of(kinds, most_rows, batch_tokens, budget or 0, pages)
+    state_bytes = tensor_bytes(states_of_row(template.layers, 0))
+    room = BatchRoom.of(kinds, state_bytes, most_rows, batch_tokens, budget or 0, pages)
     if store is not None and options.prefix_store is None:
         store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
     cache = BatchCache(model, template, room, store)
@@ -80,10 +84,13 @@ def _probed(
     store = options.prefix_store
     config = model.config.get_text_config(decoder=True)
     cache = template_of(model, options)
-    full = all(layer.window is None for layer in cache.paged_layers)
-    if not (full and batching.allow_block_sharing):
+    why = None if batching.allow_block_sharing else "allow_block_sharing=False"
+    if any(layer.window is not None for layer in cache.paged_layers):
+        why = "this model has sliding-window layers"
+    elif stateful(cache.layers):
+        why = "this model has layers with states"
+    if why is not None:
         if store is not None:
-            why = "allow_block_sharing=False" if full else "this model has sliding-window layers"
             raise CacheOptionError(
                 f"prefix_store shares pages between requests, and {why}; leave one of them out"
             )
@@ -95,6 +102,11 @@ def _probed(
     tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
     with torch.no_grad():
         model(input_ids=tokens, **{CACHE: cache}, use_cache=True, **last_logit(model))
+        reason = why_not_from_states(model, cache) if stateful(cache.layers) else None
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"continuous batching computes long prompts in several forwards. {reason}; use generate()"
+        )
     return cache, store
 
 
@@ -119,22 +131,26 @@ def try_model(model: Any, cache: BatchCache) -> None:
         cache.admit(request)
         cache.extend_read_and_write_indices(request.name, 0, len(text))
     together = failed = None
+    ends = torch.tensor([*itertools.accumulate(map(len, texts))], device=model.device) - 1
     try:
         cache.begin()
         row = _row(model, itertools.chain(*texts))
         with passing_new_latents():
-            together = model(
+            together = called(model, cache)(
                 input_ids=row,
                 position_ids=_row(model, itertools.chain(*map(range, map(len, texts)))),
                 attention_mask=row.new_zeros((1, 1, row.shape[1], 0), dtype=torch.bool),
+                logits_indices=ends,
                 use_cache=False,
                 cache=cache,
+                paged_batch=cache,
             ).logits[0]
     except UnsupportedModelError:
         raise
     except Exception as raised:
         failed = raised
     finally:
+        cache.keep_lenders()
         cache.free_all_requests()
     missing = sorted(set(cache.stores) - cache.layers_reached)
     if missing:
@@ -148,8 +164,9 @@ def try_model(model: Any, cache: BatchCache) -> None:
             f"{type(failed).__name__}: {failed}"
         ) from failed
     assert together is not None
+    together = together if cache.states else together[ends]
     alone = torch.cat(
-        [model(input_ids=_row(model, text), use_cache=False).logits[0] for text in texts]
+        [model(input_ids=_row(model, text), use_cache=False).logits[0, -1:] for text in texts]
     )
     error = (together - alone).float().square().mean().sqrt()
     far = float(error / alone.float().std().clamp(min=1e-6))

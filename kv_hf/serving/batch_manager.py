@@ -5,34 +5,44 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import transformers
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import continuous_api, initialization
 
 from ..backends.cpu.library import end_idle_threads
 from ..cache.model_shape import decoder_config, is_chunked, is_encoder_decoder
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name
+from ..hf.generation import not_kept_in
 from ..hf.install import Patch
 from ..hf.latent import foreign_expansion, passing_new_latents
 from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
 from .batch_making import new_cache, template_of
+from .batch_store import called
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
 _numbers = itertools.count()  # of requests with a salt and without an id
+# whether the manager that this thread makes is one of pages
+_on_pages: ContextVar[bool] = ContextVar("kv_hf_batches_on_pages", default=False)
 
 
 def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
     """Make the cache of a batch processor: as its manager has noted, or transformers' `own`."""
     make = getattr(kwargs["continuous_batching_config"], "kv_hf_make", None)
     return own(**kwargs) if make is None else make()
+
+
+def _kinds_of_layers(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap what says which allocators of transformers a model's layers need, and refuses all it has none for: pages need none."""
+    return lambda config: {} if _on_pages.get() else own(config)
 
 
 # -- what is asked, and refused before anything is changed ---------------------------------------------------------------
@@ -91,6 +101,8 @@ def check_batches(model: Any, options: CacheConfig) -> None:
 def _check_model(model: Any) -> None:
     """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
     name = type(model).__name__
+    if not model._supports_default_dynamic_cache():
+        raise not_kept_in(model)
     reason = why_not_pages(model)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if is_encoder_decoder(model.config):
@@ -127,7 +139,11 @@ class BatchManager(Manager):
         if options is not None:  # checked before the model is touched
             check_batches(model, options)
             _check_batching(continuous_batching_config)
-        super().__init__(model, generation_config, continuous_batching_config, **kwargs)
+        before = _on_pages.set(options is not None)
+        try:
+            super().__init__(model, generation_config, continuous_batching_config, **kwargs)
+        finally:
+            _on_pages.reset(before)
         if options is not None:
             batching = self.continuous_batching_config = copy.copy(self.continuous_batching_config)
             vars(batching)["kv_hf_make"] = functools.partial(new_cache, model, options, batching)
@@ -246,12 +262,17 @@ def _join(processor: Any) -> None:
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
+        batch["paged_batch"] = cache
+        if cache.states:  # the parts give logits of these alone
+            batch["logits_to_keep"] = batch["logits_indices"]
         # nobody reads it here, and the model would write it into its config, where forwards of other threads read it
         batch.pop("is_causal", None)
         try:
             with passing_new_latents():
-                compute(model, batch)
-        finally:  # another thread may have changed it, before this forward or in the middle
+                compute(called(model, cache), batch)
+        finally:
+            cache.finish()
+            # another thread may have changed it, before this forward or in the middle
             if (reason := why_not_pages(model)) is not None:
                 raise UnsupportedModelError(
                     f"the attention of {type(model).__name__} was changed, while continuous batching runs on its pages: "
@@ -291,6 +312,7 @@ def _check_length(cache: BatchCache, state: Any) -> None:
 PATCHES: Sequence[Patch] = (
     (continuous_api, "ContinuousBatchingManager", lambda _: BatchManager),
     (continuous_api, "PagedAttentionCache", lambda own: functools.partial(_made, own)),
+    (initialization, "group_layers_by_attn_type", _kinds_of_layers),
     (Mixin, "init_continuous_batching", _checked_manager),
     (Mixin, "generate_batch", _named_batch),
 )

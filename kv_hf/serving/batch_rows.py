@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer
 
 from ..cache.layer import PagedLayer
-from ..cache.layer_kinds import IndexedLatentLayer, LatentLayer
+from ..cache.layer_kinds import HybridLayer, IndexedLatentLayer, LatentLayer
+from ..cache.model_shape import CACHE, is_dummy
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..pages.rows import Batch, Rows, RowSizes, plan_append
@@ -28,18 +29,20 @@ class Part(NamedTuple):
         first: row.
         rows: how many.
         q_len: tokens of each row.
-        tokens: where they lie in the forward, a slice; or of several rows [rows], int64, on the device.
+        tokens: where they lie in the forward, a slice; or of several rows [rows], int64, on the device; None: they are all of it.
         prompt: whether they may be of a prompt, and read everything.
     """
 
     first: int
     rows: int
     q_len: int
-    tokens: torch.Tensor | slice
+    tokens: torch.Tensor | slice | None
     prompt: bool
 
     def cut(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the part of queries, keys or values [1, heads, tokens, head_dim] as [rows, heads, q_len, head_dim]."""
+        """Return the part of a forward's queries, keys or values [.., heads, .., head_dim] as [rows, heads, q_len, head_dim]."""
+        if self.tokens is None:
+            return states
         if self.rows == 1:
             return states[:, :, self.tokens]
         return states.transpose(0, 2)[self.tokens].contiguous()
@@ -51,12 +54,18 @@ class Forward(NamedTuple):
     Attributes:
         parts: all tokens of the forward, each in one part.
         steps: sliding window (None: full attention) -> the change of the rows of each part.
-        tokens: of all parts.
+        shape: rows and tokens of each that go through the model: all tokens in one row, or those of a single part.
     """
 
     parts: Sequence[Part]
     steps: Mapping[int | None, Sequence[Step]]
-    tokens: int
+    shape: tuple[int, int]
+
+    def alone(self, index: int) -> "Forward":
+        """Return the forward of one part, whose rows go through the model as rows."""
+        part = self.parts[index]._replace(tokens=None)
+        steps = {window: [found[index]] for window, found in self.steps.items()}
+        return Forward([part], steps, (part.rows, part.q_len))
 
 
 class BatchRows(Rows):
@@ -135,13 +144,15 @@ Kinds = Mapping[int | None, LayersOfKind]
 
 
 def check_layers(template: PagedCache) -> None:
-    """Raise UnsupportedModelError where a layer holds more than keys and values, or latents and RoPE keys, in pages."""
+    """Raise UnsupportedModelError where a layer holds more than states, and keys and values or latents and RoPE keys in pages."""
     for index, layer in enumerate(template.layers):
-        if type(layer) in (PagedLayer, LatentLayer):
-            continue
         why = f"is a {type(layer).__name__}"
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            why = "keeps a state of its text (linear attention, convolutions), and requests in one row would share it"
+        if type(layer) in (HybridLayer, LinearAttentionLayer):
+            if CACHE == "cache":
+                continue
+            why = "keeps a state of its text, which needs transformers 5.24 or newer"
+        elif type(layer) in (PagedLayer, LatentLayer) or is_dummy(layer):
+            continue
         elif isinstance(layer, IndexedLatentLayer):
             why = "has an indexer, whose keys are in no pages"
         raise UnsupportedModelError(
@@ -155,11 +166,11 @@ def kinds_of(template: PagedCache) -> dict[int | None, LayersOfKind]:
     Raises: UnsupportedModelError where a layer has stored no tokens of its own.
     """
     specs: dict[int | None, list[PageSpec]] = {}
-    layers: Sequence[Any] = template.layers
-    for index, layer in enumerate(layers):
+    layers: Sequence[Any] = template.paged_layers
+    for layer in layers:
         if layer.spec is None:
             raise UnsupportedModelError(
-                f"continuous batching has pages for every layer, and layer {index} of this model stored nothing; use generate()"
+                f"continuous batching has pages for layer {layer.layer_idx} of this model, which stored nothing; use generate()"
             )
         specs.setdefault(layer.window, []).append(layer.spec)
     options = template.options
@@ -175,7 +186,7 @@ class BatchRoom:
     Attributes:
         rows: requests that may hold tokens at once.
         pages: sliding window (None: full attention) -> pages of each of its layers.
-        nbytes: bytes of all pages and exact windows.
+        nbytes: bytes of all pages, exact windows and states.
         batch_tokens: most tokens of a forward.
     """
 
@@ -186,18 +197,26 @@ class BatchRoom:
 
     @classmethod
     def of(
-        cls, kinds: Kinds, most_rows: int, batch_tokens: int, budget: int = 0, pages: int | None = None
-    ) -> "BatchRoom":  # fmt: skip
+        cls,
+        kinds: Kinds,
+        state_bytes: int,
+        most_rows: int,
+        batch_tokens: int,
+        budget: int = 0,
+        pages: int | None = None,
+    ) -> "BatchRoom":
         """Return the room within `budget` bytes, or for `pages` pages of the full-attention layers.
 
         Args:
-            most_rows: requests that are wanted at once; fewer where their exact windows would take over a quarter of a budget.
+            state_bytes: of the states of one request.
+            most_rows: requests that are wanted at once; fewer where their windows and states would take over a quarter of a budget.
             batch_tokens: most tokens of a forward.
         Raises: CacheOptionError where not even one request has room.
         """
 
         def fixed_bytes(rows: int) -> int:
-            return sum(kind.fixed_bytes(rows, batch_tokens) for kind in kinds.values())
+            windows = sum(kind.fixed_bytes(rows, batch_tokens) for kind in kinds.values())
+            return windows + rows * state_bytes
 
         full = kinds.get(None)
         page_bytes = 0 if full is None else full.page_bytes

@@ -1,18 +1,24 @@
-"""The tensors of one layer in a batch that requests join and leave, and attention over them: each part as a batch of its own."""
+"""The tensors of layers in a batch that requests join and leave: pages and windows, attention over them, and states beside them."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ..bridge.handles import KVView, LazyKV
 from ..bridge.masks import LazyMask
 from ..cache.layer import PagedLayer
+from ..cache.model_shape import CACHE
+from ..cache.states import KERNELS, States, restore_states, states_of
 from ..cache.store import LayerStore, Residual
 from ..errors import UnsupportedModelError
 from ..hf.attention import kv_hf_attention
 from ..hf.dense import causal_mask
 from ..hf.latent import expanded
+from ..hf.prefill import last_logit
 from ..pages.cpu_memory import mapped_zeros
 from ..pages.moved import persistent_tensors
 from ..pages.step import Step
@@ -27,6 +33,9 @@ class BatchStore(LayerStore):
         layer: of a paged cache of the same model and options.
         pages: where the sealed pages lie.
         rows, slots: windows, and exact tokens that each has room for.
+    Attributes:
+        lends: whether other layers may attend to this one's keys and values.
+        new: where it lends, its keys of the forward that runs, by which those layers find it.
     """
 
     revision = 0  # attention reads a part before the layer changes again (KVView)
@@ -37,6 +46,12 @@ class BatchStore(LayerStore):
         self.budget = layer.group.reading.budget  # how much of a row a decode step reads
         self.latent_decode = layer.formats.options.latent_decode
         self._rows, self._parts = slice(0), list[torch.Tensor]()
+        self.lends = True
+        self.new: torch.Tensor | None = None
+        self._handed: list[tuple[torch.Tensor, torch.Tensor, LazyMask]] = []
+        self._late: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # old windows, and what they will hold
         with persistent_tensors():
             for window in self.windows:
                 window.tokens = _windows(window, rows, slots)
@@ -50,40 +65,55 @@ class BatchStore(LayerStore):
         states: Sequence[torch.Tensor],
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, None]:
-        """Append the layer's new tokens to its pages, and attend to all tokens of each request.
+        """Append the layer's new tokens to its pages, and attend to all tokens of each request; or let another layer attend to them.
 
         Args:
-            states: query [1, num_heads, tokens, head_dim], key and value [1, num_kv_heads, tokens, ..], of this forward;
-                latents and RoPE keys where the layer stores these.
+            module: attention of this layer, or of one that this layer lends its keys and values.
+            states: query [rows, num_heads, tokens, head_dim], key and value [rows, num_kv_heads, tokens, ..], of this forward's
+                shape; latents and RoPE keys where the layer stores these.
             kwargs: all further arguments of the attention function.
-        Returns: ([1, tokens, num_heads, value_dim], None).
+        Returns: ([rows, tokens, num_heads, value_dim], None).
         Raises: UnsupportedModelError where the model hands over other tokens than the forward has.
         """
         query, key, value = states
-        if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == forward.tokens:
+        rows, tokens = forward.shape
+        if query.shape[0] != rows or not query.shape[2] == key.shape[2] == tokens:
             raise UnsupportedModelError(
-                f"continuous batching passes {forward.tokens} tokens in one row, and attention of layer {self.layer_idx} got queries "
+                f"continuous batching passes {tokens} tokens in {rows} rows, and attention of layer {self.layer_idx} got queries "
                 f"{tuple(query.shape)} and keys {tuple(key.shape)}: this model changes them on the way. Use generate()"
             )
-        # what transformers' batches hand down for attention of their own; functions drop the rest
-        given = {name: one for name, one in kwargs.items() if name != "cache"}
-        out = None
-        for part, step in zip(forward.parts, forward.steps[self.window], strict=True):
-            keys, values, mask = self._append(step, part, (part.cut(key), part.cut(value)))
+        out, own = None, key is not self.new
+        held = [] if own else self._handed
+        if own and self.lends:
+            self.new, self._handed = key, held
+        for i, (part, step) in enumerate(
+            zip(forward.parts, forward.steps[self.window], strict=True)
+        ):
+            if own:
+                held.append(self._append(step, part, (part.cut(key), part.cut(value))))
+            keys, values, mask = held[i]
             if self.spec.is_latent and not step.seen_before:
                 keys, values = expanded(module, keys, values)
-            attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **given)
-            # in windows made anew; the old ones are read by now
-            if not step.fits or step.moves_rest:
+            attended, _ = kv_hf_attention(module, part.cut(query), keys, values, mask, **kwargs)
+            if own and (not step.fits or step.moves_rest):  # in windows made anew
+                there = slice(part.first, part.first + part.rows)
                 for window, rest in zip(self.windows, self.residuals, strict=True):
-                    window.tokens[part.first : part.first + part.rows] = rest.tokens
-            if len(forward.parts) == 1 and isinstance(part.tokens, slice):
-                return attended.reshape(1, forward.tokens, *attended.shape[2:]), None
+                    self._late.append((window.tokens[there], rest.tokens))
+            if not self.lends:
+                self.finish()
+            if len(forward.parts) == 1 and not isinstance(part.tokens, torch.Tensor):
+                return attended.reshape(rows, tokens, *attended.shape[2:]), None
             if out is None:
-                out = attended.new_empty(1, forward.tokens, *attended.shape[2:])
+                out = attended.new_empty(rows, tokens, *attended.shape[2:])
             out[0, part.tokens] = attended.reshape(-1, *attended.shape[2:])
         assert out is not None
         return out, None
+
+    def finish(self) -> None:
+        """Let the windows hold what they hold after the forward; nobody reads the old ones any more."""
+        for window, rest in self._late:
+            window.copy_(rest)
+        self.new, self._handed, self._late = None, [], []
 
     def _append(
         self, step: Step, part: Part, new: Pair
@@ -128,3 +158,122 @@ def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:
     none = residual.tokens.new_empty((0, spec.num_kv_heads, slots, spec.head_dim))
     mapped = mapped_zeros(none, rows)
     return none.new_zeros((rows, *none.shape[1:])) if mapped is None else mapped
+
+
+# -- states beside pages (linear attention, state spaces, convolutions) --------------------------------------------------------
+
+# A state runs through a whole row of a forward, so that requests cannot stand in one row behind each other. The parts of
+# a forward go through the model one after the other: the rows that grow by one token in one batch, and each prompt.
+
+
+def stateful(layers: Sequence[Any]) -> dict[int, LinearAttentionLayer]:
+    """Return the layers that hold states, by their indices."""
+    return {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)}
+
+
+class RowStates:
+    """The states of one layer, of all rows that there may be.
+
+    Args:
+        layer: of a cache that a forward has gone through.
+        rows: how many.
+    """
+
+    def __init__(self, layer: Any, rows: int) -> None:
+        self.number_of_states = layer.number_of_states
+        found = {name: state for name, state in states_of(layer).items() if name != KERNELS}
+        with persistent_tensors():
+            self.states: States = {
+                name: state.new_zeros((rows, *state.shape[1:])) for name, state in found.items()
+            }
+        self._rows, self._layer = slice(0), LinearAttentionLayer()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states of all rows."""
+        return sum(state.nbytes for state in self.states.values())
+
+    def select(self, order: Sequence[int]) -> None:
+        """Let row i have the state of the former row order[i]."""
+        moved = [row for row, source in enumerate(order) if row != source]
+        for state in self.states.values() if moved else ():
+            state[moved] = state[[order[row] for row in moved]]
+
+    def layer_of(self, rows: slice, begun: bool) -> LinearAttentionLayer:
+        """Return a layer as transformers has it with the states of some rows: where they have `begun`, over the tensors themselves."""
+        if not begun:
+            return LinearAttentionLayer(self.number_of_states)
+        if rows != self._rows:  # else that of the forward before
+            self._rows, self._layer = rows, LinearAttentionLayer(self.number_of_states)
+            restore_states(self._layer, {name: state[rows] for name, state in self.states.items()})
+            self.put(rows, self._layer)
+        return self._layer
+
+    def put(self, rows: slice, layer: Any) -> None:
+        """Take the states of some rows from a layer, whose own tensors these are then."""
+        for name, state in states_of(layer).items():
+            view = self.states[name][rows]
+            if state.data_ptr() != view.data_ptr():
+                view.copy_(state)
+                kind, _, index = name.partition(".")
+                getattr(layer, kind)[int(index)] = view
+
+
+class PartCache(Cache):
+    """What a model sees as its cache in one part of a forward: the states of its rows. Attention stores keys and values."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return keys and values as they are."""
+        return key_states, value_states
+
+
+def called(model: Any, cache: Any) -> Callable[..., Any]:
+    """Return what to call for a forward of `cache`, a BatchCache: the model itself, or each part through it."""
+    return functools.partial(_run_parts, model) if cache.states else model
+
+
+def _run_parts(
+    model: Any,
+    *,
+    cache: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    logits_indices: torch.Tensor,
+    **_: Any,
+) -> Any:
+    """Run the parts of the forward that `cache`, a BatchCache, has planned, one after the other.
+
+    Args:
+        input_ids, position_ids: [1, tokens], of all parts.
+        logits_indices: [n], int64: last tokens of requests; others that fill it up have any logits.
+    Returns: a namespace of logits [1, n, vocab].
+    """
+    tokens, whole = input_ids.shape[1], cache.forward
+    places = torch.arange(tokens, device=input_ids.device)
+    ends, logits = [], []
+    for index, part in enumerate(whole.parts):
+        shape = part.rows, part.q_len
+        rows = slice(part.first, part.first + part.rows)
+        cache.forward, cache.layers_reached = whole.alone(index), set()
+        begun = next(iter(whole.steps.values()))[index].seen_before > 0
+        layers: list[Any] = [DynamicLayer() for _ in range(cache.num_layers)]
+        for layer_idx, states in cache.states.items():
+            layers[layer_idx] = states.layer_of(rows, begun)
+        out = model(
+            input_ids=input_ids[0, part.tokens].view(shape),
+            position_ids=position_ids[0, part.tokens].view(shape),
+            attention_mask=input_ids.new_zeros((part.rows, 1, part.q_len, 0), dtype=torch.bool),
+            use_cache=True,
+            paged_batch=cache,
+            **{CACHE: PartCache(layers)},
+            **last_logit(model),
+        )
+        cache.finish()
+        for layer_idx, states in cache.states.items():
+            states.put(rows, layers[layer_idx])
+        ends.append(places[part.tokens].view(shape)[:, -1])
+        logits.append(out.logits[:, -1])
+    row_of = torch.zeros_like(places)
+    found = torch.cat(ends)
+    row_of[found] = places[: len(found)]
+    return SimpleNamespace(logits=torch.cat(logits)[row_of[logits_indices]][None])

@@ -26,7 +26,7 @@ from measure.runner import Device, Fields, workload
 
 PEERS = ["quantized_fp8", "quanto_int4", "hqq_int4"]  # of transformers
 MODEL: Fields = {"model": "smollm2-135m", "dtype": "float32"}
-DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 top1 perplexity_delta"
+DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 kl_p999 top1 perplexity_delta"
 _held: dict[Any, LoadedModel] = {}
 
 

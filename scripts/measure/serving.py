@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -137,6 +138,43 @@ def prefix(
         "dtype": "bfloat16",
         **figures,
     }
+
+
+@workload(
+    "restart",
+    grid=[
+        {"model": name, "system_tokens": 4096, "question_tokens": QUESTION}
+        for name in ("smollm2-135m", "qwen2.5-coder-1.5b")
+    ],
+    columns="prefix_store value tokens_computed folder_bytes",
+)
+def restart(
+    device: Device, model: str, system_tokens: int, question_tokens: int
+) -> Iterator[Fields]:
+    """The first token behind a long system prompt: computed without a store, kept in memory and in a folder too, and found there."""
+    loaded = shapes.load(model, device, "bfloat16")
+    first, second = over_one_prefix(text_ids(model), 2, system_tokens, question_tokens)
+    run_requests(loaded, [first[:64]], "paged_int4", 1, PrefixStore())  # to warm up
+    with TemporaryDirectory() as folder:
+        stores = {
+            "none": lambda: None,
+            "memory": PrefixStore,
+            "folder": lambda: PrefixStore(folder=folder),
+            "folder, started anew": lambda: PrefixStore(folder=folder),
+        }
+        for name, make in stores.items():
+            prompt = second if name.endswith("anew") else first
+            figures, _ = run_requests(loaded, [prompt], "paged_int4", 1, store := make())
+            if store is not None:
+                store.flush()
+            yield {
+                "metric": "first token",
+                "cache": "paged_int4",
+                "dtype": "bfloat16",
+                "prefix_store": name,
+                "folder_bytes": sum(one.stat().st_size for one in Path(folder).rglob("*")),
+                **figures,
+            }
 
 
 # -- continuous batching

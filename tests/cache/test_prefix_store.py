@@ -235,7 +235,7 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
     rows.adopt([Row(0, (pages[2],), 0)], 2)
     assert tree.evict(5) == 0 and tree.num_evictable == 1
     rows.reset()
-    assert tree.evict(5) == 2 and not tree.num_roots and not pool.num_held
+    assert tree.evict(5) == 2 and tree.counts() == (0, 0, 0) and not pool.num_held
 
 
 def test_store_of_another_model_or_format_is_refused():
@@ -955,9 +955,9 @@ def test_states_count_in_the_bytes_of_a_store_and_go_with_their_pages():
     space = store.bind_model(model)
 
     def held():
-        nodes = [*store.tree._nodes.values(), *store.tree._roots.values()]
+        nodes = store.tree._nodes.values()
         page = sum(one.spec.page_bytes for one in store.page_memory.storages.values())
-        whole = store.tree.num_pages * page
+        whole = store.tree.counts()[0] * page
         return whole + sum(tensor_bytes((node.sinks, node.states)) for node in nodes)
 
     one = held()
@@ -974,7 +974,7 @@ def test_states_count_in_the_bytes_of_a_store_and_go_with_their_pages():
     known = [store.find(space, [*text, 0]).tokens for text in texts]
     assert known == [68, 0, 148, 148, 0] and store.stats().evictions > 9
     store.clear()
-    assert store.stats().bytes == store.tree.num_states == 0
+    assert store.stats().bytes == store.tree.counts()[2] == 0
     store = kv_hf.PrefixStore(1, snapshot_tokens=STEP)
     for text in (
         texts[0],
@@ -982,7 +982,7 @@ def test_states_count_in_the_bytes_of_a_store_and_go_with_their_pages():
     ):  # the second one, which ends no page, leaves what the first one's cache held
         run(model, [text], store)
         gc.collect()
-    assert store.stats().bytes == store.tree.num_states == 0
+    assert store.stats().bytes == store.tree.counts()[2] == 0
 
 
 def test_tenants_and_adapters_share_no_states():
@@ -1017,7 +1017,7 @@ def test_a_folder_keeps_states_with_their_pages(family, name, tmp_path, said):
         run(model, [SYSTEM[:length]], store, name)
         store.flush()  # the second gives states to a page that is written by then
     files = sorted(tmp_path.glob("*/*.states.safetensors"))
-    assert len(files) == stores[0].tree.num_states == (4 if name == "paged_exact" else 3)
+    assert len(files) == stores[0].tree.counts()[2] == (4 if name == "paged_exact" else 3)
     text = SYSTEM[:190] + words(9, 2)
     expected, in_memory = run(model, [text], stores[1], name), stores[1].stats()
     found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)

@@ -310,12 +310,11 @@ def fetched(monkeypatch):
         whole.append((self, [page + at for _, page, count in runs for at in range(count)]))
         fetch(self, runs, targets)
 
-    def covering(self, table, pages, capacity, take):
-        def taking(some):
-            keys.append((self, list(some)))
-            return take(some)
-
-        cover(self, table, pages, capacity, taking)
+    def covering(self, *args):
+        take, note = self.keys.take, lambda some: keys.append((self, list(some)))
+        with monkeypatch.context() as patch:
+            patch.setattr(self.keys, "take", lambda some: note(some) or take(some))
+            cover(self, *args)
 
     monkeypatch.setattr(offload.OffloadedStorage, "fetch", fetching)
     monkeypatch.setattr(offload.PageIndex, "cover", covering)

@@ -22,7 +22,7 @@ make_spec = partial(page_spec, key_dim=128, dtype=F16)
 @pytest.mark.parametrize("keys", format_names("keys", "values"))
 def test_page_bytes_equal_allocated_bytes(keys, values, key_dim):
     spec = make_spec(keys, values, key_dim=key_dim, value_dim=64, page_size=32, dtype=torch.float32)
-    storage = PageStorage(spec, torch.device("cpu"))
+    storage = PageStorage(spec, torch.device("cpu"), None)
     assert sum(sum(side.nbytes.values()) for side in storage.sides) == 0
     storage.grow(3)
     for side_spec, side in zip(spec.sides, storage.sides, strict=True):

@@ -15,7 +15,7 @@ from faults import FOLDER
 # what a page, or a cache, is held apart by -> (file, text, text that takes its place, who notices: a kind of World, or a test)
 GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "all tokens of a page": ("pages/prefix_tree.py", "tokens[start : start + size]", "tokens[start : start + 1]", "exact"),
-    "tokens in front of a page": ("cache/prefix_folder.py", "above = name_of(above, place)", "above = name_of(place)", "exact"),
+    "tokens in front of a page": ("cache/prefix_folder.py", "accumulate(places, name_of,", "accumulate(places, lambda _, place: name_of(place),", "exact"),
     "first tokens": ("pages/prefix_tree.py", "tokens[: self.sink_tokens]).tobytes", "tokens[:0]).tobytes", "exact"),
     "model, in the folder": ("cache/prefix_store.py", "VERSION, sorted(found.items()),", "VERSION,", "exact"),
     "model, in a file": ("cache/prefix_folder.py", '"/".join(path.parts[-2:])', "path.name", ("prefix_store", "metadata_of_a_file_tells_its_state_and_sizes")),
@@ -32,12 +32,12 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "the last token": ("cache/prefix_store.py", "max(1, recent_tokens)", "recent_tokens", "llama int4 forwards"),
     "pages of copies": ("pages/rows.py", "copied.pool.register(copied)", "pass", "exact"),
     "pages that wait for the writer": ("cache/prefix_folder.py", "with self._lock:\n            waiting = list(self._waiting)", "\n        waiting = []", ("prefix_store", "pages_that_wait_for_the_writer_are_not_given_to_others")),
-    "pages in use": ("pages/prefix_tree.py", "if node in needed or node.page in others:", "if node in needed:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
+    "pages in use": ("pages/prefix_tree.py", "node.page in others or", "", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "ends before beginnings": ("pages/prefix_tree.py", "for place in reversed(places):", "for place in places:", ("prefix_store", "tree_gives_up_ends_before_what_leads_to_them")),
     "the bound": ("cache/prefix_store.py", "- self.max_bytes) > 0:", "- self.max_bytes) > 10**9:", ("prefix_store", "full_store_gives_up_the_least_recently_used")),
-    "windows behind a crop": ("pages/rows.py", "cut = (pages[whole], rest)", "pass", "int4"),
-    "padding behind a crop": ("pages/rows.py", "return Row(min(row.padding, seen), pages, exact, row.dropped), cut", "return Row(0, pages, exact, row.dropped), cut", "exact"),
-    "tokens that left the window": ("pages/rows.py", "if any(row.dropped > self.sizes.out_of_sight(seen - row.padding) for row in self.rows):", "if False:", "sliding"),
+    "windows behind a crop": ("pages/rows.py", "int(behind[row] % size))", "0)", "int4"),
+    "padding behind a crop": ("pages/rows.py", "padding, none = np.minimum(batch.padding, seen), np", "padding, none = batch.padding * 0, np", "exact"),
+    "tokens that left the window": ("pages/rows.py", "if (self.batch.dropped > self.sizes.out_of_sight(seen - self.batch.padding)).any():", "if False:", "sliding"),
     "a stopped forward": ("pages/forward.py", "if self.changing or (self.members and self.joined != self.members):", "if False:", "exact, faults"),
     "an edited text": ("hf/history.py", "if not self.seen or not (self.is_whole or self.is_embedded):", "if True:", ("history", "generate_refuses_an_edited_text_and_leaves_the_cache_as_it_was")),
 }  # fmt: skip

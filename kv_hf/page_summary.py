@@ -46,8 +46,6 @@ class Summary(IntEnum):
 def summary_of(keys: SideSpec) -> Summary:
     """Return how pages of such keys are summed up."""
     scheme = keys.scheme
-    if not scheme.wide and len(planes(scheme.bits)) > 1:  # words hold a part of the bits
-        return Summary.ALL_CHANNELS
     if keys.head_dim > MOST_CHANNELS or summary_words(keys) >= words_of(keys):
         return Summary.ALL_CHANNELS
     if scheme.is_exact:
@@ -89,10 +87,12 @@ def words_of(keys: SideSpec) -> int:
 
 
 def summary_words(keys: SideSpec) -> int:
-    """Return how many words of a token's codes are read: those of the widest channels, or a quarter of the channels."""
+    """Return how many words of a token's codes are read: those of the widest channels, a quarter of the channels, or all."""
     words = word_channels(keys)
     if keys.scheme.wide:
         return sum(word[0] < keys.scheme.wide[0][1] for word in words)
+    if len(planes(keys.scheme.bits)) > 1:  # they hold a part of the bits
+        return len(words)
     quarter = -(-keys.head_dim // PART)
     return max(LEAST_WORDS, -(-quarter // len(words[0])))
 

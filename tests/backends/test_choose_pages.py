@@ -247,15 +247,3 @@ def test_prompts_sliding_windows_and_masks_read_everything():
         with said:
             found = paged_attention(call, "reference")
         assert torch.equal(found, paged_attention(whole, "reference"))
-
-
-def test_triton_leaves_keys_in_planes_to_the_reference(said):
-    """Its kernel would have taken a byte of a plane for a code."""
-    from kv_hf.backends.triton import selection as of_triton
-
-    call = call_of(long_kv("int6", layout=ROWS_LAYOUT))
-    for found, right in zip(
-        of_triton.choose_pages(call), selection.choose_pages(call), strict=True
-    ):
-        assert torch.equal(found, right)
-    assert "no kernel reads words of 'int6' keys" in said()[0]

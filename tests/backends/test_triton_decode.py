@@ -211,9 +211,10 @@ def latents_of_every_kind():
 
 
 def latents_with_options():
-    for kind in ("bool", "float-inf"):
-        made = partial(latents, "int2", rows=ROWS[:3], more_padding=3)
-        yield case(made, mask=random_mask(kind, 3, 1, 3))
+    """A page of 64 tokens is a tile of several places, whose tokens lie apart."""
+    for kind, page in (("bool", 16), ("float-inf", 16), ("bool", 64)):
+        held = {"page": page, "slots": page + 24, "rows": ROWS[:3], "more_padding": 3}
+        yield case(partial(latents, "int2", **held), mask=random_mask(kind, 3, 1, 3))
     for window in (1, 30):
         yield case(partial(latents, "int4", rows=ROWS[:2]), 1, sliding_window=window)
     yield case(partial(latents, "int4", rows=ROWS[:2]), softcap=0.7)

@@ -16,7 +16,7 @@ from kv_hf.backends.reference import selection as reference
 from kv_hf.quant.codec import decode
 from kv_hf.read_budget import ReadBudget
 
-FORMATS = ("exact", "fp8", "int8", "plain4", "plain2", "int4", "int3")
+FORMATS = ("exact", "fp8", "int8", "int6", "plain4", "plain2", "int4", "int3")
 ROWS = [(21, 7), (9, 20), (0, 3), (0, 0), (2, 6)]
 SOME = ReadBudget(pages=5, from_tokens=64)
 SCALE = 0.2

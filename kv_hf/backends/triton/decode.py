@@ -17,26 +17,12 @@ import triton
 import triton.language as tl
 
 from ..base import AttentionCall, empty_output, mask_strides
+from . import meta_params
 from .dequant import unrotate
-from .direct import (
-    SPECIALIZED,
-    At,
-    Fields,
-    Kernel,
-    Plan,
-    Strided,
-    kept,
-    queries_of,
-    rows_of,
-)
+from .direct import SPECIALIZED, At, Fields, Kernel, Plan, Strided, planned, rows_of
 from .heads import attend_heads, attend_window, columns_of, store_parts
 from .latent import attend_latents, store_runs
-from .meta_params import (
-    MIN_TILES,
-    constants,
-    most_splits,
-    power_of_two,
-)
+from .meta_params import MIN_TILES, most_splits, power_of_two
 from .softmax import Visibility, add_sink, finite
 
 NO_MASK = (0, 0, 0)  # its strides
@@ -48,8 +34,8 @@ class Results(NamedTuple):
     """Where the results of splits go.
 
     Attributes:
-        partial: [programs of one split, splits, Queries.kept, dim], fp32; of rotated values, but in the last split.
-        bests: [programs of one split, splits, 2, Queries.kept], fp32: maxima in log2, and sums of weights.
+        partial: [programs of one split, splits, Queries.columns, dim], fp32; of rotated values, but in the last split.
+        bests: [programs of one split, splits, 2, Queries.columns], fp32: maxima in log2, and sums of weights.
     """
 
     partial: Any
@@ -95,7 +81,6 @@ def decode_kernel(
     PAGE: tl.constexpr = KEYS.side.page
     TILES_PER_PAGE: tl.constexpr = KEYS.side.page // KEYS.tile
     V_DIM: tl.constexpr = KEYS.side.dim if VALUES is None else VALUES.side.dim
-    KEPT: tl.constexpr = QUERIES.kept
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     pages = tl.load(num_pages + columns.row)
@@ -105,14 +90,12 @@ def decode_kernel(
     # pointers to column 0 of each query's mask; of columns that are not real, to that of token 0
     masks = mask + columns.row * mask_row + columns.heads * mask_head
     masks += tl.where(columns.real, columns.tokens, 0) * mask_query
-    visible = Visibility(
-        kv_len - q_len + columns.tokens, masks, left, sink_tokens, sliding_window, softcap
-    )
+    at = kv_len - q_len + columns.tokens
+    visible = Visibility(at, masks, left, sink_tokens, sliding_window, softcap, softmax_scale)
 
     group = columns.row * tl.num_programs(1) + tl.program_id(1)
     place = tl.arange(0, COLUMNS)
-    kept = columns.real & (place < KEPT)
-    partial = results.partial + ((group * num_splits + split) * KEPT + place) * V_DIM
+    partial = results.partial + ((group * num_splits + split) * COLUMNS + place) * V_DIM
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     if split < num_splits - 1:
@@ -128,46 +111,52 @@ def decode_kernel(
         if begin < end:
             if VALUES is None:
                 best, total, acc = attend_latents(
-                    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, QUERIES, STAGES
+                    keys, values, columns, table, begin, end, visible, KEYS, QUERIES, STAGES
                 )  # fmt: skip
                 # by names of their own: triton 3.6 hands an attribute on as plain numbers
                 K_CUT: tl.constexpr = KEYS.cut
-                store_runs(partial, acc, kept, K_CUT)
+                store_runs(partial, acc, columns.real, K_CUT)
             else:
                 best, total, acc = attend_heads(
-                    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS, VALUES, QUERIES, STAGES
+                    keys, values, columns, table, begin, end, visible, KEYS, VALUES, QUERIES, STAGES
                 )  # fmt: skip
                 V_CUT: tl.constexpr = VALUES.cut
-                store_parts(partial, acc, kept, V_CUT)
+                store_parts(partial, acc, columns.real, V_CUT)
     else:
         best, total, exact_acc = attend_window(
-            window_keys, window_values, columns, exact, pages * PAGE, visible, softmax_scale, WINDOW, QUERIES
+            window_keys, window_values, columns, exact, pages * PAGE, visible, WINDOW, QUERIES
         )  # fmt: skip
         OUT: tl.constexpr = WINDOW.out
-        store_parts(partial, exact_acc, kept, OUT)
-    bests = results.bests + (group * num_splits + split) * (2 * KEPT) + place
-    tl.store(bests, best, mask=kept)
-    tl.store(bests + KEPT, total, mask=kept)
+        store_parts(partial, exact_acc, columns.real, OUT)
+    bests = results.bests + (group * num_splits + split) * (2 * COLUMNS) + place
+    tl.store(bests, best, mask=columns.real)
+    tl.store(bests + COLUMNS, total, mask=columns.real)
 
 
 @triton.jit
 def _add_splits(
-    best, total, acc, partial, bests, begin, end, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
+    sums, results, begin, end, channel, DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Add splits `begin` to `end` of a query to its running softmax (best, total, acc [channels]); SPLITS are read at once."""
+    """Add splits `begin` to `end` of a query to its running softmax; SPLITS are read at once.
+
+    Args:
+        sums: (maximum in log2, sum of weights, weighted values [channels]); results: Results, of the query.
+    """
+    best, total, acc = sums
     for first in tl.range(begin, end, SPLITS):
         split = first + tl.arange(0, SPLITS)
         held = split < end
-        others = tl.load(bests + split * (2 * COLUMNS), mask=held, other=float("-inf"))
-        sums = tl.load(bests + split * (2 * COLUMNS) + COLUMNS, mask=held, other=0.0)
+        bests = results.bests + split * (2 * COLUMNS)
+        others = tl.load(bests, mask=held, other=float("-inf"))
+        totals = tl.load(bests + COLUMNS, mask=held, other=0.0)
         # a split without tokens has written nothing
-        there = (held & (sums > 0))[:, None] & (channel < DIM)[None, :]
-        where = partial + split[:, None] * (COLUMNS * DIM) + channel[None, :]
+        there = (held & (totals > 0))[:, None] & (channel < DIM)[None, :]
+        where = results.partial + split[:, None] * (COLUMNS * DIM) + channel[None, :]
         x = tl.load(where, mask=there, other=0.0)
         top = tl.maximum(best, tl.max(others, 0))
         keep = tl.exp2(best - finite(top))
         weights = tl.exp2(others - finite(top))
-        total = total * keep + tl.sum(sums * weights, 0)
+        total = total * keep + tl.sum(totals * weights, 0)
         acc = acc * keep + tl.sum(x * weights[:, None], 0)
         best = top
     return best, total, acc
@@ -194,35 +183,25 @@ def combine_kernel(
     HEADS: tl.constexpr = QUERIES.heads
     GROUP: tl.constexpr = QUERIES.group
     COLUMNS: tl.constexpr = QUERIES.columns
-    KEPT: tl.constexpr = QUERIES.kept
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     row_head = tl.program_id(0) // used
     column = tl.program_id(0) % used
     group = (row_head * blocks + column // COLUMNS).to(tl.int64)
-    bests = results.bests + group * num_splits * (2 * KEPT) + column % COLUMNS
-    partial = results.partial + (group * num_splits * KEPT + column % COLUMNS) * DIM
+    bests = results.bests + group * num_splits * (2 * COLUMNS) + column % COLUMNS
+    partial = results.partial + (group * num_splits * COLUMNS + column % COLUMNS) * DIM
+    own = Results(partial, bests)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    best, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
-    acc = tl.zeros([CHANNELS], tl.float32)
-    best, total, acc = _add_splits(
-        best,
-        total,
-        acc,
-        partial,
-        bests,
-        0,
-        num_splits - 1,
-        channel,
-        DIM,
-        KEPT,
-        COMBINED // CHANNELS,
+    sums = (
+        tl.full([], float("-inf"), tl.float32),
+        tl.zeros([], tl.float32),
+        tl.zeros([CHANNELS], tl.float32),
     )
+    window = num_splits - 1
+    sums = _add_splits(sums, own, 0, window, channel, DIM, COLUMNS, COMBINED // CHANNELS)
     if ROTATED > 0:
-        acc = unrotate(acc, ROTATED, 1)
-    best, total, acc = _add_splits(
-        best, total, acc, partial, bests, num_splits - 1, num_splits, channel, DIM, KEPT, 1
-    )
+        sums = (sums[0], sums[1], unrotate(sums[2], ROTATED, 1))
+    best, total, acc = _add_splits(sums, own, window, num_splits, channel, DIM, COLUMNS, 1)
     head_of = (row_head % HEADS) * GROUP + column % GROUP
     acc *= add_sink(best, total, sink_logits + head_of, QUERIES.sinks)
     out_row = ((row_head // HEADS) * q_len + column // GROUP).to(tl.int64) * (
@@ -241,39 +220,25 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
         call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
     """
-    query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
+    call, plan = planned(call, _prepare)
+    query, kv, mask = call.query, call.kv, call.mask
     index = query.get_device()
-    strides = query.stride()
-    if strides[3] != 1:
-        query = query.contiguous()
-        strides = query.stride()
-    mask_kind: Any = None
-    strides_of_mask = NO_MASK
-    if mask is not None:
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        strides_of_mask = mask_strides(mask)
-        mask_kind = mask.dtype, strides_of_mask[0] >> 31
-    key = (
-        id(kv.spec), query.shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
-        call.softcap is None, call.sliding_window is None, None if sink_logits is None else sink_logits.dtype, index,
-    )  # fmt: skip
-    plan = kept(kv.launches, key, lambda: _prepare(call))
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
     room = plan.parts(index)  # alive until the launch
     # `out` stands for what there is not
-    sinks = out if sink_logits is None else sink_logits
-    shown = out if mask is None else mask
+    sinks = out if call.sink_logits is None else call.sink_logits
+    shown, strides = (out, NO_MASK) if mask is None else (mask, mask_strides(mask))
 
     def arguments(at: At) -> tuple[Any, ...]:
         return (
-            Strided(at(query), *strides[:3]), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
+            Strided.of(at, query), Fields.of(at, kv.key_pages), Fields.of(at, kv.value_pages),
             Strided.of(at, kv.residual_keys), Strided.of(at, kv.residual_values), Results(*map(at, room)),
-            *rows_of(at, kv), at(shown), *strides_of_mask, float(call.softmax_scale), float(call.softcap or 1.0),
+            *rows_of(at, kv), at(shown), *strides, float(call.softmax_scale), float(call.softcap or 1.0),
             call.sliding_window or 0, query.shape[2],
         )  # fmt: skip
 
-    plan.kernel.launch(plan.rows, plan.blocks, splits, index, arguments)
+    plan.kernel.launch(*plan.grid, splits, index, arguments)
     rows, heads, q_len, dim = out.shape
     plan.last.launch(
         rows * heads * q_len, -(-dim // plan.last.constants["CHANNELS"]), 1, index,
@@ -282,23 +247,28 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     return out
 
 
-def _prepare(call: AttentionCall) -> Plan:
-    query, spec = call.query, call.kv.spec
-    queries, rows, dim = queries_of(call), query.shape[0], spec.out_dim
-    blocks = queries.blocks(query.shape[2])
-    plain, num_warps = constants(spec, queries)
-    most = most_splits(spec, rows * blocks)
-    parts = rows * blocks * queries.kept * (most + 1)  # of all splits
-    rotated = 0 if spec.is_latent else plain["VALUES"].side.rotated
+def _prepare(call: AttentionCall, queries: meta_params.Queries, grid: tuple[int, int]) -> Plan:
+    spec, dim = call.kv.spec, call.kv.spec.out_dim
+    programs = grid[0] * grid[1]
+    keys, values = meta_params.operands(spec, queries)
+    num_warps, num_stages = meta_params.launch_parameters(spec, queries)
+    attending = {
+        "QUERIES": queries,
+        "KEYS": keys,
+        "VALUES": values,
+        "WINDOW": meta_params.ExactWindow.of(spec, queries.full),
+        "STAGES": num_stages,
+    }
+    most = most_splits(spec, programs)
+    parts = programs * queries.columns * (most + 1)  # of all splits
+    rotated = values.side.rotated if values else 0
     channels = power_of_two(dim) if rotated else min(COMBINED_CHANNELS, power_of_two(dim))
     merging = {"QUERIES": queries, "DIM": dim, "CHANNELS": channels, "ROTATED": rotated}
     return Plan(
-        kernel=Kernel(spec, decode_kernel, plain, num_warps=num_warps),
+        kernel=Kernel(spec, decode_kernel, attending, num_warps=num_warps),
         last=Kernel(spec, combine_kernel, merging),
-        rows=rows,
-        blocks=blocks,
-        stretch=plain["KEYS"].tile * MIN_TILES,
+        grid=grid,
+        stretch=keys.tile * MIN_TILES,
         most=most,
         sizes=(parts * dim, 2 * parts),
-        where=query.device,
     )

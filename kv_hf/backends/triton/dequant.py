@@ -23,13 +23,11 @@ LIFT = tl.constexpr(2.0**FEWER)
 TO_HALF = tl.constexpr(10 - _MANTISSA)  # bits that float16's mantissa has more
 FROM_FLOAT = tl.constexpr(23 - _MANTISSA)  # bits that float32's mantissa has more
 HALF_STEP = tl.constexpr((1 << (22 - _MANTISSA)) - 1)  # a bit less than half a code's step
-EXPONENTS = tl.constexpr(
-    (127 - _BIAS) << _MANTISSA
-)  # what float32's exponent has more, in units of a code
+# what float32's exponent has more, in units of a code
+EXPONENTS = tl.constexpr((127 - _BIAS) << _MANTISSA)
 LEAST_NORMAL = tl.constexpr((128 - _BIAS) << 23)  # of e4m3, as bits of a float32
-SUBNORMALS = tl.constexpr(
-    2.0 ** (_BIAS - 1 + _MANTISSA)
-)  # e4m3's numbers below are multiples of 1 / SUBNORMALS
+# e4m3's numbers below are multiples of 1 / SUBNORMALS
+SUBNORMALS = tl.constexpr(2.0 ** (_BIAS - 1 + _MANTISSA))
 
 
 @triton.constexpr_function

@@ -8,7 +8,7 @@ what kernels compute.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -71,7 +71,7 @@ class Fields(NamedTuple):
 # for triton.jit: numbers that change while a sequence grows must not make new kernels, and small tensors may begin anywhere
 # in a buffer that they share. Triton specializes what lies in tuples.
 STEPWISE = (
-    "table_width mask_row mask_head mask_query most share from_tokens width sliding_window sink_tokens seen slots value_slots "
+    "table_width mask_row mask_head mask_query most share from_tokens width sliding_window sink_tokens seen slots "
     "q_len num_splits columns"
 )
 UNALIGNED = "block_table num_pages exact_lens padding mask sink_logits held_words chosen chosen_pages jobs damaged starts skips"
@@ -96,14 +96,6 @@ def refuse_cpu() -> None:
             "kernel 'triton' needs a GPU, and its tensors are on the CPU; use another backend, or set "
             "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
         )
-
-
-def queries_of(call: AttentionCall) -> meta_params.Queries:
-    """Return what a call's kernels are compiled for, on the device of its query. Raises CacheOptionError as `refuse_cpu` does."""
-    where = call.query.device
-    if where.type == "cpu":
-        refuse_cpu()
-    return meta_params.Queries.of(call, meta_params.target_isa(where))
 
 
 def current_stream(index: int) -> int:
@@ -211,23 +203,23 @@ class Plan:
 
     Attributes:
         kernel: what is launched; last: what takes the results of its splits.
-        rows, blocks: the grid without its splits.
+        grid: rows and programs of each, without the splits.
         stretch: tokens of a split at least; most: splits at most.
-        sizes: float32 numbers of each part of the partial results; where: they lie.
+        sizes: float32 numbers of each part of the partial results.
         refused: whether the device has too little for the kernel.
         known: these parts in the room of a stream, and the room.
     """
 
     kernel: Kernel
     last: Kernel
-    rows: int
-    blocks: int
+    grid: tuple[int, int]
     stretch: int
     most: int
     sizes: tuple[int, ...]
-    where: torch.device
     refused: bool = False
-    known: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = field(default_factory=dict)
+    known: dict[int | None, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = field(
+        default_factory=dict
+    )
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""
@@ -241,16 +233,16 @@ class Plan:
 
         Returns: [size] each, float32, which begin at multiples of 16 bytes.
         """
-        apart = INTERPRETED or is_capturing(index)
-        stream = 0 if apart else current_stream(index)
-        if not apart and stream in self.known:
+        stream = None if INTERPRETED or is_capturing(index) else current_stream(index)
+        if stream in self.known:
             return self.known[stream][0]
         sizes = [-(-size // QUAD) * QUAD for size in self.sizes]
-        room = None if apart else ROOMS.get((index, stream))
+        room = None if stream is None else ROOMS.get((index, stream))
         if room is None or room.shape[0] < sum(sizes):
-            room = torch.empty(sum(sizes), dtype=torch.float32, device=self.where)
+            where = index if index >= 0 else "cpu"
+            room = torch.empty(sum(sizes), dtype=torch.float32, device=where)
         parts = room[: sum(sizes)].split(sizes)
-        if not apart:
+        if stream is not None:
             ROOMS[index, stream] = room
             self.known[stream] = parts, room
         return parts
@@ -270,3 +262,36 @@ def kept(launches: dict[Any, Any], key: Any, make: Callable[[], Kept]) -> Kept:
                 del launches[old]
         launches[key] = found
     return found
+
+
+def planned(
+    call: AttentionCall, prepare: Callable[..., Plan], *more: Any
+) -> tuple[AttentionCall, Plan]:
+    """Return a call with its query's channels and its mask's columns side by side, and the plan that its layer keeps for such ones.
+
+    Args:
+        prepare: makes the plan where it is new, of the call, its meta_params.Queries, Plan.grid, and `more`, on which the plan
+            depends besides what there is, of which dtype, and how it lies.
+    Raises: CacheOptionError as `refuse_cpu` does.
+    """
+    if call.query.stride(3) != 1:
+        call = replace(call, query=call.query.contiguous())
+    if call.mask is not None and call.mask.stride(3) != 1:
+        call = replace(call, mask=call.mask.contiguous())
+    query, kv, mask, sinks = call.query, call.kv, call.mask, call.sink_logits
+    key = (
+        prepare, *more, id(kv.spec), query.shape, query.stride(), query.dtype, query.get_device(),
+        kv.residual_keys.stride(), kv.residual_values.stride(),
+        mask is not None and (mask.dtype, mask.stride(0) >> 31), sinks is not None and sinks.dtype,
+        call.softcap is None, call.sliding_window is None, kv.words is None,
+    )  # fmt: skip
+
+    def make() -> Plan:
+        where = query.device
+        if where.type == "cpu":
+            refuse_cpu()
+        queries = meta_params.Queries.of(call, meta_params.target_isa(where))
+        grid = query.shape[0], queries.blocks(query.shape[2])
+        return prepare(call, queries, grid, *more)
+
+    return call, kept(kv.launches, key, make)

@@ -68,8 +68,8 @@ def columns_of(query, q_len, QUERIES: tl.constexpr):
 
 @triton.jit
 def attend_heads(
-    keys, values, columns, table, begin, end, visible, softmax_scale, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, values, columns, table, begin, end, visible, KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend the query columns of one head to tiles `begin` to `end` of a row's pages.
 
@@ -99,7 +99,7 @@ def attend_heads(
     for _ in tl.static_range(GROUPS):
         offsets = offsets + (tl.zeros([SUMS, COLUMNS], tl.float32),)
     queries, real, head = columns.queries, columns.real, columns.head
-    shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
+    shrink, factor = query_units(queries, real, visible.softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
     if len(KEYS.side.runs) == 1:
@@ -144,7 +144,7 @@ def attend_heads(
 
 @triton.jit
 def attend_window(
-    keys, values, columns, exact, page_tokens, visible, softmax_scale, WINDOW: tl.constexpr, QUERIES: tl.constexpr
+    keys, values, columns, exact, page_tokens, visible, WINDOW: tl.constexpr, QUERIES: tl.constexpr
 ):  # fmt: skip
     """Attend query columns to the exact tokens of a row, of one head or of latents.
 
@@ -168,7 +168,7 @@ def attend_window(
     if V_CUT is not None:
         acc = zeros(V_CUT, COLUMNS)
     one = tl.full([COLUMNS], 1.0, tl.float32)
-    factor = one * (softmax_scale * LOG2E)
+    factor = one * (visible.softmax_scale * LOG2E)
     query = load_query(queries, real, one, (), K_CUT, K_DTYPE)
     if R_CUT is not None:
         rope = load_query(queries + WINDOW.rank, real, one, (), R_CUT, V_DTYPE)

@@ -22,8 +22,7 @@ from .softmax import below_one, bend, weigh
 
 @triton.jit
 def attend_latents(
-    keys, values, columns, table, begin, end, visible, softmax_scale, LATENTS: tl.constexpr, QUERIES: tl.constexpr,
-    STAGES: tl.constexpr,
+    keys, values, columns, table, begin, end, visible, LATENTS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Attend query rows to tiles `begin` to `end` of a row's pages of latents.
 
@@ -58,7 +57,7 @@ def attend_latents(
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[r].to(tl.float32)), 2), 0))
     q_rope = load_tile(queries + RANK, real, 0, ROPE)
     size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope.to(tl.float32)), 2), 0))
-    shrink, factor = below_one(size, softmax_scale)
+    shrink, factor = below_one(size, visible.softmax_scale)
     q = times(q, shrink[None, :, None], DTYPE)
     q_rope = (q_rope.to(tl.float32) * shrink[None, :, None]).to(dtype_of(LATENTS.rope_dtype))
     lane = tl.arange(0, ROWS)
@@ -154,9 +153,8 @@ def attend_latents(
             acc = new
         block = next_block
     if LATENTS.side.code != "none":
-        acc = times(
-            acc, 1.0 / (LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa)), tl.float32
-        )
+        unit = LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa)
+        acc = times(acc, 1.0 / unit, tl.float32)
     return best, total, acc
 
 
@@ -171,7 +169,7 @@ def times(tiles, factor, DTYPE: tl.constexpr):
 
 @triton.constexpr_function
 def place_unit(PLACE, BITS, ISA):
-    """Return what the codes of a place of words are multiplied by besides."""
+    """Return what the codes of a place of words are multiplied by besides `tile_unit`."""
     return 2.0 ** (PLACE * BITS % 8) if ISA > 0 and BITS < 8 else 1.0
 
 
@@ -400,13 +398,8 @@ def score_channels(
         products = more
     scores = ()
     for i in tl.static_range(SHARE):
-        unit = row_unit * (
-            1.0
-            / (
-                tile_unit(LATENTS.side.bits, LATENTS.isa)
-                * place_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
-            )
-        )
+        unit = place_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
+        unit = row_unit * (1.0 / (tile_unit(LATENTS.side.bits, LATENTS.isa) * unit))
         unit = tl.broadcast_to(unit[None, None, :], bias.shape)
         scores = scores + (tl.fma(products[i], unit, bias),)
     return scores
@@ -426,9 +419,8 @@ def add_channels(
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
     product = tl.zeros(acc.shape, tl.float32)
     for i in tl.static_range(SHARE):
-        unit = row_unit * (
-            LATENTS.boost / place_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
-        )
+        unit = place_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
+        unit = row_unit * (LATENTS.boost / unit)
         w = (parts[PART + i] * unit[None, :]).to(DTYPE)
         w = tl.broadcast_to(w[None, :, :], [acc.shape[0], w.shape[0], w.shape[1]])
         product = tl.dot(w, numbers[FIRST + i], product, input_precision="ieee")

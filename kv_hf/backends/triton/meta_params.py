@@ -8,12 +8,13 @@ come from counting instructions and shared memory of compiled kernels (docs/kern
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...formats.base import planes
 from ...formats.linear import Float8Format, SignedFormat
+from ...page_summary import summary_words, turned_by, word_channels
 from ...quant.codec import block
 from ...spec import PageSpec, SideSpec
 from ..base import AttentionCall
@@ -40,11 +41,10 @@ class Run(NamedTuple):
     """Channels, or places of an order, whose codes have the same bits.
 
     Attributes:
-        place, places: the first, and how many; top: the largest code.
+        place: the first; top: the largest code.
     """
 
     place: int
-    places: int
     top: float
 
 
@@ -113,7 +113,7 @@ def _runs(spec: SideSpec) -> tuple[tuple[Run, ...], tuple[Plane, ...]]:
         for plane in planes(bits):
             lie.append(Plane(plane, low, place, places, byte))
             low, byte = low + plane, byte + places * plane // 8
-        runs.append(Run(place, places, TOPS.get(spec.scheme.code, float((1 << bits) - 1))))
+        runs.append(Run(place, TOPS.get(spec.scheme.code, float((1 << bits) - 1))))
         place += places
     return tuple(runs), tuple(lie)
 
@@ -203,7 +203,7 @@ class Operand(NamedTuple):
         offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
         boost: weights times scales are multiplied by.
         dtype: of the products, by name.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 for instructions that any target and the interpreter takes.
+        isa: as in Queries; 0 or less for instructions that any target and the interpreter takes.
         cut: of the codes; offsets: of the keys' offsets.
     """
 
@@ -296,20 +296,20 @@ class Queries(NamedTuple):
 
     Attributes:
         heads, group: kv heads, and query heads of each.
-        columns: of a program; kept: columns from the first on that may hold queries.
+        columns: of a program.
         chunk: whether a row has more than one query; sinks: whether there are sink logits.
         causal, windowed, capped: whether positions, a sliding window and a softcap count; a mask covers causality.
         mask: "none", "bool" or "float".
         bent: whether scores are in log2 before weights are taken from them.
         hides: whether some scores of pages may be -inf.
         full: whether products are in float32.
-        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
+        isa: HIP on AMD, else compute capability * 10 of the NVIDIA GPU whose instructions unpack codes, or 0: in float32, in the
+            interpreter.
     """
 
     heads: int
     group: int
     columns: int
-    kept: int
     chunk: bool
     sinks: bool
     causal: bool
@@ -330,33 +330,38 @@ class Queries(NamedTuple):
         heads, chunk = spec.keys.num_kv_heads, call.query.shape[2] > 1
         group, causal = call.query.shape[1] // heads, chunk and mask == "none"
         windowed, capped = call.sliding_window is not None, call.softcap is not None
-        columns = column_block(spec, group, chunk, isa)
-        kept = columns if chunk else min(columns, power_of_two(group))
+        columns, full = column_block(spec, group, chunk, isa), in_float32(spec, call.query.dtype)
         return cls(
-            heads, group, columns, kept, chunk, call.sink_logits is not None, causal, windowed, capped, mask,
-            bent=capped or mask == "float", hides=causal or windowed or mask != "none",
-            full=in_float32(spec, call.query.dtype), isa=isa,
-        )  # fmt: skip
+            heads,
+            group,
+            columns,
+            chunk,
+            call.sink_logits is not None,
+            causal,
+            windowed,
+            capped,
+            mask,
+            bent=capped or mask == "float",
+            hides=causal or windowed or mask != "none",
+            full=full,
+            isa=min(isa, 0) if full else isa,
+        )
 
     def blocks(self, q_len: int) -> int:
         """Return the programs of one split of a row."""
         return self.heads * -(-self.group * q_len // self.columns)
 
 
-def compute_types(spec: PageSpec, full: bool) -> tuple[str, ...]:
-    """Return the dtypes of the products with key pages, value pages, window keys and window values.
+def product_type(side: SideSpec, full: bool, *, window: bool = False) -> str:
+    """Return the dtype of the products with pages of a side, or with its window.
 
     Codes are multiplied in float16, into which they fit exactly, whatever the model's dtype: it has three bits more
     than bfloat16, and its range is kept by powers of two (see BOOST and the kernel's `shrink`). Exact numbers are
     multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
     """
     if full:
-        return ("fp32",) * 4
-    window = [FLOATS[side.dtype] for side in spec.sides]
-    pages = [
-        own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)
-    ]
-    return (*pages, *window)
+        return "fp32"
+    return FLOATS[side.dtype] if window or side.scheme.is_exact else "fp16"
 
 
 def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
@@ -367,10 +372,17 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
         fold = "tile" if layout.scale_tokens >= MIN_SIZE else "element"
     cut = whole(side) if fold == "element" else Cut.of(side.runs, chunks)
     return Operand(
-        side=layout, tile=tile, fold=fold, groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1, offset=1.0,
-        boost=1.0, dtype=compute_types(spec, queries.full)[0], isa=0 if queries.full else queries.isa,
-        cut=cut, offsets=cut if side.scheme.wide else whole(side),
-    )  # fmt: skip
+        side=layout,
+        tile=tile,
+        fold=fold,
+        groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1,
+        offset=1.0,
+        boost=1.0,
+        dtype=product_type(side, queries.full),
+        isa=queries.isa,
+        cut=cut,
+        offsets=cut if side.scheme.wide else whole(side),
+    )
 
 
 def _values_of(spec: PageSpec, queries: Queries) -> Operand:
@@ -388,11 +400,19 @@ def _values_of(spec: PageSpec, queries: Queries) -> Operand:
         fold, cut = "element", whole(side)
     # codes around 0 have an offset all the same, in units of their scale
     return Operand(
-        side=layout, tile=tile_tokens(spec, queries.full), fold=fold, groups=layout.dim // group if fold == "token" else 0,
+        side=layout,
+        tile=tile_tokens(spec, queries.full),
+        fold=fold,
+        groups=layout.dim // group if fold == "token" else 0,
         offset=1.0 if layout.offset_tokens else -0.5 * ((1 << layout.bits) - 1),
-        boost=1.0 if queries.full else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
-        dtype=compute_types(spec, queries.full)[1], isa=0 if queries.full else queries.isa, cut=cut, offsets=cut,
-    )  # fmt: skip
+        boost=1.0
+        if queries.full
+        else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
+        dtype=product_type(side, queries.full),
+        isa=queries.isa,
+        cut=cut,
+        offsets=cut,
+    )
 
 
 def whole(side: SideSpec) -> Cut:
@@ -431,7 +451,7 @@ class ExactWindow(NamedTuple):
         keys, values = (whole(side) for side in spec.sides)
         bytes_ = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
         tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
-        types = compute_types(spec, full)[2:]
+        types = [product_type(side, full, window=True) for side in spec.sides]
         if spec.is_latent:
             return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
         return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
@@ -498,7 +518,7 @@ class Latents(NamedTuple):
         rope_code: as `code`, of RoPE keys.
         boost: weights are multiplied by it.
         dtype, rope_dtype: of the products, by name.
-        isa: as in meta_params.Operand.
+        isa: as in Queries.
     """
 
     side: SideLayout
@@ -557,42 +577,118 @@ def latent_bytes(spec: PageSpec, full: bool, isa: int) -> int:
     return 2 * tile_tokens(spec, full) * padded * 4 + queries + rows * rope * 4
 
 
-def latents(spec: PageSpec, queries: Queries) -> Latents:
+def _latents(spec: PageSpec, queries: Queries) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
     cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
-    dtypes = compute_types(spec, queries.full)
     by_channel = fold == "channel"
     stride = token_stride(spec)
     at_once = min(4, page // stride)
     rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
     whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
     return Latents(
-        side=side, fold=fold, tile=tile_tokens(spec, queries.full),
-        stride=stride, copies=stride * side.places // page, rows=tile_rows(spec, queries.full), step=at_once,
-        share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1, cut=cut,
+        side=side,
+        fold=fold,
+        tile=tile_tokens(spec, queries.full),
+        stride=stride,
+        copies=stride * side.places // page,
+        rows=tile_rows(spec, queries.full),
+        step=at_once,
+        share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1,
+        cut=cut,
         rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
-        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None, rope_code=rope.scheme.code,
+        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None,
+        rope_code=rope.scheme.code,
         boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],
-        dtype=dtypes[0], rope_dtype=dtypes[1], isa=0 if queries.full else queries.isa,
-    )  # fmt: skip
+        dtype=product_type(latent, queries.full),
+        rope_dtype=product_type(rope, queries.full),
+        isa=queries.isa,
+    )
+
+
+# -- the choice of pages -----------------------------------------------------------------------------------------------
+
+CHOICE_WARPS = 4  # as of any kernel that asks for no other number
+CHOICE_TOKENS = 256  # of the pages that a program scores at once
+
+
+class KeyWords(NamedTuple):
+    """What of a page's keys is read, and where it lies: all channels, or words of the first channels whose codes lie together.
+
+    Attributes:
+        side: where the keys of whole pages lie.
+        indexed: whether the pages are an index, which holds the words that are read one after the other.
+        row: bytes or numbers of a token, as far as they are there; cut: where those are that are read.
+        group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
+        runs: codes of a byte; width: bytes or numbers of a run.
+        part: bytes or numbers of a word; words: words of the section. Of codes in planes all these are of the first plane.
+        turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
+        read: words that are read; slots: places for them, a power of two.
+        pages: pages of a tile.
+        dtype: of the products with pages, by name; isa: as in Queries.
+    """
+
+    side: SideLayout
+    indexed: bool
+    row: int
+    cut: Cut
+    group: int
+    runs: int
+    width: int
+    part: int
+    words: int
+    turn: int
+    read: int
+    slots: int
+    pages: int
+    dtype: str
+    isa: int
+
+
+def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
+    """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
+    keys, side = spec.keys, side_layout(spec.keys)
+    bits, channels = keys.runs[0]
+    runs = codes_of_bytes(bits)
+    row, width = side.size, channels // runs
+    part = len(word_channels(keys)[0]) // runs
+    words, second = -(-width // part), width
+    read = min(summary_words(keys), words)
+    if indexed:  # whole words, one after the other
+        size = 1 if keys.scheme.bits else keys.dtype.itemsize
+        row, second = 4 * summary_words(keys) // size, 4 * words
+    # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
+    pages = CHOICE_WARPS if queries.full else max(CHOICE_WARPS, CHOICE_TOKENS // side.page)
+    slots = max(power_of_two(read), MIN_SIZE // part)
+    chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
+    return KeyWords(
+        side=side,
+        indexed=indexed,
+        row=row,
+        cut=Cut((chunk,), ()),
+        group=side.offset_tokens or side.page,
+        runs=runs,
+        width=width,
+        part=part,
+        words=words,
+        turn=turned_by(keys),
+        read=read,
+        slots=slots,
+        pages=pages,
+        dtype=product_type(keys, queries.full),
+        isa=queries.isa,
+    )
 
 
 # -- a launch ----------------------------------------------------------------------------------------------------------
 
 
-def constants(spec: PageSpec, queries: Queries) -> tuple[dict[str, Any], int]:
-    """Return the decode kernel's compile-time arguments, dtypes by name, and its warps. spec: layout "rows"."""
-    num_warps, num_stages = launch_parameters(spec, queries)
-    arguments = {
-        "QUERIES": queries,
-        "KEYS": latents(spec, queries) if spec.is_latent else _keys_of(spec, queries),
-        "VALUES": None if spec.is_latent else _values_of(spec, queries),
-        "WINDOW": ExactWindow.of(spec, queries.full),
-        "STAGES": num_stages,
-    }
-    return arguments, num_warps
+def operands(spec: PageSpec, queries: Queries) -> tuple[Operand, Operand] | tuple[Latents, None]:
+    """Return how both sides of pages are multiplied; of latents the first says it of both. spec: layout "rows"."""
+    if spec.is_latent:
+        return _latents(spec, queries), None
+    return _keys_of(spec, queries), _values_of(spec, queries)
 
 
 PROGRAMS = 132 * 8  # that fill a large GPU: 8 on each of 132 multiprocessors, and
@@ -663,7 +759,6 @@ def shared_memory(device: torch.device) -> int | None:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return int(properties.shared_memory_per_block)
-    optin = getattr(
-        properties, "shared_memory_per_block_optin", None
-    )  # newer versions of torch have it
+    # newer versions of torch have it
+    optin = getattr(properties, "shared_memory_per_block_optin", None)
     return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)

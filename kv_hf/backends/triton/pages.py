@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...spec import PageWrite, SideSpec
+from ...spec import PageSpec, PageWrite, SideSpec
 from ..base import PagedKV, Pair, contiguous_pair
 from .dequant import (
     MAGIC,
@@ -361,12 +361,11 @@ def _copy(window, new, starts, skips, slots, q_len, DIM: tl.constexpr, TOKENS: t
 def append_pair_kernel(
     keys,  # Strided: [rows, heads, slots, DIM]
     new_keys,  # Strided: [rows, heads, q_len, DIM]
-    values,  # Strided: [rows, heads, value_slots, VALUE_DIM]
+    values,  # Strided: [rows, heads, slots, VALUE_DIM]
     new_values,  # Strided: [rows, heads, q_len, VALUE_DIM]
     starts,
     skips,
     slots,
-    value_slots,
     q_len,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -376,7 +375,7 @@ def append_pair_kernel(
     if tl.program_id(2) % 2 == 0:
         _copy(keys, new_keys, starts, skips, slots, q_len, DIM, TOKENS)
     else:
-        _copy(values, new_values, starts, skips, value_slots, q_len, VALUE_DIM, TOKENS)
+        _copy(values, new_values, starts, skips, slots, q_len, VALUE_DIM, TOKENS)
 
 
 # -- dense tensors -----------------------------------------------------------------------------------------------------
@@ -531,44 +530,43 @@ def write(call: PageWrite) -> None:
         _seal(call, contiguous_pair(call.windows))
 
 
+def _kernel(
+    launches: dict[Any, Any],
+    spec: PageSpec,
+    jit: Any,
+    tensors: tuple[torch.Tensor, ...],
+    variant: Any,
+    constants: dict[str, Any],
+) -> Kernel:
+    """Return what a layer keeps for tensors that lie as these; its products and sums are rounded one by one."""
+    key = jit, variant, id(spec), tensors[0].get_device(), *[one.stride() for one in tensors]
+    return kept(launches, key, lambda: Kernel(spec, jit, constants, enable_fp_fusion=False))
+
+
 def _append(call: PageWrite, new: Pair) -> None:
     windows, spec = call.windows, call.spec
     if not spec.values.head_dim:  # the strides of nothing are no reason for another variant
         windows, new = (windows[0],) * 2, (new[0],) * 2
     rows, heads, q_len, _ = new[0].shape
-    strides = [one.stride() for one in (*windows, *new)]
+    slots = min(windows[0].shape[2], windows[1].shape[2])
     tokens = 1 if q_len == 1 else APPENDED
-    index = windows[0].get_device()
     sizes = {"DIM": spec.keys.head_dim, "VALUE_DIM": spec.values.head_dim, "TOKENS": tokens}
-    kernel = kept(
-        call.launches,
-        ("append", id(spec), tokens, *strides, index),
-        lambda: Kernel(spec, append_pair_kernel, sizes, enable_fp_fusion=False),
-    )
+    kernel = _kernel(call.launches, spec, append_pair_kernel, (*windows, *new), tokens, sizes)
     kernel.launch(
-        rows, heads, -(-q_len // tokens) * 2, index,
+        rows, heads, -(-q_len // tokens) * 2, windows[0].get_device(),
         lambda at: (
             Strided.of(at, windows[0]), Strided.of(at, new[0]), Strided.of(at, windows[1]), Strided.of(at, new[1]),
-            at(call.starts), at(call.skips), windows[0].shape[2], windows[1].shape[2], q_len,
+            at(call.starts), at(call.skips), slots, q_len,
         ),
     )  # fmt: skip
 
 
 def _seal(call: PageWrite, tokens: Pair) -> None:
     keys, values = tokens if call.spec.values.head_dim else (tokens[0],) * 2
-    spec, index = call.spec, keys.get_device()
-    kernel = kept(
-        call.launches,
-        ("seal", id(spec), keys.stride(), values.stride(), index),
-        lambda: Kernel(
-            spec,
-            seal_pair_kernel,
-            {"KEYS": side_layout(spec.keys), "VALUES": side_layout(spec.values)},
-            enable_fp_fusion=False,
-        ),
-    )
+    sides = {"KEYS": side_layout(call.spec.keys), "VALUES": side_layout(call.spec.values)}
+    kernel = _kernel(call.launches, call.spec, seal_pair_kernel, (keys, values), None, sides)
     kernel.launch(
-        call.jobs.shape[0], keys.shape[1], 2, index,
+        call.jobs.shape[0], keys.shape[1], 2, keys.get_device(),
         lambda at: (
             Strided.of(at, keys), Fields.of(at, call.fields[0]), Strided.of(at, values), Fields.of(at, call.fields[1]),
             at(call.jobs), at(call.damaged),
@@ -603,15 +601,11 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     out = window.new_empty((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
     if not out.numel():
         return out
-    index = out.get_device()
-    kernel = kept(
-        kv.launches,
-        ("dense", side, id(kv.spec), window.stride(), index),
-        lambda: Kernel(kv.spec, dense_kernel, dense_constants(spec), enable_fp_fusion=False),
-    )
+    sizes = dense_constants(spec)
+    kernel = _kernel(kv.launches, kv.spec, dense_kernel, (window,), side, sizes)
     with kv.hold():
         kernel.launch(
-            -(-kv.seen // kernel.constants["TILE"]), spec.num_kv_heads, kv.rows, index,
+            -(-kv.seen // sizes["TILE"]), spec.num_kv_heads, kv.rows, out.get_device(),
             lambda at: (
                 (at(out),), Fields.of(at, pages), Strided.of(at, window), *rows_of(at, kv), kv.seen
             ),

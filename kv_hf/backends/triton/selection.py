@@ -2,7 +2,7 @@
 
 The definition of the result is backends/reference/selection.py. Programs score stretches of a row's pages for one kv head, and
 one more its exact window; a second kernel turns the scores of a row into masses and chooses. Scores are those of a part of a
-page's codes (page_summary.py), for several pages at once: words are those of KeyWords, KEYS, and middles stand for the other
+page's codes (page_summary.py), for several pages at once: words are those of meta_params.KeyWords, KEYS, and middles stand for the other
 channels. Products are batches, a unit (token group or page) each, so that a warp has whole units. Pages are ranked by
 integers that are all different: masses are not negative, so their bits are in the order of the numbers, and of equal ones
 the first page is better. The least of the chosen is found by trying WAYS places of a range at once. All loops go over blocks of a row's pages, of
@@ -12,48 +12,21 @@ which there may be any number.
 import struct
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from ...formats.base import planes
 from ...notices import warn_once
-from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, summary_words, turned_by, word_channels
+from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES
 from ...read_budget import NEWEST_PAGES
-from ...spec import PageSpec
 from ..base import AttentionCall
 from ..reference import selection
 from .dequant import dtype_of, number, run_unit, tile_unit, top_codes
-from .direct import (
-    SPECIALIZED,
-    At,
-    Fields,
-    Kernel,
-    Plan,
-    Strided,
-    kept,
-    queries_of,
-    rows_of,
-)
+from .direct import SPECIALIZED, At, Fields, Kernel, Plan, Strided, planned, rows_of
 from .heads import attend_window, columns_of, load_runs, query_units
-from .meta_params import (
-    HIP,
-    Chunk,
-    Cut,
-    ExactWindow,
-    Queries,
-    SideLayout,
-    codes_of_bytes,
-    compute_types,
-    power_of_two,
-    side_layout,
-)
+from .meta_params import HIP, ExactWindow, Queries, key_words, power_of_two
 from .softmax import LOG2E, NO_WEIGHT, Visibility, cap, log2_sum
 
-NUM_WARPS = 4  # of both kernels, as of any that asks for no other number
-TILE_TOKENS = 256  # of the pages that a program scores at once
-MIN_DEPTH = 16  # numbers that a product sums over, at least
 MIN_STRETCH = 512  # tokens of a program, at least
 # the same where ranges come from codes, of which every program reads RANGED_PAGES pages
 CODES_STRETCH = 2048
@@ -62,10 +35,9 @@ STAGED_BYTES = 48 * 1024  # of the tiles that are on their way
 PROGRAMS = 132 * 4  # that fill a large GPU
 NO_LIMIT = 2**31 - 1  # pages
 LEAST_ROOM = 64  # pages
-Choice = tuple[torch.Tensor, torch.Tensor]
 
 RANGED = tl.constexpr(RANGED_PAGES)
-RANGED_NUMBERS = tl.constexpr(512)  # of a piece of a page whose ranges are taken
+RANGED_NUMBERS = tl.constexpr(256)  # of a piece of a page whose ranges are taken
 MIDDLES = tl.constexpr(MIDDLE_TOKENS)
 NEWEST = tl.constexpr(NEWEST_PAGES)
 SUMS = tl.constexpr(MAX_SPLITS + 1)
@@ -75,63 +47,6 @@ BLOCK = tl.constexpr(1024)  # pages that are counted at once
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 WAYS = tl.constexpr(16)  # places of a range of ranks that are tried at once
 MOST_BITS = tl.constexpr(0x7FFFFFFF)  # more than the bits of any mass
-
-
-class KeyWords(NamedTuple):
-    """What of a page's keys is read, and where it lies: all channels, or words of the first channels whose codes lie together.
-
-    Attributes:
-        side: where the keys of whole pages lie.
-        indexed: whether the pages are an index, which holds the words that are read one after the other.
-        row: bytes or numbers of a token, as far as they are there; cut: where those are that are read.
-        group: tokens that share scales and offsets, which are a unit: a page, where its channels have an offset alone.
-        runs: codes of a byte; width: bytes or numbers of a run.
-        part: bytes or numbers of a word; words: words of the section. Of codes in planes all these are of the first plane.
-        turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
-        read: words that are read; slots: places for them, a power of two.
-        pages: pages of a tile.
-        dtype: of the products with pages, by name; isa: as in meta_params.Operand.
-    """
-
-    side: SideLayout
-    indexed: bool
-    row: int
-    cut: Cut
-    group: int
-    runs: int
-    width: int
-    part: int
-    words: int
-    turn: int
-    read: int
-    slots: int
-    pages: int
-    dtype: str
-    isa: int
-
-
-def key_words(spec: PageSpec, queries: Queries, indexed: bool) -> KeyWords:
-    """Return what is read of the keys of pages (layout "rows"), or of an index of them (page_summary.part_fields)."""
-    keys, side = spec.keys, side_layout(spec.keys)
-    bits, channels = keys.runs[0]
-    runs = codes_of_bytes(bits)
-    row, width = side.size, channels // runs
-    part = len(word_channels(keys)[0]) // runs
-    words, second = -(-width // part), width
-    read = min(summary_words(keys), words)
-    if indexed:  # whole words, one after the other
-        size = 1 if keys.scheme.bits else keys.dtype.itemsize
-        row, second = 4 * summary_words(keys) // size, 4 * words
-    dtype = compute_types(spec, queries.full)[0]
-    # a warp has a whole unit at least; products in float32 go through shared memory, where more have no room
-    pages = NUM_WARPS if queries.full else max(NUM_WARPS, TILE_TOKENS // side.page)
-    slots = max(power_of_two(read), MIN_DEPTH // part)
-    chunk = Chunk(bits, 0, slots * part, slots * part, 0, second, width // 2, 0)
-    return KeyWords(
-        side=side, indexed=indexed, row=row, cut=Cut((chunk,), ()), group=side.offset_tokens or side.page,
-        runs=runs, width=width, part=part, words=words, turn=turned_by(keys), read=read, slots=slots,
-        pages=pages, dtype=dtype, isa=0 if queries.full else queries.isa,
-    )  # fmt: skip
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -304,7 +219,7 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
     """Return the log2 of the summed weights of the pages that some units belong to: [pages, columns].
 
     Args:
@@ -349,7 +264,7 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
     bias = tl.zeros([UNITS, COLUMNS], tl.float32)
     if CODE != "none" or KEYS.read < KEYS.words:
         bias = _bias(keys, unit, whole_query, words, KEYS)
-    if CAPPED:
+    if QUERIES.capped:
         score = products * by[:, None, None] + bias[:, None, :]
         score = cap(score, factor[None, None, :], softcap)
     else:
@@ -364,18 +279,19 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
 
 @triton.jit
 def _score_pages(
-    keys, held_words, table, pages, begin, end, columns, softmax_scale, softcap, scores,
-    KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    keys, held_words, table, pages, columns, visible, scores, KEYS: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Store the log2 of the summed weights of pages in tiles `begin` to `end` of a row, and return that of all: [columns].
+    """Store the log2 of the summed weights of the pages of this program's split, and return that of all: [columns].
 
     scores: [columns], pointers to the numbers of a column's pages.
     """
     PAGES: tl.constexpr = KEYS.pages
     GROUPS: tl.constexpr = KEYS.side.page // KEYS.group
-    CAPPED: tl.constexpr = QUERIES.capped
     queries, real, head = columns.queries, columns.real, columns.head
-    shrink, factor = query_units(queries, real, softmax_scale, KEYS.side.dim)
+    shrink, factor = query_units(queries, real, visible.softmax_scale, KEYS.side.dim)
+    tiles = (pages + PAGES - 1) // PAGES
+    split, splits = tl.program_id(2), tl.num_programs(2) - 1
+    begin, end = tiles * split // splits, tiles * (split + 1) // splits
     # each place of a tile has its own sum so far: no exchange between warps in the loop
     best = tl.full([PAGES, real.shape[0]], NO_WEIGHT, tl.float32)
     total = tl.full(best.shape, 1.0, tl.float32)
@@ -388,15 +304,14 @@ def _score_pages(
         for tile in tl.range(begin, end, num_stages=STAGES):
             at = tile * PAGES + number // GROUPS
             # what is not there is read from page 0, and hidden afterwards
-            block = (
-                tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * KEYS.side.heads + head
-            )
+            block = tl.load(table + at, mask=at < pages, other=0)
+            block = block.to(tl.int64) * KEYS.side.heads + head
             if len(KEYS.side.runs) > 1:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
             of_page = _page_sums(
-                keys, unit, read, all_channels, words, factor, softcap, KEYS, CAPPED
+                keys, unit, read, all_channels, words, factor, visible.softcap, KEYS, QUERIES
             )
             page = tile * PAGES + tl.arange(0, PAGES)
             held = page < pages
@@ -510,7 +425,7 @@ class Scores(NamedTuple):
     Attributes:
         pages: [rows, heads * group * q_len, room] fp32: log2 of the summed weights of a page.
         sums: [rows, heads * group * q_len, splits] fp32: the same of a split's pages; last, of the window and the sinks.
-        masses: [rows, room] fp32; behind the pages', the mass of the window.
+        masses: [rows, room] fp32, of the pages.
     """
 
     pages: Any
@@ -533,7 +448,7 @@ def score_kernel(
     most,
     share,
     from_tokens,
-    room,  # more pages than there are, a multiple of 16
+    room,  # at least as many pages as there are, a multiple of 16
     q_len,
     softmax_scale,
     softcap,
@@ -557,21 +472,19 @@ def score_kernel(
     exact = tl.load(exact_lens + columns.row)
     scored = _pages_to_choose(pages, exact, most, share, from_tokens, KEYS.side.page) < pages
     table = block_table + columns.row * table_width
-    scores = scratch.pages + columns.row * count * room
+    scores = scratch.pages + (columns.row * count + number) * room
     sums = scratch.sums + columns.row * count * splits
+    at = exact - columns.q_len + columns.tokens
+    visible = Visibility(at, columns.queries, 0, 0, 0, softcap, softmax_scale)
 
     if scored:
         if split < splits - 1:
-            tiles = (pages + KEYS.pages - 1) // KEYS.pages
             of_split = _score_pages(
-                keys, held_words, table, pages, tiles * split // (splits - 1), tiles * (split + 1) // (splits - 1), columns,
-                softmax_scale, softcap, scores + number.to(tl.int64) * room, KEYS, QUERIES, STAGES,
-            )  # fmt: skip
+                keys, held_words, table, pages, columns, visible, scores, KEYS, QUERIES, STAGES
+            )
         else:
-            at = exact - columns.q_len + columns.tokens
-            visible = Visibility(at, columns.queries, 0, 0, 0, softcap)
             best, total, _ = attend_window(
-                window_keys, window_keys, columns, exact, 0, visible, softmax_scale, WINDOW, QUERIES
+                window_keys, window_keys, columns, exact, 0, visible, WINDOW, QUERIES
             )
             of_split = tl.maximum(best + tl.log2(total), NO_WEIGHT)
             if QUERIES.sinks:
@@ -618,7 +531,7 @@ def choose_kernel(
     tl.store(chosen_pages + row, count)
 
 
-def choose_pages(call: AttentionCall) -> Choice:
+def choose_pages(call: AttentionCall) -> selection.Choice:
     """Choose as `reference.selection.choose_pages` does, in two launches on the device of the query, without waiting for it.
 
     Args:
@@ -626,21 +539,12 @@ def choose_pages(call: AttentionCall) -> Choice:
             the plan.
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
-    query, kv = call.query, call.kv
-    if not kv.spec.keys.scheme.wide and len(planes(kv.spec.keys.scheme.bits)) > 1:
-        return _by_reference(call, f"no kernel reads words of {kv.spec.keys.scheme.name!r} keys")
-    index = query.get_device()
-    if query.stride(3) != 1:
-        query = query.contiguous()
-    budget, sinks = kv.budget, call.sink_logits
+    width = call.kv.block_table.shape[1]
+    room = max(LEAST_ROOM, power_of_two(width))
+    call, plan = planned(call, _prepare, room)
+    query, kv, budget, sinks = call.query, call.kv, call.kv.budget, call.sink_logits
     assert budget is not None
-    width = kv.block_table.shape[1]
-    room = max(LEAST_ROOM, power_of_two(width + 1))
-    key = (
-        "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
-        None if sinks is None else sinks.dtype, kv.words is None, index, room,
-    )  # fmt: skip
-    plan = kept(kv.launches, key, lambda: _prepare(call, room))
+    index = query.get_device()
     if plan.refused:
         return selection.choose_pages(call)
     keys = kv.key_pages
@@ -650,8 +554,8 @@ def choose_pages(call: AttentionCall) -> Choice:
         keys = {**keys, "codes": codes, "offset": keys.get("middle", keys.get("offset", codes))}
     # no launch takes a float64: its bits are an integer
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
-    chosen = kv.block_table.new_empty((plan.rows, budget.width(width, kv.page_size)))
-    pages = kv.block_table.new_empty(plan.rows)
+    chosen = kv.block_table.new_empty((kv.rows, budget.width(width, kv.page_size)))
+    pages = kv.block_table.new_empty(kv.rows)
     scratch = plan.parts(index)  # alive until the launch
 
     most = NO_LIMIT if budget.pages is None else budget.pages
@@ -674,28 +578,23 @@ def choose_pages(call: AttentionCall) -> Choice:
         )  # fmt: skip
 
     try:
-        plan.kernel.launch(plan.rows, plan.blocks, splits, index, to_score)
-        plan.last.launch(plan.rows, 1, 1, index, to_choose)
+        plan.kernel.launch(*plan.grid, splits, index, to_score)
+        plan.last.launch(kv.rows, 1, 1, index, to_choose)
     except OutOfResources as error:
         plan.refused = True
-        return _by_reference(call, f"the GPU refuses the kernel ({error})")
+        reason = f"the GPU refuses the kernel ({error})"
+        warn_once(
+            f"read: triton: {reason}",
+            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: "
+            f"{reason}",
+        )
+        return selection.choose_pages(call)
     return chosen, pages
 
 
-def _by_reference(call: AttentionCall, reason: str) -> Choice:
-    warn_once(
-        f"read: triton: {reason}",
-        "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: "
-        f"{reason}",
-    )
-    return selection.choose_pages(call)
-
-
-def _prepare(call: AttentionCall, room: int) -> Plan:
-    kv, queries = call.kv, queries_of(call)
-    assert kv.budget is not None
+def _prepare(call: AttentionCall, queries: Queries, grid: tuple[int, int], room: int) -> Plan:
+    kv = call.kv
     rows, heads, q_len, _ = call.query.shape
-    blocks = queries.blocks(q_len)
     words = key_words(kv.spec, queries, kv.words is not None)
     size = 4 if queries.full else kv.spec.keys.code_dtype.itemsize
     staged = STAGED_BYTES // (words.pages * words.side.page * words.slots * words.part * size)
@@ -706,15 +605,13 @@ def _prepare(call: AttentionCall, room: int) -> Plan:
         "STAGES": max(1, min(2 if queries.isa == HIP else 3, staged)),
     }
     by_codes = words.side.code != "unsigned" and words.read < words.words and not words.indexed
-    most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * blocks)))
+    most = max(1, min(MAX_SPLITS, PROGRAMS // (rows * grid[1])))
     columns = rows * heads * q_len
     return Plan(
         kernel=Kernel(kv.spec, score_kernel, constants),
         last=Kernel(kv.spec, choose_kernel, {"PAGE": kv.page_size}),
-        rows=rows,
-        blocks=blocks,
+        grid=grid,
         stretch=CODES_STRETCH if by_codes else MIN_STRETCH,
         most=most,
         sizes=(columns * room, columns * (most + 1), rows * room),
-        where=call.query.device,
     )

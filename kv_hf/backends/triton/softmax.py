@@ -15,7 +15,7 @@ class Visibility(NamedTuple):
     Attributes:
         query_at: [columns], positions of the queries.
         masks: [columns], pointers to column 0 of each query's mask; left: the column of token 0.
-        sink_tokens, sliding_window, softcap: as in AttentionCall and PagedKV.
+        sink_tokens, sliding_window, softcap, softmax_scale: as in AttentionCall and PagedKV.
     """
 
     query_at: Any
@@ -24,6 +24,7 @@ class Visibility(NamedTuple):
     sink_tokens: Any
     sliding_window: Any
     softcap: Any
+    softmax_scale: Any
 
 
 LOG2E = tl.constexpr(1.4426950408889634)

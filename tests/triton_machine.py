@@ -20,9 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import pytest
 import torch
+from harness import slow
 from packaging.version import Version
 from paged_inputs import OWN
-from slow import slow
 
 from kv_hf.formats import Format, format_names
 

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import itertools
 import random
 import statistics
 import time
@@ -166,15 +165,10 @@ def mixed_prompts(ids: list[int], requests: int, least: int, most: int) -> Promp
     return prompts
 
 
-def step_ms(stamps: list[float]) -> float:
-    """Return the median milliseconds between two of the times when tokens were there, in seconds."""
-    return 1e3 * statistics.median(later - one for one, later in itertools.pairwise(stamps))
-
-
 def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int) -> Fields:
     """Run requests that all come at once through continuous batching, on a paged cache or OWN, of `budget` bytes.
 
-    Returns: seconds, tokens_per_s (new tokens), first_token_s (median), step_ms (median), and capacity_tokens.
+    Returns: seconds, tokens_per_s (new tokens), first_token_s (median), and capacity_tokens.
     """
     generation = GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=answer
@@ -191,10 +185,7 @@ def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int)
         generation_config=generation, continuous_batching_config=batching
     ) as manager:
         held = manager.batch_processor.cache
-        if cache == OWN:
-            capacity = BLOCK * held.num_blocks
-        else:
-            capacity = held.options.page_size * held.num_blocks
+        block = BLOCK if cache == OWN else held.options.page_size
         begin = time.perf_counter()
         manager.add_requests(prompts, max_new_tokens=answer, record_timestamps=True)
         while len(results) < len(prompts):
@@ -210,8 +201,7 @@ def run_load(model: Any, prompts: Prompts, answer: int, cache: str, budget: int)
         "seconds": seconds,
         "tokens_per_s": sum(len(one.generated_tokens) for one in results) / seconds,
         "first_token_s": statistics.median(one.timestamps[0] - begin for one in results),
-        "step_ms": step_ms(results[0].timestamps),
-        "capacity_tokens": capacity,
+        "capacity_tokens": block * held.num_blocks,
     }
 
 

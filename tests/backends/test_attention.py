@@ -12,6 +12,7 @@ import paged_inputs
 import pytest
 import torch
 from allocations import guarded
+from harness import slow_but
 from paged_inputs import (
     DTYPES,
     ISAS,
@@ -27,7 +28,6 @@ from paged_inputs import (
     tokens_of,
 )
 from rounding import Rounding
-from slow import slow_but
 
 from kv_hf.backends import dispatch
 from kv_hf.backends.base import AttentionCall

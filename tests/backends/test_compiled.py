@@ -12,7 +12,7 @@ import weakref
 import pytest
 import rounding
 import torch
-from slow import slow_but
+from harness import slow_but
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters

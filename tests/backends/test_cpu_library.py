@@ -14,7 +14,7 @@ import pytest
 import rounding
 import tiny_models
 import torch
-from at_once import at_once
+from harness import at_once
 from paged_inputs import LATENTS, latent_spec, make_kv, make_query, needs_library, page_spec
 
 import kv_hf

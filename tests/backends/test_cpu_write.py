@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from allocations import guarded
-from at_once import at_once
+from harness import at_once
 from paged_inputs import (
     DTYPES,
     ISAS,

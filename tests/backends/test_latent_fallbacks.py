@@ -9,7 +9,7 @@ import pytest
 import rounding
 import torch
 from accelerate import cpu_offload, dispatch_model
-from at_once import at_once
+from harness import at_once
 from test_latent import (
     LENGTHS,
     assert_all_close,

@@ -12,9 +12,8 @@ from itertools import product
 
 import pytest
 import torch
+from harness import TESTS, slow_but
 from paged_inputs import PLAIN, latent_spec, page_spec
-from paths import TESTS
-from slow import slow_but
 
 from kv_hf.formats import format_names, key_scheme
 from kv_hf.spec import ROWS, SideSpec

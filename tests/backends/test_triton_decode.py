@@ -11,6 +11,7 @@ from unittest.mock import patch
 import paged_inputs
 import pytest
 import torch
+from harness import slow_but
 from paged_inputs import (
     PLAIN,
     ROWS,
@@ -22,7 +23,6 @@ from paged_inputs import (
     make_query,
 )
 from rounding import Rounding
-from slow import slow_but
 from triton_machine import attend, call, compiled_pairs, runs_kernels, skip_where
 
 from kv_hf.backends.base import AttentionCall

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
+from harness import slow_but
 from paged_inputs import DTYPES, PLAIN, latent_spec, make_kv, make_latents
-from slow import slow_but
 from triton_machine import call, compiled_pairs, dense, runs_kernels
 
 from kv_hf.backends.reference.pages import dense_side

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import tiny_latent
 import torch
-from slow import slow_but
+from harness import slow_but
 from tiny_models import left_padded, make_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import slow_but
 from paged_inputs import DTYPES, check_seals, latent_spec, page_spec
-from slow import slow_but
 from test_cpu_write import SLOTS, Inputs, assert_equal, make_spec, specs, specs_of_every_size
 from triton_machine import call, compiled_pairs, runs_kernels, skip_where, write
 

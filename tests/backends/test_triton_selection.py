@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from harness import slow, slow_but
 from paged_inputs import make_kv, make_query
 from rounding import WALK
-from slow import slow, slow_but
 from test_choose_pages import by_index, words_of
 from triton_machine import call, choose, runs_kernels
 

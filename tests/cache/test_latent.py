@@ -9,9 +9,9 @@ import pytest
 import rounding
 import torch
 import transformers
+from harness import slow_but
 from measure.family_models import ROLES, families
 from packaging.version import Version
-from slow import slow_but
 from tiny_latent import (
     FAMILIES,
     SPARSE,

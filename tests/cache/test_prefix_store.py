@@ -18,8 +18,8 @@ import pytest
 import rounding
 import tiny_latent
 import torch
-from at_once import at_once
 from beside_stock import assert_same, pages
+from harness import at_once
 from measure.family_models import build_model, families
 from safetensors.torch import save
 from tiny_models import make_model, make_sliding, shared_model, tokens

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 import transformers
 from allocations import NewTensors
-from at_once import at_once
 from beside_stock import run
+from harness import at_once
 from measure.family_models import build_model, families
 from tiny_models import left_padded, make_model, make_sliding, shared_model, tokens
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rounding
 import torch
-from at_once import at_once
+from harness import at_once
 from paged_inputs import page_spec as spec
 from tiny_models import (
     all_values,

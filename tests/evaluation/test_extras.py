@@ -4,7 +4,7 @@ import sys
 from importlib.resources import files
 
 import pytest
-from paths import run_python
+from harness import run_python
 
 from kv_hf import evaluation, texts
 from kv_hf.checks import extra

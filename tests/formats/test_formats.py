@@ -14,9 +14,9 @@ import rounding
 import tiny_latent
 import tiny_models
 import torch
+from harness import ROOT
 from nf4_format import NF4
 from paged_inputs import needs_library, page_spec
-from paths import ROOT
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 

@@ -9,11 +9,11 @@ import tiny_encoders
 import tiny_mha
 import torch
 import transformers
+from harness import slow_but
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from slow import slow_but
 from tiny_mha import digest
 from tiny_tokenizer import make_tokenizer
 

@@ -11,7 +11,7 @@ import tiny_mha
 import torch
 import torch.nn.functional as F
 import uptrain
-from paths import ROOT, run_python
+from harness import ROOT, run_python
 from tiny_models import make_model
 from tiny_tokenizer import sentence, tiny_tokenizer
 from transformers import AutoModelForCausalLM

@@ -9,9 +9,8 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from devices_worker import CASES
+from harness import TESTS, run_python, slow_but
 from paged_inputs import needs_library
-from paths import TESTS, run_python
-from slow import slow_but
 from tiny_models import left_padded, make_model, shared_model, tokens
 from transformers import AutoModelForCausalLM
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tiny_latent
 import torch
-from paths import TESTS, run_python
+from harness import TESTS, run_python
 from processes_worker import continued, load
 from tiny_models import make_config, make_model, tokens
 from torch.nn.parallel.scatter_gather import gather

@@ -7,6 +7,7 @@ import rounding
 import torch
 import transformers
 from beside_stock import assert_same, compare, pages, run
+from harness import slow_but
 from measure import suites
 from measure.families import SENSITIVE, examine
 from measure.families import compare as compare_operation
@@ -14,7 +15,6 @@ from measure.family_models import ROLES, build_model, families
 from measure.family_operations import OPERATIONS, STOCK, NotOffered, Subject
 from measure.runner import WORKLOADS
 from measure.runner import run as run_workload
-from slow import slow_but
 from tiny_encoders import MODELS, make
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, shared_model, tokens
 from transformers import DynamicCache

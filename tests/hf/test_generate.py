@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from beside_stock import compare, pages, run
+from harness import slow_but
 from measure.family_models import build_model, families
 from rounding import assert_close
-from slow import slow_but
 from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 from transformers import (
     GenerationConfig,

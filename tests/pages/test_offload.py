@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from at_once import at_once
 from beside_stock import pages, run
+from harness import at_once
 from tiny_models import left_padded, make_model, make_sliding, tokens
 from token_states import FULL, FakeLayer, LateCopies, dense, feed, offload_to, same, text
 

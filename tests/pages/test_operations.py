@@ -11,7 +11,7 @@ import rounding
 import tiny_latent
 import torch
 from faults import throw
-from slow import slow
+from harness import slow
 from tiny_models import make_model, make_sliding
 from token_states import PAGE, offload_to
 from transformers import DynamicCache

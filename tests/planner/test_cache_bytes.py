@@ -9,10 +9,10 @@ import tiny_models
 import torch
 import transformers
 from beside_stock import run
+from harness import slow_but
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from measure.family_models import build_config, families
-from slow import slow_but
 from tiny_models import COMMON, left_padded, tokens
 from transformers import DynamicCache, StaticCache
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from slow import slow_but
+from harness import slow_but
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from harness import ROOT
 
 PAGE = "https://example.org/owner/name"
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))

@@ -5,7 +5,7 @@ import inspect
 import re
 
 import pytest
-from paths import ROOT
+from harness import ROOT
 from test_snippets import FENCE
 
 from kv_hf import errors

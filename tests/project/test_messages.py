@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import rounding
-from paths import ROOT
+from harness import ROOT
 from tiny_models import make_model, shared_model, tokens
 from tiny_tokenizer import make_tokenizer
 from transformers import TextStreamer

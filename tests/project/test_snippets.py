@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from paths import ROOT
+from harness import ROOT
 from tiny_latent import make_model as make_latent_model
 from tiny_models import make_model
 from tiny_tokenizer import SPECIAL, make_tokenizer, make_word_tokenizer

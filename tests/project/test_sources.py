@@ -8,7 +8,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 
-from paths import ROOT
+from harness import ROOT
 
 PACKAGE = ROOT / "kv_hf"
 LAYERS = [

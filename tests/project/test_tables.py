@@ -3,7 +3,7 @@
 import re
 
 import tables
-from paths import ROOT
+from harness import ROOT
 
 PAGES = [
     ROOT / "README.md",

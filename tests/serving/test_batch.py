@@ -10,8 +10,8 @@ import weakref
 import pytest
 import tiny_latent
 import torch
+from harness import slow_but
 from measure.family_models import build_model, families
-from slow import slow_but
 from tiny_models import make_model, make_sliding, stressed, value_channel
 from tiny_server import check_batch
 from transformers import GenerationConfig

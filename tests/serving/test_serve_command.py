@@ -8,7 +8,7 @@ import urllib.request
 from unittest.mock import MagicMock
 
 import pytest
-from paths import ROOT
+from harness import ROOT
 from tiny_models import make_model, shared_model, tokens
 from tiny_server import WAIT_S, Running, free_port, save_model
 from transformers import GenerationConfig

@@ -54,7 +54,9 @@ class BatchStore(LayerStore):
         ] = []  # old windows, and what they will hold
         with persistent_tensors():
             for window in self.windows:
-                window.tokens = _windows(window, rows, slots)
+                spec = window.spec
+                row = window.tokens.new_empty((0, spec.num_kv_heads, slots, spec.head_dim))
+                window.tokens = _zeros(row, rows)
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
@@ -152,10 +154,8 @@ class BatchStore(LayerStore):
         return *new, LazyMask(shape, self.device, visible, causal=causal)
 
 
-def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:
-    """Return windows [rows, num_kv_heads, slots, head_dim], all zero; on a CPU the system gives memory to those that are used."""
-    spec = residual.spec
-    none = residual.tokens.new_empty((0, spec.num_kv_heads, slots, spec.head_dim))
+def _zeros(none: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return zeros [rows, ..] shaped as `none` [0, ..]; on a CPU the system gives memory to the rows that are used."""
     mapped = mapped_zeros(none, rows)
     return none.new_zeros((rows, *none.shape[1:])) if mapped is None else mapped
 
@@ -183,9 +183,7 @@ class RowStates:
         self.number_of_states = layer.number_of_states
         found = {name: state for name, state in states_of(layer).items() if name != KERNELS}
         with persistent_tensors():
-            self.states: States = {
-                name: state.new_zeros((rows, *state.shape[1:])) for name, state in found.items()
-            }
+            self.states: States = {name: _zeros(state[:0], rows) for name, state in found.items()}
         self._rows, self._layer = slice(0), LinearAttentionLayer()
 
     @property

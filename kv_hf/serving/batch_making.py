@@ -77,6 +77,13 @@ def template_of(model: Any, options: CacheConfig, store: PrefixStore | None = No
     return cache
 
 
+def why_not_shared(template: PagedCache) -> str | None:
+    """Return the layers of a model whose requests can share no pages in batches, None where there are none."""
+    if any(layer.window is not None for layer in template.paged_layers):
+        return "sliding windows"
+    return "states" if stateful(template.layers) else None
+
+
 def _probed(
     model: Any, options: CacheConfig, batching: Any
 ) -> tuple[PagedCache, PrefixStore | None]:
@@ -84,17 +91,11 @@ def _probed(
     store = options.prefix_store
     config = model.config.get_text_config(decoder=True)
     cache = template_of(model, options)
-    why = None if batching.allow_block_sharing else "allow_block_sharing=False"
-    if any(layer.window is not None for layer in cache.paged_layers):
-        why = "this model has sliding-window layers"
-    elif stateful(cache.layers):
-        why = "this model has layers with states"
-    if why is not None:
-        if store is not None:
-            raise CacheOptionError(
-                f"prefix_store shares pages between requests, and {why}; leave one of them out"
-            )
-    else:
+    if store is not None and not batching.allow_block_sharing:
+        raise CacheOptionError(
+            "prefix_store shares pages between requests, and allow_block_sharing=False; leave one of them out"
+        )
+    if batching.allow_block_sharing and why_not_shared(cache) is None:
         store = PrefixStore() if store is None else store
         cache = template_of(model, options, store)
     count = options.sink_tokens + options.recent_tokens + 2 * options.page_size + 1

@@ -24,7 +24,7 @@ from ..hf.latent import foreign_expansion, passing_new_latents
 from ..hf.models import why_not_pages
 from ..notices import warn_once
 from .batch_cache import BatchCache, Salted
-from .batch_making import new_cache, template_of
+from .batch_making import new_cache, template_of, why_not_shared
 from .batch_store import called
 
 Manager = continuous_api.ContinuousBatchingManager
@@ -95,7 +95,12 @@ def check_batches(model: Any, options: CacheConfig) -> None:
         )
     _check_options(options)
     _check_model(model)
-    template_of(model, options)
+    layers = why_not_shared(template_of(model, options))
+    if options.prefix_store is not None and layers is not None:
+        raise CacheOptionError(
+            "prefix_store (--prefix-folder of the server) shares pages between requests, and in batches layers with "
+            f"{layers}, as this model has, share none; leave it out"
+        )
 
 
 def _check_model(model: Any) -> None:

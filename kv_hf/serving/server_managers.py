@@ -146,8 +146,8 @@ class PagedManagers:
     def check(self, model: Any, model_id: str) -> None:
         """Raise KVCacheError where pages cannot be the model's cache."""
         if self.options.batching:
-            name, options = self.options.name, self.options.cache_config
-            check_batches(model, CacheConfig.from_options(name, options))
+            options = self.options.options_of(self.options.make_store())
+            check_batches(model, CacheConfig.from_options(self.options.name, options))
         else:
             self.served(model, model_id)
 

@@ -422,6 +422,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
         ("llama", {}, {"use_async_batching": True}, "use_async_batching"),
         ("llama", {}, {"default_compile_level": 1}, "default_compile_level"),
         ("bloom", {}, {}, "which BloomForCausalLM has not"),
+        ("gemma3_text", {"prefix_store": kv_hf.PrefixStore()}, {}, "layers with sliding windows"),
     ],
     ids=str,
 )

@@ -71,7 +71,7 @@ $(VENV)/.weights: | $(VENV)/.demo
 demo: $(VENV)/.demo $(VENV)/.weights ## install what the demo needs, then generate with every cache on a real model (MODEL=hub id or folder)
 	$(BIN)/python scripts/demo.py --model $(MODEL)
 
-test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
+test: $(VENV)/.installed ## run the test suite (no network, no GPU, 5 minutes on 2 quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-environments: $(VENV)/.installed ## tests in each environment that they must not depend on: instruction sets, threads, variables of a shell

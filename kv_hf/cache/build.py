@@ -189,7 +189,10 @@ def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
 
 
 def make_room(cache: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Make room, for all layers of an offloaded cache, for the pages that an append of keys and values [rows, heads, q_len, head_dim] will seal.
+    """Make room, in all layers of an offloaded cache, for the pages that an append will seal.
+
+    Args:
+        keys, values: [rows, heads, q_len, head_dim], of the append.
 
     Layers that have not seen keys yet are taken to have heads like these.
     Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.

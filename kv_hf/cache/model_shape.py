@@ -200,7 +200,8 @@ def page_sizes(config: Any) -> dict[str, Any] | None:
     # T5 and its kin have d_kv: heads need not add up to hidden_size
     dims = _read(config, "head_dim"), _read(config, "d_kv")
     head_dim = next((dim for dim in dims if isinstance(dim, int)), None)
-    if head_dim is None and isinstance(num_heads, int) and isinstance(hidden, int):
+    known = isinstance(num_heads, int) and isinstance(hidden, int) and VARIES not in dims
+    if head_dim is None and known:
         head_dim = hidden // num_heads
     if dims[0] == VARIES or kv_heads is None or head_dim is None:
         return None

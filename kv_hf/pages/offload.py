@@ -98,10 +98,12 @@ def split_layers(
     if needed <= device_bytes:
         return frozenset(leaving)
     slots = max(demand.slots for demand in demands.values())
+    indexes = sum(demand.index_bytes for demand in demands.values())
     raise DeviceBudgetError(
         f"device_bytes={device_bytes} is too small for this text: reading one layer at a time needs device_bytes={needed} "
-        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages, the index of all pages that a step chooses from, if it "
-        f"chooses, and {SEAL_PAGES} pages that are being sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text or a smaller format"
+        f"({buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages, {indexes:,} bytes of the index that steps choose "
+        f"pages by, and {SEAL_PAGES} pages that are being sealed); the cache is unchanged. Raise it, or use a smaller batch, a "
+        "shorter text or a smaller format"
     )
 
 

@@ -34,7 +34,8 @@ class Prefix:
 class PrefixTree:
     """Pages by the tokens that they and all before them hold, the least recently used given up first.
 
-    All nodes lie in one dictionary, by their tokens and what is above them, another node or a root's space: what is found there is held, whatever stops a change in the middle.
+    All nodes lie in one dictionary, by their tokens and what is above them, another node or a root's space. What is found there
+    is held, whatever stops a change in the middle.
 
     Args:
         pool: the pool of the pages, which are held as long as they are in the tree.

@@ -481,9 +481,8 @@ class Rows:
         exact = np.maximum(0, seen - batch.padding) - batch.dropped * size
         behind = np.maximum(0, exact - self.sizes.sink_tokens)
         whole = np.minimum(batch.counts, behind // size)
-        cut = (
-            whole < batch.counts
-        )  # the last page that is left, if any of its tokens is, is decoded back
+        # of a row that loses pages, the first of them is decoded back where some of its tokens are left
+        cut = whole < batch.counts
         pages = tuple(held[:left] for held, left in zip(batch.pages, whole.tolist(), strict=True))
         reopened = [
             (row, batch.pages[row][whole[row]], int(behind[row] % size))

@@ -49,9 +49,8 @@ class BatchStore(LayerStore):
         self.lends = True
         self.new: torch.Tensor | None = None
         self._handed: list[tuple[torch.Tensor, torch.Tensor, LazyMask]] = []
-        self._late: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # old windows, and what they will hold
+        # old windows, and what they will hold
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         with persistent_tensors():
             for window in self.windows:
                 spec = window.spec

@@ -191,10 +191,10 @@ def _pages(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
 def make_room(cache: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Make room, in all layers of an offloaded cache, for the pages that an append will seal.
 
+    Layers that have not seen keys yet are taken to have heads like those of the append.
+
     Args:
         keys, values: [rows, heads, q_len, head_dim], of the append.
-
-    Layers that have not seen keys yet are taken to have heads like these.
     Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
     """
     cache.page_memory.check_device(keys.device)

@@ -29,7 +29,7 @@ from .rows import Row
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
 # task -> things: "single" hides the code of one, "multi_key" those of others beside it, "copy" a list of words
-TASKS = {"single": 1, "multi_key": 4, "copy": 6}
+TASKS = {"single": 1, "multi_key": 12, "copy": 6}
 SECRET = "The secret words are"  # how copy introduces its list
 SPARE = 16  # tokens that a generated answer may be longer than the expected one
 ROOM = 16  # columns of a preallocated cache beyond prompt and answer

@@ -331,6 +331,7 @@ def put_pages(ids: Sequence[int], pages: Sequence[Any], storages: Sequence[PageS
     """Write pages, fields [1, ..] as PrefixFolder.pages returned them, to these ids; under the lock of the storages."""
     for place, storage in enumerate(storages):
         storage.grow(max(storage.capacity, max(ids) + 1))
+        storage.sealed += len(ids)
         for number, side in enumerate(storage.sides):
             parts = [page[place][number] for page in pages]
             put(side, ids, {name: torch.cat([one[name] for one in parts]) for name in parts[0]})

@@ -408,6 +408,7 @@ def _fill(
         fields = replace(side, layout=ROWS).fields.items()
         pages.append({name: claimed(side, name, of, count, *shape) for name, (shape, of) in fields})
     layer.storage.grow(page_capacity(count))
+    layer.storage.judged = count > 0  # as in the cache that was saved
     for held, storage, residual in zip(pages, layer.storage.sides, layer.residuals, strict=True):
         side = storage.spec
         if "order" in held and not is_order(held["order"]):

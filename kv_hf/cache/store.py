@@ -277,16 +277,21 @@ class LayerStore:
             pages.write(self.kernel, call, jobs)
         return windows
 
+    @property
+    def looks(self) -> bool:
+        """Whether the next pages that are sealed here decide about the layer's formats."""
+        return self.formats.may_widen and not self.pages.judged
+
     def _widen(self, step: Step, jobs: torch.Tensor, tokens: Pair) -> None:
-        """Where the formats are too narrow for the very first pages, give all pages wider ones and seal these once more."""
-        if not (step.begins and may_wait(self.device)):
+        """Where the formats are too narrow for the first pages that say something, give all pages wider ones and seal these once more."""
+        if not (self.looks and may_wait(self.device)):
             return
-        first, self.pages.sealed = not self.pages.sealed, True
-        if first and self.formats.may_widen:
-            widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
-            if self.pages.wider is not None:
-                self.kernel = choose(self.formats.options.kernel, self.device, self.spec)
-                self._write(step, jobs, None, tokens)
+        wider = self.pages.wider
+        told = widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)
+        if self.pages.wider is not wider:
+            self.kernel = choose(self.formats.options.kernel, self.device, self.spec)
+            self._write(step, jobs, None, tokens)
+        self.pages.judged = told
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.sources[i]`."""
@@ -336,14 +341,14 @@ class LayerStore:
         pages = self.pages
         table = view if self.on_host else view.on(self.device)
         if pages.resident:
-            keys, values = pages.keys.fields, pages.values.fields
-            found = ReadablePages(keys, values, table.block_table, nullcontext)
+            spec, keys, values = pages.held
+            found = ReadablePages(spec, keys.fields, values.fields, table.block_table, nullcontext)
         else:
             found = pages.readable(view)
         return PagedKV(  # by position, which takes a third of the time
             found.keys,
             found.values,
-            pages.spec,
+            found.spec,
             found.block_table,
             table.num_pages,
             residual_keys,

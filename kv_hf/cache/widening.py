@@ -82,11 +82,11 @@ def widen(
     kernel: Backend,
     jobs: torch.Tensor,
     tokens: Pair,
-) -> None:
-    """Give a layer wider pages where those of `jobs`, its first, need them, under the storage's lock: they are to be sealed anew.
+) -> bool:
+    """Give a layer wider pages where those of `jobs` need them, under the storage's lock: they are to be sealed anew.
 
-    The first pages tell, because the effect of a model's weights on a channel shows in any page. Where it cannot be, the
-    layer keeps its formats, and that is said.
+    The first pages that say something tell, because the effect of a model's weights on a channel shows in any page. Where it
+    cannot be, the layer keeps its formats, and that is said.
 
     Args:
         layer_idx: position in the model.
@@ -94,6 +94,7 @@ def widen(
         kernel: that reads the pages.
         jobs: [n, 3], int32, as of `pages.step.seal_jobs`.
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
+    Returns: whether these pages say anything.
     """
     places = list(dict.fromkeys(map(tuple, jobs[[0, -1]].tolist())))
     size = asked.options.page_size
@@ -104,19 +105,20 @@ def widen(
     sample = Sample(keys, values)
     ids = [page for _, _, page in places]
     sides = [(side.take(ids), side.spec) for side in pages.sides]
+    if not sample.says_something:
+        return False
     narrow = any(sample.most_damage(fields, spec) > limit(spec) for fields, spec in sides)
-    if not (narrow and sample.says_something):
-        return
-    wider = choose(asked, pages, kernel.name, sample, tokens)
+    wider = choose(asked, pages, kernel.name, sample, tokens) if narrow else None
     if wider is None:
-        return
+        return True
     kept = pages.keeps
     try:
         if kept is None:
-            pages.widen(asked.widened(wider.formats).spec_of(*tokens), wider)
+            pages.widen(asked.widened(wider.formats).spec_of(*tokens), wider, len(jobs))
     except (torch.OutOfMemoryError, MemoryError):
         kept = "there is no memory for wider pages"
     say(layer_idx, wider, kept)
+    return True
 
 
 def may_wait(device: torch.device) -> bool:

@@ -301,7 +301,7 @@ class OffloadedStorage(PageStorage):
                     values.update(sides[1])
                     yield
 
-        return ReadablePages(keys, values, plan.table, hold)
+        return ReadablePages(self.spec, keys, values, plan.table, hold)
 
     def covering(self, table: torch.Tensor, pages: Sequence[int]) -> PageIndex:
         """Return the index, which then holds `pages`, those of `table` [rows, width]."""

@@ -58,12 +58,6 @@ class PagePool:
             return {page for owner in some for pages in owner.held_pages() for page in pages}
 
     @property
-    def is_held(self) -> bool:
-        """Whether anybody holds a page."""
-        with self.lock:
-            return any(pages for one in self.owners for pages in one.held_pages())
-
-    @property
     def num_held(self) -> int:
         """Pages with at least one owner."""
         return len(self.held())

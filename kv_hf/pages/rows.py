@@ -421,7 +421,6 @@ class Rows:
         step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
         step.first_leaving = plan.first * size
         step.seal = seal_jobs(last, self.sizes, plan.passed)
-        step.begins = bool(ids) and not self.pool.is_held
         stays = step.fits and not step.moves_rest
         step.plain, self._viewed = stays and step.seal is None and step.first is None, ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)

@@ -206,7 +206,6 @@ class Step:
             stored (padding, or held already), and tokens appended.
         leaving: [rows], tokens that leave the window with the step: those of sealed pages, and of pages that no later query sees.
         plain: whether it adds to the windows in place, and neither seals nor drops anything.
-        begins: whether the pages that it seals are the first that anybody holds.
         budget: how much of a row the forward reads; None for everything.
         fits: whether the window has room for the new tokens.
         moves_rest: whether tokens stay in the window that lie behind those that leave it.
@@ -232,7 +231,6 @@ class Step:
     new: Any = None
     leaving: Any = None
     plain: bool = False
-    begins: bool = False
     budget: ReadBudget | None = None
     fits: bool = True
     moves_rest: bool = False
@@ -281,8 +279,8 @@ class FixedStep:
 
     @staticmethod
     def takes(step: Step) -> bool:
-        """Say whether a step only appends to the windows and seals pages from them, of which the first ones are looked at."""
-        return step.fits and not (step.moves_rest or step.begins) and step.first is None
+        """Say whether a step only appends to the windows and seals pages from them."""
+        return step.fits and not step.moves_rest and step.first is None
 
     def standing_for(self, step: Step) -> Step:
         """Return what layers do in `step`, with these tensors."""

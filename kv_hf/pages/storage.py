@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CacheMismatchError
+from ..quant.codec import decode, encode
 from ..spec import PageFields, PageSpec, PageWrite, SideSpec
 from .cpu_memory import RESERVE_FACTOR, HostMemory, Tensors, mapped_zeros, runs_of
 from .moved import persistent_tensors
@@ -22,6 +23,7 @@ from .rows import Rows
 from .step import TableView
 
 ALIGNMENT = 64  # bytes, of every field in a piece of memory
+RECODED = 64  # pages that are encoded in another format at a time: bounds the fp32 temporaries
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 Sides = tuple[PageFields, PageFields]
@@ -81,6 +83,7 @@ def new_fields(fields: Fields, pages: int, device: torch.device) -> PageFields:
 class ReadablePages(NamedTuple):
     """Pages as kernels read them; see PagedKV for the fields, and for what `offloaded` offers."""
 
+    spec: PageSpec
     keys: Tensors
     values: Tensors
     block_table: torch.Tensor
@@ -173,14 +176,29 @@ class Wider:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
+class Held(NamedTuple):
+    """What pages are like, and where they lie: one object, so that whoever reads has all of before or all of after."""
+
+    spec: PageSpec
+    keys: SideStorage
+    values: SideStorage
+
+    @classmethod
+    def of(cls, spec: PageSpec, device: torch.device) -> "Held":
+        """Return room for no page."""
+        return cls(spec, *(SideStorage(side, device) for side in spec.sides))
+
+
 class PageStorage:
     """Both sides of one layer's pages.
 
     Attributes:
         asked: the spec by the options of the caches that share these pages.
+        held: their spec, and both sides.
         wider: the formats that are others than those of `asked`, and why; None where there are none.
         keeps: why these pages keep their spec, where somebody has said so; None: the first may call for a wider one.
-        sealed: whether a page was ever sealed here.
+        sealed: pages that were ever sealed here, or brought.
+        judged: whether some of them have told that their formats are wide enough, or were given wider ones.
         memory: the PageMemory that they belong to.
     """
 
@@ -188,31 +206,52 @@ class PageStorage:
     keeps: str | None = None
 
     def __init__(self, spec: PageSpec, device: torch.device, memory: Any) -> None:
-        self.spec = self.asked = spec
+        self.asked = spec
         self.device, self.memory = device, memory
         self.wider: Wider | None = None
-        self.sealed = False
-        self.keys = SideStorage(spec.keys, device)
-        self.values = SideStorage(spec.values, device)
+        self.sealed, self.judged = 0, False
+        self.held = Held.of(spec, device)
+
+    @property
+    def spec(self) -> PageSpec:
+        """What the pages are like."""
+        return self.held.spec
+
+    @property
+    def keys(self) -> SideStorage:
+        """The side of the keys, or latents."""
+        return self.held.keys
+
+    @property
+    def values(self) -> SideStorage:
+        """The side of the values, or RoPE keys."""
+        return self.held.values
 
     @property
     def lock(self) -> Any:
         """What is held while pages are written or storage grows."""
         return self.memory.lock
 
-    def widen(self, spec: PageSpec, wider: Wider) -> None:
-        """Hold pages of another spec from now on, which are sealed anew; where memory is short nothing has changed."""
+    def widen(self, spec: PageSpec, wider: Wider, new: int) -> None:
+        """Hold pages of another spec from now on; where memory is short nothing has changed.
+
+        Args:
+            new: how many of the pages are sealed anew behind this. Those of before, if there are any, keep their numbers.
+        """
         with persistent_tensors():
-            made = [SideStorage(one, self.device) for one in spec.sides]
-            for side, old in zip(made, self.sides, strict=True):
+            made = Held.of(spec, self.device)
+            for side, old in zip(made[1:], self.sides, strict=True):
                 side.fields = side.grown(old.capacity)
-        self.keys, self.values = made
-        self.spec, self.wider = spec, wider
+                for first in range(0, old.capacity if self.sealed > new else 0, RECODED):
+                    ids = range(first, min(first + RECODED, old.capacity))
+                    numbers = decode(old.take(ids), old.spec, old.spec.dtype)
+                    side.put(ids, encode(numbers, side.spec)[0])
+        self.held, self.wider = made, wider
 
     @property
     def sides(self) -> tuple[SideStorage, SideStorage]:
         """(keys, values)"""
-        return self.keys, self.values
+        return self.held[1:]
 
     @property
     def capacity(self) -> int:
@@ -240,11 +279,12 @@ class PageStorage:
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
         """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` [n, 3] on the device."""
         kernel.write(call)
+        self.sealed += len(jobs)
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""
-        table = view.on(self.device).block_table
-        return ReadablePages(self.keys.fields, self.values.fields, table, nullcontext)
+        table, (spec, keys, values) = view.on(self.device).block_table, self.held
+        return ReadablePages(spec, keys.fields, values.fields, table, nullcontext)
 
 
 # -- all layers ------------------------------------------------------------------------------------------------------

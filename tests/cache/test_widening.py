@@ -230,6 +230,47 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
             assert damage(one, exact).max() < 0.05
 
 
+def test_whoever_seals_the_first_pages_of_a_layer_decides():
+    """Another cache of the store began before, and comes to that layer later: it zeroes nobody's pages."""
+    store = kv_hf.PrefixStore()
+    early, late = (cache_of(prefix_store=store) for _ in range(2))
+    keys, values = torch.randn(2, 1, 2, PROMPT, 32, generator=torch.Generator().manual_seed(1))
+    values[:, 0, :, 3] *= 1000
+    early.update(keys, values, 0)
+    for layer in range(2):
+        late.update(-keys, -values, layer)
+    held = late.paged_layers[1].values
+    early.update(keys, values, 1)
+    assert widened(late) == widened(early) == [0, 1]
+    assert torch.equal(late.paged_layers[1].values, held)
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["a stopped forward", "one token repeated"])
+def test_pages_that_tell_nothing_leave_it_to_the_next(stopped):
+    """Those of a forward that stopped before the layer, and pages of one token: what they hold is kept in the wider format."""
+    store = kv_hf.PrefixStore()
+    first, then = (cache_of(prefix_store=store) for _ in range(2))
+    ids = words(1, PROMPT) if stopped else torch.full((1, PROMPT), 7)
+    model = loud()
+    with pytest.MonkeyPatch.context() as patch:
+        if stopped:
+            patch.setattr(model.model.layers[1], "forward", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                fed(model, first, ids, PROMPT)
+        else:
+            fed(model, first, ids, PROMPT)
+    before = None if stopped else first.paged_layers[1].values
+    fed(model, then, words(1, PROMPT, seed=2), PROMPT)
+    assert widened(then) == [1]
+    if before is not None:
+        kept = first.paged_layers[1].values - before
+        assert 0 < kept.norm() < 0.05 * before.norm()
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def test_a_folder_gives_no_pages_to_a_layer_of_other_formats(tmp_path):
     """A new store's layers are as narrow as asked, and the pages are those of wider ones: neither read nor taken for damaged."""
     for _ in range(2):

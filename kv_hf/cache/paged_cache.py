@@ -180,6 +180,16 @@ class PagedCache(MadeOfOptions, DynamicCache):
             return view.dense("keys"), view.dense("values")
         return found
 
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Move the state of a convolution as DynamicCache does."""
+        self.forward.states_moved = True
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Move a state of linear attention as DynamicCache does."""
+        self.forward.states_moved = True
+        return super().update_recurrent_state(*args, **kwargs)
+
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note what holds for a whole forward, which begins: a config of transformers takes its time to answer."""
         recorded = self._compiled is not None and self._compiled.fixed is not None
@@ -450,7 +460,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
         Args:
             model: whose keys and values these are; only the same weights and active adapters can load them.
-            token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`.
+            token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`; None: as far as this
+                cache knows all of its text, its own.
         Raises: CacheMismatchError for an empty cache, a model of other sizes or weights, other token ids, and where generate()
             filled the cache with other adapters than the model has now;
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers

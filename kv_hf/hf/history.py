@@ -15,6 +15,8 @@ from transformers.generation.utils import GenerationMixin
 
 from ..bridge.masks import within_generate
 from ..cache.identity import virtual_owner
+from ..cache.model_shape import CACHE
+from ..cache.paged_cache import PagedCache
 from ..errors import CacheMismatchError
 from ..notices import held_back, warn_once
 from .generation import with_hint
@@ -213,11 +215,17 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         streamer = args[place] if len(args) > place else kwargs.get("streamer")
         filled: list[tuple[Any, int, bool]] = []
         before = _filled.set(filled)
+        given = kwargs.get("past_key_values", kwargs.get(CACHE))
+        forward = given.forward if isinstance(given, PagedCache) else None
         try:
+            if forward is not None:
+                forward.states_moved = False
             with nullcontext() if streamer is None else held_back(), within_generate():
                 result = original(self, *args, **kwargs)
-        except ValueError as error:
-            told = with_hint(error)
+        except BaseException as error:
+            if forward is not None and forward.states_moved:
+                forward.changing = True  # states may have moved that no page has followed
+            told = with_hint(error) if isinstance(error, ValueError) else error
             if told is error:
                 raise
             raise told from error

@@ -29,6 +29,7 @@ class Forward:
         members: layers that take part in a forward, known from the second one on; 0 before.
         joined: layers that have appended their tokens in the forward in progress, or the last one.
         changing: a layer, or the cache, is in the middle of a change; outside of one, it was interrupted there.
+        states_moved: a state of linear attention has moved since generate() set this to False.
     """
 
     def __init__(self, groups: Sequence[Rows]) -> None:
@@ -38,7 +39,7 @@ class Forward:
     def clear(self) -> None:
         """Begin anew: nothing is known of the layers."""
         self.members = self.joined = 0
-        self.changing = False
+        self.changing = self.states_moved = False
 
     def resume(self, members: int) -> None:
         """Stand after a first forward in which `members` layers took part."""

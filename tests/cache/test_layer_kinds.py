@@ -157,3 +157,27 @@ def test_a_crop_beyond_recorded_states_is_refused_and_an_edit_begins_anew(family
     assert cache.get_seq_length() == text.shape[1] - 1
     edited = {"input_ids": torch.cat([text[:, :-4], ids[:, :9]], 1)}
     assert_same(run(model, edited, cache), run(model, edited))
+
+
+def test_a_call_that_stops_behind_a_state_ends_the_cache_and_a_refused_one_does_not(monkeypatch):
+    """States move before the pages: nothing else tells that the layers hold different texts."""
+    model, cache = model_of("qwen3_next"), None
+    cache = paged(model)
+    text = run(model, {"input_ids": tokens(1, 30)}, cache).sequences
+    more = {"input_ids": torch.cat([text, tokens(1, 5)], 1)}
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(**more, past_key_values=cache, max_new_tokens=0)
+    cache.check_integrity()
+    full = model.config.layer_types.index("full_attention")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[full], "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, more, cache)
+    with pytest.raises(kv_hf.InterruptedForwardError, match="reset"):
+        run(model, more, cache)
+    cache.reset()
+    assert_same(run(model, more, cache), run(model, more))
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt

@@ -90,9 +90,11 @@ def save(cache: Any, path: str | os.PathLike[str], model: Any, token_ids: Any) -
             f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
             f"{own.adapters}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
         )
-    tensors = {}
+    tensors, seen = {}, cache._group.seen
+    if token_ids is None and cache.origin.known_columns >= seen:
+        token_ids = cache.token_ids
     if token_ids is not None:
-        check_token_ids(token_ids, len(cache._group), cache._group.seen)
+        check_token_ids(token_ids, len(cache._group), seen)
         tensors[TOKEN_IDS] = token_ids.to("cpu", torch.long).contiguous()
     groups = {group: group.state() for group in cache.groups}
     with persistent_tensors():

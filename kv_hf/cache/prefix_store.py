@@ -170,12 +170,13 @@ class PrefixStore:
                 f"snapshot_tokens must be a multiple of {SCAN} and of page_size={options.page_size}, got {self.snapshot_tokens}"
             )
         asked = {**{name: getattr(options, name) for name in _FORMAT}, **signature}
-        if self._tree is None:
-            self._bound, self.has_states = asked, has_states
-            pool = self.page_memory.pool(None)
-            self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
-            if self.folder is not None:
-                pool.register(self.folder)
+        with self._binding:
+            if self._tree is None:
+                self._bound, self.has_states = asked, has_states
+                pool = self.page_memory.pool(None)
+                self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
+                if self.folder is not None:
+                    pool.register(self.folder)
         for name, value in self._bound.items():
             if asked[name] != value:
                 raise CacheOptionError(
@@ -355,7 +356,8 @@ class PrefixStore:
             half-way.
         """
         tree, recent = self.tree, cache.options.recent_tokens
-        if cache._held_rows():
+        cache.forward.check()
+        if cache.get_seq_length():
             raise CacheMismatchError(
                 f"a prefix begins an empty cache, and this one has seen {cache.get_seq_length()} columns; call reset() first"
             )

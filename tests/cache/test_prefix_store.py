@@ -600,6 +600,17 @@ def test_a_folder_gives_the_next_process_the_stored_bytes(family, name, tmp_path
     assert counts.tokens_computed == in_memory.tokens_computed - len(SYSTEM)
 
 
+def test_a_cache_cropped_to_nothing_begins_with_what_the_store_knows():
+    model, store, rows = shared_model("llama"), kv_hf.PrefixStore(), BATCHES["one row"]
+    first = run(model, rows, store)
+    cache = kv_hf.PagedCache(model.config, page_size=16, prefix_store=store)
+    beside_stock.run(model, batch([words(9, 3)]), cache, max_new_tokens=2)
+    cache.crop(-cache.get_seq_length())
+    hits = store.stats().rows_hit
+    assert_same(beside_stock.run(model, batch(rows), cache, max_new_tokens=24), first)
+    assert store.stats().rows_hit == hits + 1
+
+
 def test_a_batch_begins_with_a_folder(tmp_path):
     rows = BATCHES["ragged"]
     kept_in(tmp_path, "paged_exact", rows=rows[:1])

@@ -117,19 +117,15 @@ def check_no_latents(options: CacheConfig, model: str) -> None:
 
 
 FEW = 2  # bits
-# of 20 facts that were planted in 2,048 tokens; a test compares the rows of results/long_context.jsonl
-FOUND = {"paged_int2": 14, "dynamic": 20}
 
 
 def warn_of_two_bits(layers: Sequence[LayerFormats]) -> None:
     """Warn once where keys and values of most layers have codes of 2 bits (latents: where these have)."""
-    found, dynamic = FOUND.values()
     sides = [(one.keys, one.values) if one.latent is None else (one.latent,) for one in layers]
     few = sum(all(0 < scheme.bits <= FEW for scheme in pair) for pair in sides)
     if 2 * few > len(layers):
         warn_once(
             "two bits",
-            f"Keys and values of 2 bits lose single facts of a text: of 20 facts that were planted in 2,048 tokens (smollm2-135m) "
-            f"paged_int2 found {found}, DynamicCache {dynamic}. int8 is the safe choice, int4 "
-            "where memory is short (docs/formats.md)",
+            "Keys and values of 2 bits lose single facts of a text, as names and numbers (docs/long_context.md, planted facts). "
+            "int8 is the safe choice, int4 where memory is short",
         )

@@ -183,11 +183,6 @@ class Held(NamedTuple):
     keys: SideStorage
     values: SideStorage
 
-    @classmethod
-    def of(cls, spec: PageSpec, device: torch.device) -> "Held":
-        """Return room for no page."""
-        return cls(spec, *(SideStorage(side, device) for side in spec.sides))
-
 
 class PageStorage:
     """Both sides of one layer's pages.
@@ -210,7 +205,7 @@ class PageStorage:
         self.device, self.memory = device, memory
         self.wider: Wider | None = None
         self.sealed, self.judged = 0, False
-        self.held = Held.of(spec, device)
+        self.held = Held(spec, *(SideStorage(side, device) for side in spec.sides))
 
     @property
     def spec(self) -> PageSpec:
@@ -239,14 +234,17 @@ class PageStorage:
             new: how many of the pages are sealed anew behind this. Those of before, if there are any, keep their numbers.
         """
         with persistent_tensors():
-            made = Held.of(spec, self.device)
-            for side, old in zip(made[1:], self.sides, strict=True):
+            pairs = zip(spec.sides, self.sides, strict=True)
+            made = [old if old.spec == one else SideStorage(one, self.device) for one, old in pairs]
+            for side, old in zip(made, self.sides, strict=True):
+                if side is old:  # of the same format
+                    continue
                 side.fields = side.grown(old.capacity)
                 for first in range(0, old.capacity if self.sealed > new else 0, RECODED):
                     ids = range(first, min(first + RECODED, old.capacity))
                     numbers = decode(old.take(ids), old.spec, old.spec.dtype)
                     side.put(ids, encode(numbers, side.spec)[0])
-        self.held, self.wider = made, wider
+        self.held, self.wider = Held(spec, *made), wider
 
     @property
     def sides(self) -> tuple[SideStorage, SideStorage]:

@@ -39,6 +39,7 @@ GUARDS: dict[str, tuple[str, str, str, Any]] = {
     "padding behind a crop": ("pages/rows.py", "padding, none = np.minimum(batch.padding, seen), np", "padding, none = batch.padding * 0, np", "exact"),
     "tokens that left the window": ("pages/rows.py", "if (self.batch.dropped > self.sizes.out_of_sight(seen - self.batch.padding)).any():", "if False:", "sliding"),
     "a stopped forward": ("pages/forward.py", "if self.changing or (self.members and self.joined != self.members):", "if False:", "exact, faults"),
+    "pages of before a wider format": ("pages/storage.py", "if self.sealed > new else 0", "if False else 0", ("widening", "pages_that_tell_nothing_leave_it_to_the_next", ("stopped", False))),
     "an edited text": ("hf/history.py", "if not self.seen or not (self.is_whole or self.is_embedded):", "if True:", ("history", "generate_refuses_an_edited_text_and_leaves_the_cache_as_it_was")),
 }  # fmt: skip
 

@@ -225,7 +225,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     index = query.get_device()
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
-    room = plan.parts(index)  # alive until the launch
+    room = plan.parts(query)  # alive until the launch
     # `out` stands for what there is not
     sinks = out if call.sink_logits is None else call.sink_logits
     shown, strides = (out, NO_MASK) if mask is None else (mask, mask_strides(mask))

@@ -556,7 +556,7 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
     chosen = kv.block_table.new_empty((kv.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(kv.rows)
-    scratch = plan.parts(index)  # alive until the launch
+    scratch = plan.parts(query)  # alive until the launch
 
     most = NO_LIMIT if budget.pages is None else budget.pages
     limits = most, share, min(budget.from_tokens, NO_LIMIT), room

@@ -87,7 +87,7 @@ def attend_heads(
     O_CUT: tl.constexpr = KEYS.offsets
     V_CUT: tl.constexpr = VALUES.cut
     K_DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
-    if VALUES.offset != 1.0:
+    if VALUES.side.offset_tokens == 0:  # codes around 0: their offset is in units of their scale
         values = Fields(values.codes, values.scale, values.scale, values.order)
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
@@ -178,15 +178,15 @@ def attend_window(
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
         key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
         value_rows = row_of(values, columns.row, columns.head) + slot * values.token
-        scores = score_parts(load_exact(key_rows, held, K_CUT, False), query)
+        scores = score_parts(load_rows(key_rows, held, (), K_CUT, False), query)
         if R_CUT is not None:
-            scores += score_parts(load_exact(value_rows, held, R_CUT, False), rope)
+            scores += score_parts(load_rows(value_rows, held, (), R_CUT, False), rope)
             value_rows = key_rows
         scores = bend(scores, factor, at, held, visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
-            v = load_exact(value_rows, held, V_CUT, True)
+            v = load_rows(value_rows, held, (), V_CUT, True)
             acc = add_parts(v, weights, keep, acc, V_DTYPE, R_CUT is not None)
     return best, total, acc
 
@@ -196,9 +196,27 @@ def attend_window(
 
 @triton.jit
 def channels_of(PART: tl.constexpr, CUT: tl.constexpr):
-    """Return the channels of a part, [size], and which there are."""
+    """Return the channels of a part, [size] or [batch, size], and which there are."""
+    BATCH: tl.constexpr = CUT.parts[PART].batch
+    HELD: tl.constexpr = CUT.parts[PART].held
     lane = tl.arange(0, CUT.parts[PART].size)
-    return CUT.parts[PART].place + lane, below(lane, CUT.parts[PART].held)
+    channel = CUT.parts[PART].place + lane
+    inside = below(lane, HELD)
+    if BATCH > 0:
+        END: tl.constexpr = CUT.parts[PART].end
+        first = (tl.arange(0, BATCH)[:, None] * len(CUT.parts) + PART) * HELD
+        channel = first + lane[None, :]
+        inside = tl.broadcast_to(inside[None, :], channel.shape)
+        if BATCH * len(CUT.parts) * HELD > END:
+            inside = inside & (channel < END)
+    return channel, inside
+
+
+@triton.jit
+def places(rows, held, channel, inside, ACROSS: tl.constexpr):
+    """Return pointers to channels of `rows` [tokens], and which are `held` and `inside`: [.., tokens, size], [.., size, tokens] where ACROSS."""
+    where = tl.expand_dims(rows, -1 - ACROSS) + tl.expand_dims(channel, ACROSS - 2)
+    return where, tl.expand_dims(held, -1 - ACROSS) & tl.expand_dims(inside, ACROSS - 2)
 
 
 @triton.jit
@@ -230,45 +248,55 @@ def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.con
 
     channels: part by part, in the order of a page, or () for their own order.
     """
+    return times(load_rows(pointers, held, channels, CUT, True), scale[None, :], DTYPE)
+
+
+@triton.jit
+def times(parts, factor, DTYPE: tl.constexpr):
+    """Return parts times a factor that broadcasts, computed in fp32, in DTYPE."""
+    new = ()
+    for p in tl.static_range(len(parts)):
+        new = new + ((parts[p].to(tl.float32) * factor).to(DTYPE),)
+    return new
+
+
+@triton.jit
+def load_part(pointers, PART: tl.constexpr, CUT: tl.constexpr, CACHE: tl.constexpr):
+    """Load a number for each channel of a part, as `channels_of` has them, zeros behind them."""
+    channel, inside = channels_of(PART, CUT)
+    return tl.load(pointers + channel, mask=inside, other=0, cache_modifier=CACHE)
+
+
+@triton.jit
+def load_parts(pointers, CUT: tl.constexpr):
+    """Load a number for each channel part by part."""
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        parts = parts + (load_part(pointers, p, CUT, ""),)
+    return parts
+
+
+@triton.jit
+def load_rows(rows, held, channels, CUT: tl.constexpr, ACROSS: tl.constexpr):
+    """Load numbers or words of tokens part by part, as `places` has them.
+
+    Args:
+        rows: [tokens], pointers to each token's channels, which are read where `held`.
+        channels: part by part, in the order of a page, or () for their own order.
+    """
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
         channel, inside = channels_of(p, CUT)
         if len(channels) > 0:
             channel = channels[p].to(tl.int32)
-        inside = inside[:, None] & held[None, :]
-        part = tl.load(pointers[None, :] + channel[:, None], mask=inside, other=0.0)
-        parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
-    return parts
-
-
-@triton.jit
-def load_parts(pointers, CUT: tl.constexpr):
-    """Load a number per channel part by part, each [size], zeros behind a part."""
-    parts = ()
-    for p in tl.static_range(len(CUT.parts)):
-        channel, inside = channels_of(p, CUT)
-        parts = parts + (tl.load(pointers + channel, mask=inside, other=0),)
-    return parts
-
-
-@triton.jit
-def load_exact(rows, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
-    """Load exact numbers part by part, [tokens, size], or [size, tokens] where ACROSS.
-
-    rows: [tokens], pointers to each token's channels, which are read where `held`.
-    """
-    parts = ()
-    for p in tl.static_range(len(CUT.parts)):
-        channel, inside = channels_of(p, CUT)
-        where = tl.expand_dims(rows, 1 - ACROSS) + tl.expand_dims(channel, ACROSS)
-        inside = tl.expand_dims(held, 1 - ACROSS) & tl.expand_dims(inside, ACROSS)
-        parts = parts + (tl.load(where, mask=inside, other=0.0),)
+        where, inside = places(rows, held, channel, inside, ACROSS)
+        parts = parts + (tl.load(where, mask=inside, other=0),)
     return parts
 
 
 @triton.jit
 def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr):
-    """Load the numbers of tokens of one page and head of which no scale is folded into anything, as `load_exact` does.
+    """Load the numbers of tokens of one page and head of which no scale is folded into anything, as `load_rows` does.
 
     Args:
         fields: Fields; block: page * heads + head; token: [tokens], in the page.
@@ -279,7 +307,7 @@ def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr
     if OPERAND.fold == "none":
         rows = fields.codes + block * (SIDE.page * SIDE.dim) + token * SIDE.dim
         held = below(tl.arange(0, token.shape[0]), token.shape[0])
-        parts = load_exact(rows, held, CUT, ACROSS)
+        parts = load_rows(rows, held, (), CUT, ACROSS)
     else:
         of_block = move_to_block(fields, block, SIDE)
         for p in tl.static_range(len(CUT.parts)):
@@ -323,12 +351,12 @@ def load_runs(
 
 
 @triton.jit
-def store_parts(pointers, acc, held, CUT: tl.constexpr):
-    """Store the parts of acc [channels, columns] where `held` [columns]."""
+def store_parts(pointers, acc, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
+    """Store the parts of acc, as `places` has them, where `held` [columns]."""
     for p in tl.static_range(len(acc)):
         channel, inside = channels_of(p, CUT)
-        where = pointers[None, :] + channel[:, None]
-        tl.store(where, acc[p], mask=inside[:, None] & held[None, :])
+        where, inside = places(pointers, held, channel, inside, ACROSS)
+        tl.store(where, acc[p], mask=inside)
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -567,6 +595,8 @@ def settle(acc, offsets, VALUES: tl.constexpr):
             part = part * (1.0 / (VALUES.boost * unit))
             if VALUES.side.code == "unsigned":
                 o = tl.sum(offsets[CUT.parts[p].place // VALUES.side.scale_channels], 0)
-                part += (o * VALUES.offset)[None, :]
+                if VALUES.side.offset_tokens == 0:
+                    o = o * (-0.5 * VALUES.side.runs[0].top)
+                part += o[None, :]
         new = new + (part,)
     return new

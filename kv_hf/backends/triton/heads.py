@@ -102,7 +102,7 @@ def attend_heads(
     shrink, factor = query_units(queries, real, visible.softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
-    if len(KEYS.side.runs) == 1:
+    if not KEYS.side.ordered:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
         whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
     lane = tl.arange(0, TILE)
@@ -123,15 +123,15 @@ def attend_heads(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         tile_q = q
-        if len(KEYS.side.runs) > 1:
+        if KEYS.side.ordered:
             tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
         key_factors = load_key_factors(keys, next_block, next_token, KEYS)
         value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
         scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
         at = visible.sink_tokens + tile * TILE + lane
-        scores = bend(scores, factor, at, below(lane, TILE), visible, QUERIES)
+        scores = bend(scores, factor, at, tl.full(lane.shape, True, tl.int1), visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides)
-        totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
+        totals = tl.fma(totals, keep[None, :], weights)
         acc, offsets = add_values(
             values, v_factors, block, token, weights, keep, acc, offsets, VALUES
         )
@@ -306,7 +306,7 @@ def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr
     parts = ()
     if OPERAND.fold == "none":
         rows = fields.codes + block * (SIDE.page * SIDE.dim) + token * SIDE.dim
-        held = below(tl.arange(0, token.shape[0]), token.shape[0])
+        held = tl.full(token.shape, True, tl.int1)
         parts = load_rows(rows, held, (), CUT, ACROSS)
     else:
         of_block = move_to_block(fields, block, SIDE)
@@ -387,7 +387,7 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
                 scales = scales + load_parts(keys.scale + (group + g) * KEYS.side.dim, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
-    if len(KEYS.side.runs) > 1:
+    if KEYS.side.ordered:
         channels = load_parts(keys.order + block * KEYS.side.dim, CUT)
     return offsets, scales, channels
 
@@ -449,7 +449,7 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
         runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, DTYPE)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
-            if len(KEYS.side.runs) > 1:
+            if KEYS.side.ordered:
                 # summed across threads, parts of equal size together: as a product of equal rows, gathered queries
                 # would go through shared memory twice
                 o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
@@ -462,7 +462,7 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
                 factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
                 q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
             scores = tl.dot(runs[r], q, scores, input_precision="ieee")
-    if len(KEYS.side.runs) > 1:
+    if KEYS.side.ordered:
         added += tl.sum(products, 0)
     bias = tl.broadcast_to(added[None, :], shape)
     for p in tl.static_range(len(whole_query)):
@@ -473,7 +473,7 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
     unit = scales[0]
     if KEYS.fold == "tile":
         unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.side.bits, KEYS.isa), tl.float32)
-    return tl.fma(scores, tl.broadcast_to(unit, shape), bias)
+    return tl.fma(scores, unit, bias)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
             added = weights * loaded[GROUPS + g].to(tl.float32)[:, None]
             if GROUPS > 1:  # the sums of several would not fit into registers
                 added = tl.sum(added, 0)[None, :]
-            total = tl.fma(total, tl.broadcast_to(keep[None, :], total.shape), added)
+            total = tl.fma(total, keep[None, :], added)
         sums = sums + (total,)
     return factors, sums
 

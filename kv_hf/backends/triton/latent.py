@@ -16,7 +16,7 @@ once per group: codes stay as they are.
 import triton
 import triton.language as tl
 
-from .dequant import below, dtype_of, run_unit, stages, tile_unit, unpack
+from .dequant import dtype_of, run_unit, stages, tile_unit, unpack
 from .heads import load_part, load_rows, times
 from .softmax import below_one, bend, weigh
 
@@ -110,7 +110,7 @@ def attend_latents(
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
             whole = tl.trans(tl.sum(side_by_side(turned), 0))
-            held = below(n, ROWS * STEP)
+            held = tl.full(n.shape, True, tl.int1)
             whole = bend(whole, factor, visible.sink_tokens + position, held, visible, QUERIES)
             weights, keep, best = weigh(whole, factor, best, QUERIES.bent, QUERIES.hides)
             parts = apart(tl.trans(weights), STEP)
@@ -174,18 +174,17 @@ def side_by_side(tiles):
 @triton.jit
 def apart(x, PLACES: tl.constexpr):
     """Undo `side_by_side` for one chunk: [columns, rows * places] to tiles of [columns, rows]."""
-    COLUMNS: tl.constexpr = x.shape[0]
-    ROWS: tl.constexpr = x.shape[1] // PLACES
-    if PLACES == 1:
-        return (x,)
-    elif PLACES == 2:
-        first, second = tl.split(x.reshape(COLUMNS, ROWS, 2))
-        return (first, second)
-    else:
-        even, odd = tl.split(x.reshape(COLUMNS, ROWS, 2, 2))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        return (first, second, third, fourth)
+    tiles = (x,)
+    for _ in tl.static_range(stages(PLACES)):
+        even = ()
+        odd = ()
+        for i in tl.static_range(len(tiles)):
+            pairs = tiles[i].reshape(x.shape[0], tiles[i].shape[1] // 2, 2)
+            first, second = tl.split(pairs)
+            even = even + (first,)
+            odd = odd + (second,)
+        tiles = even + odd
+    return tiles
 
 
 @triton.jit
@@ -195,7 +194,7 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     WHOLE: tl.constexpr = LATENTS.whole
     DTYPE: tl.constexpr = dtype_of(LATENTS.dtype)
     CODE: tl.constexpr = LATENTS.side.code
-    held = below(tl.arange(0, rows.shape[0]), rows.shape[0])
+    held = tl.full(rows.shape, True, tl.int1)
     if WHOLE is not None:
         # the channels of the first and of the second part
         x = load_rows(rows, held, (), WHOLE, False)[0]
@@ -242,7 +241,7 @@ def score_rope(
         query: [batch, columns, size]; keys: [rows], pointers to channel 0 of each token.
         scale: of encoded keys, whose offsets are added elsewhere.
     """
-    held = below(tl.arange(0, keys.shape[0]), keys.shape[0])
+    held = tl.full(keys.shape, True, tl.int1)
     x = load_rows(keys, held, (), CUT, False)[0]
     if CODE == "none":
         k = tl.trans(x.to(query.dtype), (0, 2, 1))
@@ -320,7 +319,7 @@ def score_places(numbers, query, bias, keys, at, scales, row_unit, FIRST: tl.con
             if LATENTS.fold == "token":
                 by = scales[(FIRST + i) * len(numbers) + p].to(tl.float32)
                 product = tl.dot(q, k, input_precision="ieee")
-                product = tl.fma(product, tl.broadcast_to(by[:, None, :], bias.shape), scores[i])
+                product = tl.fma(product, by[:, None, :], scores[i])
             else:
                 product = tl.dot(q, k, scores[i], input_precision="ieee")
             products = products + (product,)
@@ -331,8 +330,7 @@ def score_places(numbers, query, bias, keys, at, scales, row_unit, FIRST: tl.con
         for i in tl.static_range(SHARE):
             unit = run_unit((FIRST + i) * LATENTS.copies, LATENTS.side.bits, LATENTS.isa)
             unit = row_unit * (1.0 / (tile_unit(LATENTS.side.bits, LATENTS.isa) * unit))
-            unit = tl.broadcast_to(unit[None, None, :], bias.shape)
-            scores = scores + (tl.fma(products[i], unit, bias),)
+            scores = scores + (tl.fma(products[i], unit[None, None, :], bias),)
     return scores
 
 
@@ -355,6 +353,8 @@ def add_channels(
         w = (parts[PART + i] * unit[None, :]).to(DTYPE)
         w = tl.broadcast_to(w[None, :, :], [acc.shape[0], w.shape[0], w.shape[1]])
         product = tl.dot(w, numbers[FIRST + i], product, input_precision="ieee")
-    by = tl.broadcast_to(by.to(tl.float32)[:, None, :], acc.shape)
     held = held * (LATENTS.boost * tile_unit(LATENTS.side.bits, LATENTS.isa))
-    return tl.fma(product, by, acc) + held[None, :, None] * offset.to(tl.float32)[:, None, :]
+    return (
+        tl.fma(product, by.to(tl.float32)[:, None, :], acc)
+        + held[None, :, None] * offset.to(tl.float32)[:, None, :]
+    )

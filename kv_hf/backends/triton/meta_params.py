@@ -81,6 +81,11 @@ class SideLayout(NamedTuple):
     runs: tuple[Run, ...]
     planes: tuple[Plane, ...]
 
+    @property
+    def ordered(self) -> bool:
+        """Whether the channels of each page have an order of their own."""
+        return len(self.runs) > 1
+
 
 @cache
 def side_layout(spec: SideSpec) -> SideLayout:

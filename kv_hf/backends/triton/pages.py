@@ -263,7 +263,7 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     real = (lane % GROUP_LANES < GROUP) & (place < SIDE.dim)
     top = top_codes(place, SIDE)
     channel = place
-    if len(SIDE.runs) > 1:
+    if SIDE.ordered:
         _write_order(source, slot_stride, fields, lane, SIDE, TALL)
         tl.debug_barrier()  # other threads read it than wrote it
         channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
@@ -453,7 +453,7 @@ def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.conste
             # a scale rounded up may push the largest code just past float16's range
             x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
         channel = place
-        if len(SIDE.runs) > 1:
+        if SIDE.ordered:
             channel = tl.load(fields.order + place, mask=inside, other=0).to(tl.int32)
         x = x.to(target.dtype.element_ty)
         tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])

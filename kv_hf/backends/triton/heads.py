@@ -152,11 +152,12 @@ def attend_window(
         keys, values: Strided windows of all rows and heads, of which `exact` slots hold tokens. Slots below
             `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
         WINDOW: a meta_params.ExactWindow.
-    Returns: as `attend_heads`, in parts of WINDOW.out; without values (), and with WINDOW.out None.
+    Returns: as `attend_heads`, in parts of values or latents; without values ().
     """
+    IS_LATENT: tl.constexpr = WINDOW.rank > 0
     K_CUT: tl.constexpr = WINDOW.keys
-    R_CUT: tl.constexpr = WINDOW.rope
-    V_CUT: tl.constexpr = WINDOW.out
+    R_CUT: tl.constexpr = WINDOW.values
+    V_CUT: tl.constexpr = WINDOW.keys if IS_LATENT else WINDOW.values
     TILE: tl.constexpr = WINDOW.tile
     K_DTYPE: tl.constexpr = dtype_of(WINDOW.key_dtype)
     V_DTYPE: tl.constexpr = dtype_of(WINDOW.value_dtype)
@@ -170,16 +171,16 @@ def attend_window(
     one = tl.full([COLUMNS], 1.0, tl.float32)
     factor = one * (visible.softmax_scale * LOG2E)
     query = load_query(queries, real, one, (), K_CUT, K_DTYPE)
-    if R_CUT is not None:
+    if IS_LATENT:
         rope = load_query(queries + WINDOW.rank, real, one, (), R_CUT, V_DTYPE)
-    for first in tl.range(0, exact, TILE, num_stages=WINDOW.num_stages):
+    for first in tl.range(0, exact, TILE, num_stages=1 if IS_LATENT else 2):
         slot = first + tl.arange(0, TILE)
         held = slot < exact
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
         key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
         value_rows = row_of(values, columns.row, columns.head) + slot * values.token
         scores = score_parts(load_rows(key_rows, held, (), K_CUT, False), query)
-        if R_CUT is not None:
+        if IS_LATENT:
             scores += score_parts(load_rows(value_rows, held, (), R_CUT, False), rope)
             value_rows = key_rows
         scores = bend(scores, factor, at, held, visible, QUERIES)
@@ -187,7 +188,7 @@ def attend_window(
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
             v = load_rows(value_rows, held, (), V_CUT, True)
-            acc = add_parts(v, weights, keep, acc, V_DTYPE, R_CUT is not None)
+            acc = add_parts(v, weights, keep, acc, V_DTYPE, IS_LATENT)
     return best, total, acc
 
 

@@ -417,19 +417,16 @@ class ExactWindow(NamedTuple):
     """How the exact window is multiplied.
 
     Attributes:
-        keys: how their channels are cut; rope: the same of RoPE keys, the second side of latents, or None.
-        out: the same of what the weights are multiplied by: values, latents, or nothing (None).
-        rank: channels of a latent, behind which a query has those for RoPE keys.
-        tile, num_stages: tokens at once, and tiles on their way.
+        keys, values: how the channels of either side are cut; values: None where weights alone are asked for.
+        rank: channels of a latent, behind which a query has those for RoPE keys, which are the `values` then; or 0.
+        tile: tokens at once.
         key_dtype, value_dtype: of the products with either side, by name.
     """
 
     keys: Cut
-    rope: Cut | None
-    out: Cut | None
+    values: Cut | None
     rank: int
     tile: int
-    num_stages: int
     key_dtype: str
     value_dtype: str
 
@@ -438,11 +435,10 @@ class ExactWindow(NamedTuple):
         """Return that of a step, or of the choice of pages before it, which reads no values."""
         keys, values = (whole(side) for side in spec.sides)
         bytes_ = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
-        tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
+        wide = spec.is_latent or W_TILE * bytes_ > TILE_BYTES
+        rank = spec.keys.head_dim if spec.is_latent else 0
         types = [product_type(side, full, window=True) for side in spec.sides]
-        if spec.is_latent:
-            return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
-        return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
+        return cls(keys, None if chooses else values, rank, MIN_SIZE if wide else W_TILE, *types)
 
 
 # -- latents -----------------------------------------------------------------------------------------------------------

@@ -134,7 +134,13 @@ class Kernel:
                 return self.launch(x, y, z, index, arguments)
         given = arguments(address)
         if self.pointers is None:
-            self.pointers = _aligned(arguments(as_bytes))
+            self.pointers = [
+                (number, place)
+                for number, one in enumerate(arguments(as_bytes))
+                if isinstance(one, tuple)
+                for place, part in enumerate(one)
+                if isinstance(part, torch.Tensor)
+            ]
         odd: Any = 0
         for number, place in self.pointers:
             odd |= given[number][place]
@@ -153,17 +159,6 @@ class Kernel:
             x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *self.tail
         )  # fmt: skip
         return None
-
-
-def _aligned(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """Return argument and place of the tensors that the kernel is compiled for the alignment of."""
-    return [
-        (number, place)
-        for number, given in enumerate(arguments)
-        if isinstance(given, tuple)
-        for place, part in enumerate(given)
-        if isinstance(part, torch.Tensor)
-    ]
 
 
 @dataclass(slots=True, kw_only=True)

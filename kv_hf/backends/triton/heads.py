@@ -179,15 +179,15 @@ def attend_window(
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
         key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
         value_rows = row_of(values, columns.row, columns.head) + slot * values.token
-        scores = score_parts(load_rows(key_rows, held, (), K_CUT, False), query)
+        scores = score_parts(load_rows(key_rows, held, K_CUT, False), query)
         if IS_LATENT:
-            scores += score_parts(load_rows(value_rows, held, (), R_CUT, False), rope)
+            scores += score_parts(load_rows(value_rows, held, R_CUT, False), rope)
             value_rows = key_rows
         scores = bend(scores, factor, at, held, visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
-            v = load_rows(value_rows, held, (), V_CUT, True)
+            v = load_rows(value_rows, held, V_CUT, True)
             acc = add_parts(v, weights, keep, acc, V_DTYPE, IS_LATENT)
     return best, total, acc
 
@@ -249,16 +249,15 @@ def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.con
 
     channels: part by part, in the order of a page, or () for their own order.
     """
-    return times(load_rows(pointers, held, channels, CUT, True), scale[None, :], DTYPE)
-
-
-@triton.jit
-def times(parts, factor, DTYPE: tl.constexpr):
-    """Return parts times a factor that broadcasts, computed in fp32, in DTYPE."""
-    new = ()
-    for p in tl.static_range(len(parts)):
-        new = new + ((parts[p].to(tl.float32) * factor).to(DTYPE),)
-    return new
+    parts = ()
+    for p in tl.static_range(len(CUT.parts)):
+        channel, inside = channels_of(p, CUT)
+        if len(channels) > 0:
+            channel = channels[p].to(tl.int32)
+        where, inside = places(pointers, held, channel, inside, True)
+        part = tl.load(where, mask=inside, other=0).to(tl.float32)
+        parts = parts + ((part * scale[None, :]).to(DTYPE),)
+    return parts
 
 
 @triton.jit
@@ -278,18 +277,11 @@ def load_parts(pointers, CUT: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, held, channels, CUT: tl.constexpr, ACROSS: tl.constexpr):
-    """Load numbers or words of tokens part by part, as `places` has them.
-
-    Args:
-        rows: [tokens], pointers to each token's channels, which are read where `held`.
-        channels: part by part, in the order of a page, or () for their own order.
-    """
+def load_rows(rows, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
+    """Load numbers or words of `rows` [tokens], pointers to channel 0 of those that are `held`, part by part, as `places` has them."""
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
         channel, inside = channels_of(p, CUT)
-        if len(channels) > 0:
-            channel = channels[p].to(tl.int32)
         where, inside = places(rows, held, channel, inside, ACROSS)
         parts = parts + (tl.load(where, mask=inside, other=0),)
     return parts
@@ -308,7 +300,7 @@ def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr
     if OPERAND.fold == "none":
         rows = fields.codes + block * (SIDE.page * SIDE.dim) + token * SIDE.dim
         held = tl.full(token.shape, True, tl.int1)
-        parts = load_rows(rows, held, (), CUT, ACROSS)
+        parts = load_rows(rows, held, CUT, ACROSS)
     else:
         of_block = move_to_block(fields, block, SIDE)
         for p in tl.static_range(len(CUT.parts)):

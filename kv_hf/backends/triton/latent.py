@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .dequant import dtype_of, run_unit, stages, tile_unit, unpack
-from .heads import load_part, load_rows, times
+from .heads import load_part, load_rows
 from .softmax import below_one, bend, weigh
 
 
@@ -50,8 +50,8 @@ def attend_latents(
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()
-    q = load_rows(queries, real, (), CUT, False)
-    q_rope = load_rows(queries + RANK, real, (), ROPE, False)
+    q = load_rows(queries, real, CUT, False)
+    q_rope = load_rows(queries + RANK, real, ROPE, False)
     size = tl.zeros([COLUMNS], tl.float32)
     for p in tl.static_range(PARTS):
         acc = acc + (tl.zeros(q[p].shape, tl.float32),)
@@ -148,6 +148,15 @@ def attend_latents(
 
 
 @triton.jit
+def times(parts, factor, DTYPE: tl.constexpr):
+    """Return parts [batch, columns, size] times a factor that broadcasts, computed in fp32, in DTYPE."""
+    new = ()
+    for p in tl.static_range(len(parts)):
+        new = new + ((parts[p].to(tl.float32) * factor).to(DTYPE),)
+    return new
+
+
+@triton.jit
 def _one_below_another(tiles, COPIES: tl.constexpr):
     """Stack COPIES (1, 2, 4 or 8) tiles [batch, rows, size] at a time along their rows."""
     for _ in tl.static_range(stages(COPIES)):
@@ -197,11 +206,11 @@ def load_numbers(rows, LATENTS: tl.constexpr):
     held = tl.full(rows.shape, True, tl.int1)
     if WHOLE is not None:
         # the channels of the first and of the second part
-        x = load_rows(rows, held, (), WHOLE, False)[0]
+        x = load_rows(rows, held, WHOLE, False)[0]
         x = x.reshape(x.shape[0], x.shape[1], 2, x.shape[2] // 2)
         words = tl.split(tl.trans(x, (0, 1, 3, 2)))
     else:
-        words = load_rows(rows, held, (), CUT, False)
+        words = load_rows(rows, held, CUT, False)
     numbers = ()
     for p in tl.static_range(len(words)):
         places = unpack(words[p], CODE, LATENTS.side.bits, DTYPE, LATENTS.isa)
@@ -242,7 +251,7 @@ def score_rope(
         scale: of encoded keys, whose offsets are added elsewhere.
     """
     held = tl.full(keys.shape, True, tl.int1)
-    x = load_rows(keys, held, (), CUT, False)[0]
+    x = load_rows(keys, held, CUT, False)[0]
     if CODE == "none":
         k = tl.trans(x.to(query.dtype), (0, 2, 1))
         return tl.dot(query, k, scores, input_precision="ieee")

@@ -216,8 +216,8 @@ def channels_of(PART: tl.constexpr, CUT: tl.constexpr):
 @triton.jit
 def places(rows, held, channel, inside, ACROSS: tl.constexpr):
     """Return pointers to channels of `rows` [tokens], and which are `held` and `inside`: [.., tokens, size], [.., size, tokens] where ACROSS."""
-    where = tl.expand_dims(rows, -1 - ACROSS) + tl.expand_dims(channel, ACROSS - 2)
-    return where, tl.expand_dims(held, -1 - ACROSS) & tl.expand_dims(inside, ACROSS - 2)
+    inside = tl.expand_dims(inside, ACROSS - 2) & tl.expand_dims(held, -1 - ACROSS)
+    return tl.expand_dims(rows, -1 - ACROSS) + tl.expand_dims(channel, ACROSS - 2), inside
 
 
 @triton.jit

@@ -51,11 +51,11 @@ def attend_latents(
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()
     q = load_rows(queries, real, CUT, False)
-    q_rope = load_rows(queries + RANK, real, ROPE, False)
     size = tl.zeros([COLUMNS], tl.float32)
     for p in tl.static_range(PARTS):
         acc = acc + (tl.zeros(q[p].shape, tl.float32),)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(q[p].to(tl.float32)), 2), 0))
+    q_rope = load_rows(queries + RANK, real, ROPE, False)
     size = tl.maximum(size, tl.max(tl.max(tl.abs(q_rope[0].to(tl.float32)), 2), 0))
     shrink, factor = below_one(size, visible.softmax_scale)
     q = times(q, shrink[None, :, None], DTYPE)
@@ -313,14 +313,16 @@ def score_places(numbers, query, bias, keys, at, scales, row_unit, FIRST: tl.con
     CUT: tl.constexpr = LATENTS.cut
     SHARE: tl.constexpr = LATENTS.share
     BY_CHANNEL: tl.constexpr = LATENTS.fold == "channel"
+    if BY_CHANNEL:
+        scale, offset = keys.scale + at, keys.offset + at
     scores = ()
     for _ in tl.static_range(SHARE):
         scores = scores + (tl.zeros(bias.shape, tl.float32) if BY_CHANNEL else bias,)
     for p in tl.static_range(len(numbers)):
         q = query[p]
         if BY_CHANNEL:
-            bias = score_offsets(bias, q, load_part(keys.offset + at, p, CUT, ""))
-            by = load_part(keys.scale + at, p, CUT, "")
+            bias = score_offsets(bias, q, load_part(offset, p, CUT, ""))
+            by = load_part(scale, p, CUT, "")
             q = q * by.to(q.dtype)[:, None, :]
         products = ()
         for i in tl.static_range(SHARE):

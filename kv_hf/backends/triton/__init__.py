@@ -11,7 +11,7 @@ from packaging.version import Version
 from ...spec import ROWS, PageSpec
 from ..base import Backend, in_known_groups, unread_formats, unread_groups
 from . import meta_params
-from .meta_params import MAX_PADDED, MIN_SIZE, Chunks, in_float32, latent_bytes
+from .meta_params import MAX_PADDED, MIN_SIZE, in_float32, latent_bytes, padded_rank
 
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
@@ -79,7 +79,7 @@ def _why_not_latents(spec: PageSpec) -> str | None:
             f"the Triton kernels take groups of at least {MIN_SIZE} tokens of latents in {scheme.name!r}, the least that "
             f"a matrix product sums over, got group_size {scheme.scale_group[0]}"
         )
-    padded = Chunks.of(spec).padded
+    padded = padded_rank(spec)
     if padded <= MAX_PADDED:
         return None
     size = scheme.scale_group[1] if scheme.scale_group else rank

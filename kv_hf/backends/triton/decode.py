@@ -21,7 +21,7 @@ from . import meta_params
 from .dequant import unrotate
 from .direct import SPECIALIZED, At, Fields, Kernel, Plan, Strided, planned, rows_of
 from .heads import attend_heads, attend_window, columns_of, store_parts
-from .latent import attend_latents, store_runs
+from .latent import attend_latents
 from .meta_params import MIN_TILES, most_splits, power_of_two
 from .softmax import Visibility, add_sink, finite
 
@@ -115,19 +115,19 @@ def decode_kernel(
                 )  # fmt: skip
                 # by names of their own: triton 3.6 hands an attribute on as plain numbers
                 K_CUT: tl.constexpr = KEYS.cut
-                store_runs(partial, acc, columns.real, K_CUT)
+                store_parts(partial, acc, columns.real, K_CUT, False)
             else:
                 best, total, acc = attend_heads(
                     keys, values, columns, table, begin, end, visible, KEYS, VALUES, QUERIES, STAGES
                 )  # fmt: skip
                 V_CUT: tl.constexpr = VALUES.cut
-                store_parts(partial, acc, columns.real, V_CUT)
+                store_parts(partial, acc, columns.real, V_CUT, True)
     else:
         best, total, exact_acc = attend_window(
             window_keys, window_values, columns, exact, pages * PAGE, visible, WINDOW, QUERIES
         )  # fmt: skip
-        OUT: tl.constexpr = WINDOW.out
-        store_parts(partial, exact_acc, columns.real, OUT)
+        OUT: tl.constexpr = WINDOW.keys if VALUES is None else WINDOW.values
+        store_parts(partial, exact_acc, columns.real, OUT, True)
     bests = results.bests + (group * num_splits + split) * (2 * COLUMNS) + place
     tl.store(bests, best, mask=columns.real)
     tl.store(bests + COLUMNS, total, mask=columns.real)
@@ -225,7 +225,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     index = query.get_device()
     out = empty_output(query, kv)
     splits = plan.splits(kv.block_table.shape[1]) + 1  # the last is the window
-    room = plan.parts(index)  # alive until the launch
+    room = plan.parts(query)  # alive until the launch
     # `out` stands for what there is not
     sinks = out if call.sink_logits is None else call.sink_logits
     shown, strides = (out, NO_MASK) if mask is None else (mask, mask_strides(mask))

@@ -105,12 +105,10 @@ UNIT = 2.0**-24
 
 @triton.constexpr_function
 def run_unit(RUN, BITS, ISA):
-    """Return what the codes of run `RUN` are multiplied by, relative to `tile_unit`."""
-    if BITS == 3:  # unpacked from bytes of two codes of four bits (see `_pair_planes`)
-        return 16.0 if ISA > 0 and RUN >= 2 else 1.0
-    if BITS == 6:  # from bytes of one code
-        return 1.0
-    return 2.0 ** (RUN * BITS) if ISA > 0 and BITS < 8 else 1.0
+    """Return what the codes of run `RUN` of bytes, or of a place of words, are multiplied by, relative to `tile_unit`."""
+    if low_plane(BITS):  # pairs of runs out of bytes of wider codes, see `unpack_planes`
+        RUN, BITS = RUN // 2, 2 * low_plane(BITS)
+    return 2.0 ** (RUN * BITS % 8) if ISA > 0 and BITS < 8 else 1.0
 
 
 @triton.constexpr_function

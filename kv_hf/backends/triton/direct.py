@@ -7,10 +7,8 @@ what kernels compute.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from triton import knobs
@@ -22,7 +20,6 @@ from ..base import AttentionCall, PagedKV
 from . import meta_params
 
 ALIGNED = 16  # bytes: Triton compiles anew for pointers that are no multiples of it
-QUAD = 4  # numbers in as many bytes
 INTERPRETED: bool = knobs.runtime.interpret  # kernels run in Triton's interpreter, on the CPU
 
 address = torch.Tensor.data_ptr
@@ -98,25 +95,6 @@ def refuse_cpu() -> None:
         )
 
 
-def current_stream(index: int) -> int:
-    """Return the stream that a launch on GPU `index` goes to; it must be the current one."""
-    stream: int = driver.active.get_current_stream(max(index, 0))
-    return stream
-
-
-def is_current(index: int) -> bool:
-    """Return whether GPU `index` is the current one; negative: no GPU, which is no reason to change it."""
-    return index < 0 or INTERPRETED or index == driver.active.get_current_device()
-
-
-def is_capturing(index: int) -> bool:
-    """Return whether launches on GPU `index` go into a CUDA graph."""
-    if index < 0:
-        return False
-    with nullcontext() if is_current(index) else torch.cuda.device(index):
-        return torch.cuda.is_current_stream_capturing()
-
-
 class Kernel:
     """A jitted function with its compile-time arguments, which is compiled when it is launched.
 
@@ -148,15 +126,21 @@ class Kernel:
                 launch, the tensor itself for the compiler and the interpreter. Pointers whose alignment counts lie in
                 tuples.
         """
-        if not is_current(index):
-            with torch.cuda.device(index):
-                return self.launch(x, y, z, index, arguments)
         if INTERPRETED:
             self.jit[x, y, z](*arguments(as_bytes), **self.constants, **self.options)
             return None
+        if 0 <= index != driver.active.get_current_device():
+            with torch.cuda.device(index):
+                return self.launch(x, y, z, index, arguments)
         given = arguments(address)
         if self.pointers is None:
-            self.pointers = _aligned(arguments(as_bytes))
+            self.pointers = [
+                (number, place)
+                for number, one in enumerate(arguments(as_bytes))
+                if isinstance(one, tuple)
+                for place, part in enumerate(one)
+                if isinstance(part, torch.Tensor)
+            ]
         odd: Any = 0
         for number, place in self.pointers:
             odd |= given[number][place]
@@ -169,32 +153,12 @@ class Kernel:
                 *arguments(as_bytes), grid=(1, 1, 1), warmup=True, **self.constants, **self.options
             )
             self.compiled[odd] = compiled
-        stream = current_stream(index)
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
-            about = compiled.launch_metadata((x, y, z), stream, *given, *self.tail)
-        else:
-            about = enter = leave = None
-        # loads the code where it is new, and then may raise OutOfResources
+        stream: int = driver.active.get_current_stream(max(index, 0))
+        # loads the code where it is new, and then may raise OutOfResources; nothing for a profiler of Triton's
         compiled.run(
-            x, y, z, stream, compiled.function, compiled.packed_metadata, about, enter, leave, *given, *self.tail
+            x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *given, *self.tail
         )  # fmt: skip
         return None
-
-
-def _aligned(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """Return argument and place of the tensors that the kernel is compiled for the alignment of."""
-    return [
-        (number, place)
-        for number, given in enumerate(arguments)
-        if isinstance(given, tuple)
-        for place, part in enumerate(given)
-        if isinstance(part, torch.Tensor)
-    ]
-
-
-# room for partial results by GPU and stream, whose kernels run one after another; it goes with the last that holds it
-ROOMS: "WeakValueDictionary[tuple[int, int], torch.Tensor]" = WeakValueDictionary()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,7 +171,6 @@ class Plan:
         stretch: tokens of a split at least; most: splits at most.
         sizes: float32 numbers of each part of the partial results.
         refused: whether the device has too little for the kernel.
-        known: these parts in the room of a stream, and the room.
     """
 
     kernel: Kernel
@@ -217,35 +180,15 @@ class Plan:
     most: int
     sizes: tuple[int, ...]
     refused: bool = False
-    known: dict[int | None, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = field(
-        default_factory=dict
-    )
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""
         tokens = width * self.kernel.spec.keys.page_size
         return max(1, min(self.most, tokens // self.stretch))
 
-    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Return the partial results of a launch in the current stream of GPU `index`; the caller keeps them until then.
-
-        They lie in the room of the stream, or of the CUDA graph that captures it.
-
-        Returns: [size] each, float32, which begin at multiples of 16 bytes.
-        """
-        stream = None if INTERPRETED or is_capturing(index) else current_stream(index)
-        if stream in self.known:
-            return self.known[stream][0]
-        sizes = [-(-size // QUAD) * QUAD for size in self.sizes]
-        room = None if stream is None else ROOMS.get((index, stream))
-        if room is None or room.shape[0] < sum(sizes):
-            where = index if index >= 0 else "cpu"
-            room = torch.empty(sum(sizes), dtype=torch.float32, device=where)
-        parts = room[: sum(sizes)].split(sizes)
-        if stream is not None:
-            ROOMS[index, stream] = room
-            self.known[stream] = parts, room
-        return parts
+    def parts(self, query: torch.Tensor) -> list[torch.Tensor]:
+        """Return room for the partial results of a launch, [size] each, float32; the caller keeps it until then."""
+        return [query.new_empty(size, dtype=torch.float32) for size in self.sizes]
 
 
 Kept = TypeVar("Kept", bound=Kernel | Plan)

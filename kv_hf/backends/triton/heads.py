@@ -87,7 +87,7 @@ def attend_heads(
     O_CUT: tl.constexpr = KEYS.offsets
     V_CUT: tl.constexpr = VALUES.cut
     K_DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
-    if VALUES.offset != 1.0:
+    if VALUES.side.offset_tokens == 0:  # codes around 0: their offset is in units of their scale
         values = Fields(values.codes, values.scale, values.scale, values.order)
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
@@ -102,7 +102,7 @@ def attend_heads(
     shrink, factor = query_units(queries, real, visible.softmax_scale, KEYS.side.dim)
     q = ()
     whole_q = ()
-    if len(KEYS.side.runs) == 1:
+    if not KEYS.side.ordered:
         q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
         whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
     lane = tl.arange(0, TILE)
@@ -123,15 +123,15 @@ def attend_heads(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         tile_q = q
-        if len(KEYS.side.runs) > 1:
+        if KEYS.side.ordered:
             tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
         key_factors = load_key_factors(keys, next_block, next_token, KEYS)
         value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
         scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
         at = visible.sink_tokens + tile * TILE + lane
-        scores = bend(scores, factor, at, below(lane, TILE), visible, QUERIES)
+        scores = bend(scores, factor, at, tl.full(lane.shape, True, tl.int1), visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides)
-        totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
+        totals = tl.fma(totals, keep[None, :], weights)
         acc, offsets = add_values(
             values, v_factors, block, token, weights, keep, acc, offsets, VALUES
         )
@@ -152,11 +152,12 @@ def attend_window(
         keys, values: Strided windows of all rows and heads, of which `exact` slots hold tokens. Slots below
             `sink_tokens` lie in front of the `page_tokens` tokens in pages, the others behind them.
         WINDOW: a meta_params.ExactWindow.
-    Returns: as `attend_heads`, in parts of WINDOW.out; without values (), and with WINDOW.out None.
+    Returns: as `attend_heads`, in parts of values or latents; without values ().
     """
+    IS_LATENT: tl.constexpr = WINDOW.rank > 0
     K_CUT: tl.constexpr = WINDOW.keys
-    R_CUT: tl.constexpr = WINDOW.rope
-    V_CUT: tl.constexpr = WINDOW.out
+    R_CUT: tl.constexpr = WINDOW.values
+    V_CUT: tl.constexpr = WINDOW.keys if IS_LATENT else WINDOW.values
     TILE: tl.constexpr = WINDOW.tile
     K_DTYPE: tl.constexpr = dtype_of(WINDOW.key_dtype)
     V_DTYPE: tl.constexpr = dtype_of(WINDOW.value_dtype)
@@ -170,24 +171,24 @@ def attend_window(
     one = tl.full([COLUMNS], 1.0, tl.float32)
     factor = one * (visible.softmax_scale * LOG2E)
     query = load_query(queries, real, one, (), K_CUT, K_DTYPE)
-    if R_CUT is not None:
+    if IS_LATENT:
         rope = load_query(queries + WINDOW.rank, real, one, (), R_CUT, V_DTYPE)
-    for first in tl.range(0, exact, TILE, num_stages=WINDOW.num_stages):
+    for first in tl.range(0, exact, TILE, num_stages=1 if IS_LATENT else 2):
         slot = first + tl.arange(0, TILE)
         held = slot < exact
         at = slot + tl.where(slot < visible.sink_tokens, 0, page_tokens)
         key_rows = row_of(keys, columns.row, columns.head) + slot * keys.token
         value_rows = row_of(values, columns.row, columns.head) + slot * values.token
-        scores = score_parts(load_exact(key_rows, held, K_CUT, False), query)
-        if R_CUT is not None:
-            scores += score_parts(load_exact(value_rows, held, R_CUT, False), rope)
+        scores = score_parts(load_rows(key_rows, held, K_CUT, False), query)
+        if IS_LATENT:
+            scores += score_parts(load_rows(value_rows, held, R_CUT, False), rope)
             value_rows = key_rows
         scores = bend(scores, factor, at, held, visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, True)
         total = total * keep + tl.sum(weights, 0)
         if V_CUT is not None:
-            v = load_exact(value_rows, held, V_CUT, True)
-            acc = add_parts(v, weights, keep, acc, V_DTYPE, R_CUT is not None)
+            v = load_rows(value_rows, held, V_CUT, True)
+            acc = add_parts(v, weights, keep, acc, V_DTYPE, IS_LATENT)
     return best, total, acc
 
 
@@ -196,9 +197,27 @@ def attend_window(
 
 @triton.jit
 def channels_of(PART: tl.constexpr, CUT: tl.constexpr):
-    """Return the channels of a part, [size], and which there are."""
+    """Return the channels of a part, [size] or [batch, size], and which there are."""
+    BATCH: tl.constexpr = CUT.parts[PART].batch
+    HELD: tl.constexpr = CUT.parts[PART].held
     lane = tl.arange(0, CUT.parts[PART].size)
-    return CUT.parts[PART].place + lane, below(lane, CUT.parts[PART].held)
+    channel = CUT.parts[PART].place + lane
+    inside = below(lane, HELD)
+    if BATCH > 0:
+        END: tl.constexpr = CUT.parts[PART].end
+        first = (tl.arange(0, BATCH)[:, None] * len(CUT.parts) + PART) * HELD
+        channel = first + lane[None, :]
+        inside = tl.broadcast_to(inside[None, :], channel.shape)
+        if BATCH * len(CUT.parts) * HELD > END:
+            inside = inside & (channel < END)
+    return channel, inside
+
+
+@triton.jit
+def places(rows, held, channel, inside, ACROSS: tl.constexpr):
+    """Return pointers to channels of `rows` [tokens], and which are `held` and `inside`: [.., tokens, size], [.., size, tokens] where ACROSS."""
+    inside = tl.expand_dims(inside, ACROSS - 2) & tl.expand_dims(held, -1 - ACROSS)
+    return tl.expand_dims(rows, -1 - ACROSS) + tl.expand_dims(channel, ACROSS - 2), inside
 
 
 @triton.jit
@@ -235,40 +254,42 @@ def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.con
         channel, inside = channels_of(p, CUT)
         if len(channels) > 0:
             channel = channels[p].to(tl.int32)
-        inside = inside[:, None] & held[None, :]
-        part = tl.load(pointers[None, :] + channel[:, None], mask=inside, other=0.0)
-        parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
+        where, inside = places(pointers, held, channel, inside, True)
+        part = tl.load(where, mask=inside, other=0).to(tl.float32)
+        parts = parts + ((part * scale[None, :]).to(DTYPE),)
     return parts
+
+
+@triton.jit
+def load_part(pointers, PART: tl.constexpr, CUT: tl.constexpr, CACHE: tl.constexpr):
+    """Load a number for each channel of a part, as `channels_of` has them, zeros behind them."""
+    channel, inside = channels_of(PART, CUT)
+    return tl.load(pointers + channel, mask=inside, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
 def load_parts(pointers, CUT: tl.constexpr):
-    """Load a number per channel part by part, each [size], zeros behind a part."""
+    """Load a number for each channel part by part."""
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
-        channel, inside = channels_of(p, CUT)
-        parts = parts + (tl.load(pointers + channel, mask=inside, other=0),)
+        parts = parts + (load_part(pointers, p, CUT, ""),)
     return parts
 
 
 @triton.jit
-def load_exact(rows, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
-    """Load exact numbers part by part, [tokens, size], or [size, tokens] where ACROSS.
-
-    rows: [tokens], pointers to each token's channels, which are read where `held`.
-    """
+def load_rows(rows, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
+    """Load numbers or words of `rows` [tokens], pointers to channel 0 of those that are `held`, part by part, as `places` has them."""
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
         channel, inside = channels_of(p, CUT)
-        where = tl.expand_dims(rows, 1 - ACROSS) + tl.expand_dims(channel, ACROSS)
-        inside = tl.expand_dims(held, 1 - ACROSS) & tl.expand_dims(inside, ACROSS)
-        parts = parts + (tl.load(where, mask=inside, other=0.0),)
+        where, inside = places(rows, held, channel, inside, ACROSS)
+        parts = parts + (tl.load(where, mask=inside, other=0),)
     return parts
 
 
 @triton.jit
 def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr):
-    """Load the numbers of tokens of one page and head of which no scale is folded into anything, as `load_exact` does.
+    """Load the numbers of tokens of one page and head of which no scale is folded into anything, as `load_rows` does.
 
     Args:
         fields: Fields; block: page * heads + head; token: [tokens], in the page.
@@ -278,8 +299,8 @@ def load_plain(fields, block, token, OPERAND: tl.constexpr, ACROSS: tl.constexpr
     parts = ()
     if OPERAND.fold == "none":
         rows = fields.codes + block * (SIDE.page * SIDE.dim) + token * SIDE.dim
-        held = below(tl.arange(0, token.shape[0]), token.shape[0])
-        parts = load_exact(rows, held, CUT, ACROSS)
+        held = tl.full(token.shape, True, tl.int1)
+        parts = load_rows(rows, held, CUT, ACROSS)
     else:
         of_block = move_to_block(fields, block, SIDE)
         for p in tl.static_range(len(CUT.parts)):
@@ -323,12 +344,12 @@ def load_runs(
 
 
 @triton.jit
-def store_parts(pointers, acc, held, CUT: tl.constexpr):
-    """Store the parts of acc [channels, columns] where `held` [columns]."""
+def store_parts(pointers, acc, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
+    """Store the parts of acc, as `places` has them, where `held` [columns]."""
     for p in tl.static_range(len(acc)):
         channel, inside = channels_of(p, CUT)
-        where = pointers[None, :] + channel[:, None]
-        tl.store(where, acc[p], mask=inside[:, None] & held[None, :])
+        where, inside = places(pointers, held, channel, inside, ACROSS)
+        tl.store(where, acc[p], mask=inside)
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -359,7 +380,7 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
                 scales = scales + load_parts(keys.scale + (group + g) * KEYS.side.dim, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
-    if len(KEYS.side.runs) > 1:
+    if KEYS.side.ordered:
         channels = load_parts(keys.order + block * KEYS.side.dim, CUT)
     return offsets, scales, channels
 
@@ -421,7 +442,7 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
         runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, DTYPE)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
-            if len(KEYS.side.runs) > 1:
+            if KEYS.side.ordered:
                 # summed across threads, parts of equal size together: as a product of equal rows, gathered queries
                 # would go through shared memory twice
                 o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
@@ -434,7 +455,7 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
                 factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
                 q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
             scores = tl.dot(runs[r], q, scores, input_precision="ieee")
-    if len(KEYS.side.runs) > 1:
+    if KEYS.side.ordered:
         added += tl.sum(products, 0)
     bias = tl.broadcast_to(added[None, :], shape)
     for p in tl.static_range(len(whole_query)):
@@ -445,7 +466,7 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
     unit = scales[0]
     if KEYS.fold == "tile":
         unit = tl.full([1, 1], 1.0 / tile_unit(KEYS.side.bits, KEYS.isa), tl.float32)
-    return tl.fma(scores, tl.broadcast_to(unit, shape), bias)
+    return tl.fma(scores, unit, bias)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -527,7 +548,7 @@ def _fold(loaded, weights, keep, offsets, VALUES: tl.constexpr, DTYPE: tl.conste
             added = weights * loaded[GROUPS + g].to(tl.float32)[:, None]
             if GROUPS > 1:  # the sums of several would not fit into registers
                 added = tl.sum(added, 0)[None, :]
-            total = tl.fma(total, tl.broadcast_to(keep[None, :], total.shape), added)
+            total = tl.fma(total, keep[None, :], added)
         sums = sums + (total,)
     return factors, sums
 
@@ -567,6 +588,8 @@ def settle(acc, offsets, VALUES: tl.constexpr):
             part = part * (1.0 / (VALUES.boost * unit))
             if VALUES.side.code == "unsigned":
                 o = tl.sum(offsets[CUT.parts[p].place // VALUES.side.scale_channels], 0)
-                part += (o * VALUES.offset)[None, :]
+                if VALUES.side.offset_tokens == 0:
+                    o = o * (-0.5 * VALUES.side.runs[0].top)
+                part += o[None, :]
         new = new + (part,)
     return new

@@ -5,9 +5,8 @@ and `shared_memory`, which ask torch, through the module: tests patch them. Warp
 come from counting instructions and shared memory of compiled kernels (docs/kernels.md), not from measurements on a GPU.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from itertools import product
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -82,6 +81,11 @@ class SideLayout(NamedTuple):
     runs: tuple[Run, ...]
     planes: tuple[Plane, ...]
 
+    @property
+    def ordered(self) -> bool:
+        """Whether the channels of each page have an order of their own."""
+        return len(self.runs) > 1
+
 
 @cache
 def side_layout(spec: SideSpec) -> SideLayout:
@@ -119,15 +123,19 @@ def _runs(spec: SideSpec) -> tuple[tuple[Run, ...], tuple[Plane, ...]]:
 
 
 class Part(NamedTuple):
-    """Channels that one operand of a product holds.
+    """Channels that one operand of a product, or each of a batch of products (over latents), holds.
 
     Attributes:
         place: the first; held: how many there are; size: with what is padding, a power of two.
+        batch: products, a power of two, or 0: product b of part p has the channels from (b * parts + p) * held on; end: behind it
+            all is padding.
     """
 
     place: int
     held: int
     size: int
+    batch: int = 0
+    end: int = 0
 
 
 class Chunk(NamedTuple):
@@ -158,12 +166,8 @@ class Cut(NamedTuple):
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(
-        cls,
-        runs: Sequence[tuple[int, int]],
-        pieces: Callable[[int], tuple[tuple[int, int, int], ...]],
-    ) -> "Cut":
-        """Cut runs of channels (SideSpec.runs); pieces: (start, held, size) of so many bytes or numbers."""
+    def of(cls, runs: Sequence[tuple[int, int]], groups: int = 1) -> "Cut":
+        """Cut runs of channels (SideSpec.runs); groups: equal ones of a plane's bytes or of numbers, each cut by itself."""
         found: list[Chunk] = []
         parts: list[Part] = []
         place = byte = 0
@@ -171,9 +175,10 @@ class Cut(NamedTuple):
             each = codes_of_bytes(bits)
             width = channels // each
             # each part of keys in an order has numbers of its own to gather: fewer parts there
-            count = 1 if len(runs) > 1 else cuts_of_plane(bits, channels)
-            for number, (start, held, size) in product(range(count), pieces(width // count)):
-                at = number * (width // count) + start
+            pieces = groups * (1 if len(runs) > 1 else cuts_of_plane(bits, channels))
+            share = width // pieces
+            cuts = [cut for number in range(pieces) for cut in chunks(share, number * share)]
+            for at, held, size in cuts:
                 found.append(
                     Chunk(bits, byte + at, held, size, at, byte + width, width // 2, len(parts))
                 )
@@ -200,23 +205,21 @@ class Operand(NamedTuple):
         fold: how scales apply: "none", "page" or "tile" (keys: of the page, or of groups of tokens), "token" (values: of
             each token), or "element" where none of these fits: each number gets its own before it is multiplied.
         groups: of numbers with scales of their own: of a tile's tokens (keys, fold "tile"), or of channels (values, "token").
-        offset: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
-        boost: weights times scales are multiplied by.
         dtype: of the products, by name.
         isa: as in Queries; 0 or less for instructions that any target and the interpreter takes.
         cut: of the codes; offsets: of the keys' offsets.
+        boost: weights times scales of values are multiplied by it.
     """
 
     side: SideLayout
     tile: int
     fold: str
     groups: int
-    offset: float
-    boost: float
     dtype: str
     isa: int
     cut: Cut
-    offsets: Cut
+    offsets: Cut | None = None
+    boost: float = 1.0
 
 
 MAX_TILE = 64  # tokens
@@ -229,11 +232,6 @@ W_TILE = 32  # most tokens of a tile of the window
 FLOATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}  # Triton's names
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}  # largest codes
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
-# The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
-BOOST = {
-    "none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned6": 2.0**4, "unsigned4": 2.0**2, "unsigned3": 2.0,
-    "unsigned2": 1.0,
-}  # fmt: skip
 
 
 def power_of_two(size: int) -> int:
@@ -356,7 +354,7 @@ def product_type(side: SideSpec, full: bool, *, window: bool = False) -> str:
     """Return the dtype of the products with pages of a side, or with its window.
 
     Codes are multiplied in float16, into which they fit exactly, whatever the model's dtype: it has three bits more
-    than bfloat16, and its range is kept by powers of two (see BOOST and the kernel's `shrink`). Exact numbers are
+    than bfloat16, and its range is kept by powers of two (see `weight_boost` and the kernel's `shrink`). Exact numbers are
     multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
     """
     if full:
@@ -370,14 +368,12 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
     fold = "none" if side.scheme.is_exact else "page"
     if layout.code == "unsigned":
         fold = "tile" if layout.scale_tokens >= MIN_SIZE else "element"
-    cut = whole(side) if fold == "element" else Cut.of(side.runs, chunks)
+    cut = whole(side) if fold == "element" else Cut.of(side.runs)
     return Operand(
         side=layout,
         tile=tile,
         fold=fold,
         groups=max(1, tile // layout.scale_tokens) if fold == "tile" else 1,
-        offset=1.0,
-        boost=1.0,
         dtype=product_type(side, queries.full),
         isa=queries.isa,
         cut=cut,
@@ -388,60 +384,49 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
 def _values_of(spec: PageSpec, queries: Queries) -> Operand:
     """Return how values are multiplied: each part lies within one scale's channels, or numbers get their own scales."""
     side, layout = spec.values, side_layout(spec.values)
-    code, (bits, channels) = layout.code, side.runs[0]
+    bits, channels = side.runs[0]
     width = channels // codes_of_bytes(bits) // cuts_of_plane(bits, channels)
     group = layout.scale_channels
-    fold, cut = "token", Cut.of(side.runs, chunks)
-    if side.scheme.is_exact:
-        fold = "none"
-    elif group % width and width % group == 0 and group >= MIN_SIZE:
-        cut = Cut.of(side.runs, partial(_chunks_of_groups, group=group))
-    elif group % width:
-        fold, cut = "element", whole(side)
-    # codes around 0 have an offset all the same, in units of their scale
+    within = group % width == 0 or (width % group == 0 and group >= MIN_SIZE)
+    fold = "none" if side.scheme.is_exact else "token" if within else "element"
     return Operand(
         side=layout,
         tile=tile_tokens(spec, queries.full),
         fold=fold,
         groups=layout.dim // group if fold == "token" else 0,
-        offset=1.0 if layout.offset_tokens else -0.5 * ((1 << layout.bits) - 1),
-        boost=1.0
-        if queries.full
-        else BOOST[f"{code}{layout.bits}" if code == "unsigned" else code],
+        boost=1.0 if queries.full else weight_boost(layout),
         dtype=product_type(side, queries.full),
         isa=queries.isa,
-        cut=cut,
-        offsets=cut,
+        cut=Cut.of(side.runs, max(1, width // group)) if fold == "token" else whole(side),
+    )
+
+
+def weight_boost(side: SideLayout) -> float:
+    """Return the power of two that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504."""
+    return 2.0 ** max(
+        0, int(side.runs[-1].top).bit_length() - (2 if side.code == "unsigned" else 1)
     )
 
 
 def whole(side: SideSpec) -> Cut:
     """Return how the channels of numbers are cut that are not codes."""
-    return Cut.of([(8 * side.dtype.itemsize, side.head_dim)], chunks)
-
-
-def _chunks_of_groups(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
-    """Cut `width` places as `chunks` does, each group of so many by itself."""
-    return tuple(cut for start in range(0, width, group) for cut in chunks(group, start))
+    return Cut.of([(8 * side.dtype.itemsize, side.head_dim)])
 
 
 class ExactWindow(NamedTuple):
     """How the exact window is multiplied.
 
     Attributes:
-        keys: how their channels are cut; rope: the same of RoPE keys, the second side of latents, or None.
-        out: the same of what the weights are multiplied by: values, latents, or nothing (None).
-        rank: channels of a latent, behind which a query has those for RoPE keys.
-        tile, num_stages: tokens at once, and tiles on their way.
+        keys, values: how the channels of either side are cut; values: None where weights alone are asked for.
+        rank: channels of a latent, behind which a query has those for RoPE keys, which are the `values` then; or 0.
+        tile: tokens at once.
         key_dtype, value_dtype: of the products with either side, by name.
     """
 
     keys: Cut
-    rope: Cut | None
-    out: Cut | None
+    values: Cut | None
     rank: int
     tile: int
-    num_stages: int
     key_dtype: str
     value_dtype: str
 
@@ -450,58 +435,49 @@ class ExactWindow(NamedTuple):
         """Return that of a step, or of the choice of pages before it, which reads no values."""
         keys, values = (whole(side) for side in spec.sides)
         bytes_ = sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
-        tile = W_TILE if W_TILE * bytes_ <= TILE_BYTES else MIN_SIZE
+        wide = spec.is_latent or W_TILE * bytes_ > TILE_BYTES
+        rank = spec.keys.head_dim if spec.is_latent else 0
         types = [product_type(side, full, window=True) for side in spec.sides]
-        if spec.is_latent:
-            return cls(keys, values, keys, spec.keys.head_dim, MIN_SIZE, 1, *types)
-        return cls(keys, None, None if chooses else values, 0, tile, 2, *types)
+        return cls(keys, None if chooses else values, rank, MIN_SIZE if wide else W_TILE, *types)
 
 
 # -- latents -----------------------------------------------------------------------------------------------------------
 
-CHUNKS = 4  # of the rank: one for each warp
-RUNS = 2  # of a chunk, where scales are of channels: the products of one lie beside the sums of all
+BATCH = 4  # products of a part of latents: one for each warp
+PARTS = (
+    2  # of a latent, where scales are of channels: the products of one lie beside the sums of all
+)
 WORD_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
-MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
+MAX_PADDED = 1024  # channels of a latent with the padding of its parts
 WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
 REDUCED = 16 * 1024  # bytes of shared memory that reductions take, and RoPE keys
 FLOAT_CHANNEL = 448  # bytes of a channel where int4 and int2 are multiplied in float32
 
 
-class Chunks(NamedTuple):
-    """How channels are cut: piece c * runs + r, run r of chunk c, holds `size` channels from its number * size on.
+def batched(batch: int, count: int, size: int, dim: int) -> Cut:
+    """Cut `dim` channels into `count` equal parts of a batch each, whose products have `size` channels."""
+    part = Part(0, size, max(MIN_SIZE, power_of_two(size)), batch, dim)
+    return Cut((), (part,) * count)
 
-    Attributes:
-        chunks, runs: how many, whose products make one batch, and pieces of each; powers of two.
-        size, wide: channels of a piece, which share a scale, and the power of two that they are padded to.
-        dim: all channels.
-    """
 
-    chunks: int
-    runs: int
-    size: int
-    wide: int
-    dim: int
+def latent_cut(spec: PageSpec) -> Cut:
+    """Cut the latents of `spec`: a product of a part for each group of scales, or more where groups are few."""
+    rank, scheme = spec.keys.head_dim, spec.keys.scheme
+    by_channel = scheme.code == "unsigned"
+    size = power_of_two(rank)
+    if scheme.scale_group and not by_channel:
+        size = scheme.scale_group[1]
+    least = BATCH * (PARTS if by_channel else 1)
+    while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < least:
+        size //= 2
+    pieces = power_of_two(-(-rank // size))
+    batch = min(BATCH, pieces)
+    return batched(batch, pieces // batch, size, rank)
 
-    @classmethod
-    def of(cls, spec: PageSpec) -> "Chunks":
-        """Cut the latents of `spec`: one piece for each group of scales, or more where groups are few."""
-        rank, scheme = spec.keys.head_dim, spec.keys.scheme
-        by_channel = scheme.code == "unsigned"
-        size = power_of_two(rank)
-        if scheme.scale_group and not by_channel:
-            size = scheme.scale_group[1]
-        least = CHUNKS * (RUNS if by_channel else 1)
-        while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < least:
-            size //= 2
-        pieces = power_of_two(-(-rank // size))
-        count = min(CHUNKS, pieces)
-        return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)), rank)
 
-    @property
-    def padded(self) -> int:
-        """Channels with padding."""
-        return self.chunks * self.runs * self.wide
+def padded_rank(spec: PageSpec) -> int:
+    """Return the channels of a latent with the padding of its parts."""
+    return sum(part.batch * part.size for part in latent_cut(spec).parts)
 
 
 class Latents(NamedTuple):
@@ -514,7 +490,7 @@ class Latents(NamedTuple):
             rows of several places lie one below another: copies are places of a word that are rows of a tile.
         rows: of a tile, each of whose tokens is one place of a row.
         step: places whose scores move the softmax at once; share: those of them that share a scale by channel.
-        cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both runs of a chunk, or None.
+        cut, rope: of the latents and of the RoPE keys; whole: of the latents where a load takes both parts, or None.
         rope_code: as `code`, of RoPE keys.
         boost: weights are multiplied by it.
         dtype, rope_dtype: of the products, by name.
@@ -529,9 +505,9 @@ class Latents(NamedTuple):
     rows: int
     step: int
     share: int
-    cut: Chunks
-    rope: Chunks
-    whole: Chunks | None
+    cut: Cut
+    rope: Cut
+    whole: Cut | None
     rope_code: str
     boost: float
     dtype: str
@@ -551,7 +527,7 @@ def tile_rows(spec: PageSpec, full: bool) -> int:
     # more tokens leave no registers for their scores, or no shared memory for their numbers in float32
     if places > 2 or full:
         rows = MIN_SIZE
-    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places == 1 else 2)
+    width = padded_rank(spec) * (spec.keys.dtype.itemsize if places == 1 else 2)
     while rows > MIN_SIZE and rows * width > WORD_BYTES:
         rows //= 2
     return min(rows, token_stride(spec))
@@ -563,7 +539,7 @@ def latent_bytes(spec: PageSpec, full: bool, isa: int) -> int:
     In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values. What
     compiled kernels take is at most that, and over keys and values at most what any GPU has (tests/backends/test_triton_compiled.py).
     """
-    padded, rope = Chunks.of(spec).padded, spec.values.head_dim
+    padded, rope = padded_rank(spec), spec.values.head_dim
     rows = tile_rows(spec, full)
     if isa == HIP:
         both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
@@ -581,12 +557,13 @@ def _latents(spec: PageSpec, queries: Queries) -> Latents:
     """Return how pages of latents are read."""
     latent, rope = spec.sides
     side, page, code = side_layout(latent), latent.page_size, latent.scheme.code
-    cut, fold = Chunks.of(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
+    cut, fold = latent_cut(spec), {"none": "none", "unsigned": "channel"}.get(code, "token")
+    part = cut.parts[0]
     by_channel = fold == "channel"
     stride = token_stride(spec)
     at_once = min(4, page // stride)
-    rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.chunks)))
-    whole = Chunks(cut.chunks, 1, 2 * cut.size, 2 * cut.wide, cut.dim)
+    rope_size = max(MIN_SIZE, power_of_two(-(-rope.head_dim // part.batch)))
+    both = by_channel and len(cut.parts) == 2 and part.held == part.size
     return Latents(
         side=side,
         fold=fold,
@@ -597,10 +574,10 @@ def _latents(spec: PageSpec, queries: Queries) -> Latents:
         step=at_once,
         share=max(1, min(at_once, side.scale_tokens // stride)) if by_channel else 1,
         cut=cut,
-        rope=Chunks(cut.chunks, 1, rope_size, rope_size, rope.head_dim),
-        whole=whole if by_channel and cut.runs == 2 and cut.size == cut.wide else None,
+        rope=batched(part.batch, 1, rope_size, rope.head_dim),
+        whole=batched(part.batch, 1, 2 * part.size, latent.head_dim) if both else None,
         rope_code=rope.scheme.code,
-        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else BOOST[code],
+        boost=1.0 if queries.full else WEIGHT_BOOST if by_channel else weight_boost(side),
         dtype=product_type(latent, queries.full),
         rope_dtype=product_type(rope, queries.full),
         isa=queries.isa,
@@ -700,13 +677,13 @@ MAX_SPLITS, MAX_LATENT_SPLITS = 64, 256
 def launch_parameters(spec: PageSpec, queries: Queries) -> tuple[int, int]:
     """Choose (warps, stages) of a decode step; splits by `most_splits`.
 
-    Over latents a warp for each chunk of the rank. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
+    Over latents a warp for each product of a part. Else two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
     where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
     """
     if spec.is_latent:
-        return CHUNKS, 1 if queries.isa == HIP else 2
+        return BATCH, 1 if queries.isa == HIP else 2
     columns, tile = queries.columns, tile_tokens(spec, queries.full)
     dim = max(side.head_dim for side in spec.sides)
     two_bits = any(side.scheme.bits == 2 for side in spec.sides)

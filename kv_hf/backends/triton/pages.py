@@ -141,20 +141,6 @@ def _write_ranges(
 
 
 @triton.jit
-def _steps_by_channel(x, token, place, real, fields, SIDE: tl.constexpr):
-    """Return x [tokens, lanes] in steps of its codes, by the ranges that `_write_ranges` has written."""
-    if x.shape[0] <= SIDE.offset_tokens and SIDE.places == 1:
-        token = tl.min(token, 0) + tl.arange(0, 1)  # all are of one group
-    at = (token // SIDE.offset_tokens * SIDE.dim)[:, None] + place[None, :]
-    o = tl.load(fields.offset + at, mask=real[None, :], other=0.0)
-    if SIDE.code == "unsigned":
-        s = tl.load(fields.scale + at, mask=real[None, :], other=1.0)
-    else:
-        s = tl.load(fields.scale)
-    return _steps(x - o.to(tl.float32), s)
-
-
-@triton.jit
 def _steps_by_token(x, token, fields, SIDE: tl.constexpr):
     """Write the scales and offsets of groups of channels; return x [tokens, lanes] in steps of its codes."""
     DTYPE: tl.constexpr = fields.scale.dtype.element_ty
@@ -254,6 +240,8 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     TALL: tl.constexpr = min(SIDE.page, max(FEWEST, SEALED_NUMBERS // LANES))
     BITS: tl.constexpr = SIDE.bits
     BLOCK: tl.constexpr = SIDE.rotated
+    S_TOKENS: tl.constexpr = SIDE.scale_tokens
+    O_TOKENS: tl.constexpr = SIDE.offset_tokens
     BY_CHANNEL: tl.constexpr = SIDE.offset_channels == 1 and BLOCK == 0
     # tokens of a word lie LINES apart
     RUNS: tl.constexpr = SIDE.places
@@ -263,7 +251,7 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     real = (lane % GROUP_LANES < GROUP) & (place < SIDE.dim)
     top = top_codes(place, SIDE)
     channel = place
-    if len(SIDE.runs) > 1:
+    if SIDE.ordered:
         _write_order(source, slot_stride, fields, lane, SIDE, TALL)
         tl.debug_barrier()  # other threads read it than wrote it
         channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
@@ -291,7 +279,11 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
                 if GROUP != GROUP_LANES:
                     x = tl.gather(x, tl.broadcast_to(place[None, :], x.shape), 1)
             if BY_CHANNEL:
-                x = _steps_by_channel(x, token, place, real, fields, SIDE)
+                # by the ranges that `_write_ranges` has written; places are lanes here
+                x -= _factors(fields.offset, token, 0, O_TOKENS, 1, SIDE, LANES, RUNS > 1)
+                x = _steps(
+                    x, _factors(fields.scale, token, 0, S_TOKENS, GROUP, SIDE, LANES, RUNS > 1)
+                )
             else:
                 x = _steps_by_token(x, token, fields, SIDE)
             code = _codes(x, top, SIDE)
@@ -383,10 +375,14 @@ def append_pair_kernel(
 
 @triton.jit
 def _factors(
-    pointer, token, start, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr
+    pointer, token, start, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales (or offsets), one per TOKENS x CHANNELS, of tokens at WIDE places; one in place of equal ones along an axis."""
-    if token.shape[0] <= TOKENS:
+    """Load the scales (or offsets), one per TOKENS x CHANNELS, of tokens at WIDE places; one in place of equal ones along an axis.
+
+    APART: whether tokens are not side by side.
+    """
+    if token.shape[0] <= TOKENS and not APART:
         token = tl.min(token, 0) + tl.arange(0, 1)
     place = start + tl.arange(0, 1 if SIDE.dim == CHANNELS or CHANNELS % WIDE == 0 else WIDE)
     at = (token // TOKENS * (SIDE.dim // CHANNELS))[:, None] + (place // CHANNELS)[None, :]
@@ -433,9 +429,9 @@ def load_numbers(fields, token, start, SIDE: tl.constexpr, WIDE: tl.constexpr):
         x = number(code, 0, CODE, 8)
         if CODE == "unsigned" and O_TOKENS == 0:  # codes lie around 0
             x = x - 0.5 * ((1 << SIDE.bits) - 1)
-        x = x * _factors(fields.scale, token, start, S_TOKENS, S_CHANNELS, SIDE, WIDE)
+        x = x * _factors(fields.scale, token, start, S_TOKENS, S_CHANNELS, SIDE, WIDE, False)
         if O_TOKENS > 0:
-            x = x + _factors(fields.offset, token, start, O_TOKENS, O_CHANNELS, SIDE, WIDE)
+            x = x + _factors(fields.offset, token, start, O_TOKENS, O_CHANNELS, SIDE, WIDE, False)
         return x
 
 
@@ -453,7 +449,7 @@ def _write_tile(target, fields, token, held, SIDE: tl.constexpr, WIDE: tl.conste
             # a scale rounded up may push the largest code just past float16's range
             x = tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX)
         channel = place
-        if len(SIDE.runs) > 1:
+        if SIDE.ordered:
             channel = tl.load(fields.order + place, mask=inside, other=0).to(tl.int32)
         x = x.to(target.dtype.element_ty)
         tl.store(target + channel[None, :], x, mask=held[:, None] & inside[None, :])

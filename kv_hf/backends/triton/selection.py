@@ -156,7 +156,7 @@ def _gather(queries, real, shrink, channel, inside, order, KEYS: tl.constexpr):
     """
     DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
     channel = tl.broadcast_to(channel[None, :], [order.shape[0], channel.shape[0]])
-    if len(KEYS.side.runs) > 1:
+    if KEYS.side.ordered:
         channel = tl.load(order[:, None] + channel, mask=inside[None, :], other=0).to(tl.int32)
     held = inside[None, :, None] & real[None, None, :]
     x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
@@ -213,7 +213,7 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
             steps = tl.load(keys.scale + at, mask=inside[None, :], other=0.0).to(DTYPE)
             middle = 0.5 * top_codes(channel, SIDE)
             to_middle = tl.where(_is_read(words, channel, KEYS), 0.0, middle).to(DTYPE)
-            base = tl.fma(steps, tl.broadcast_to(to_middle[None, :], steps.shape), base)
+            base = tl.fma(steps, to_middle[None, :], base)
         rows = tl.broadcast_to(base[:, None, :], [UNITS, ROWS, CHANNELS])
     return tl.sum(tl.dot(rows, query, input_precision="ieee"), 1) * (1.0 / ROWS)
 
@@ -268,9 +268,8 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
         score = products * by[:, None, None] + bias[:, None, :]
         score = cap(score, factor[None, None, :], softcap)
     else:
-        by = tl.broadcast_to((by[:, None] * factor[None, :])[:, None, :], products.shape)
-        bias = tl.broadcast_to((bias * factor[None, :])[:, None, :], products.shape)
-        score = tl.fma(products, by, bias)
+        by, bias = by[:, None] * factor[None, :], bias * factor[None, :]
+        score = tl.fma(products, by[:, None, :], bias[:, None, :])
     sums = log2_sum(score, 1)
     if KEYS.pages < UNITS:
         sums = log2_sum(tl.reshape(sums, [KEYS.pages, UNITS // KEYS.pages, COLUMNS]), 1)
@@ -298,7 +297,7 @@ def _score_pages(
     if begin < end:
         number = tl.arange(0, PAGES * GROUPS)
         words = _choose_words(keys, held_words, table, pages, head, KEYS)
-        if len(KEYS.side.runs) == 1:
+        if not KEYS.side.ordered:
             order = keys.order + tl.zeros([1], tl.int32)
             read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
         for tile in tl.range(begin, end, num_stages=STAGES):
@@ -306,7 +305,7 @@ def _score_pages(
             # what is not there is read from page 0, and hidden afterwards
             block = tl.load(table + at, mask=at < pages, other=0)
             block = block.to(tl.int64) * KEYS.side.heads + head
-            if len(KEYS.side.runs) > 1:
+            if KEYS.side.ordered:
                 order = keys.order + block * KEYS.side.dim
                 read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
@@ -556,7 +555,7 @@ def choose_pages(call: AttentionCall) -> selection.Choice:
     (share,) = struct.unpack("<q", struct.pack("<d", 1.0 if budget.share is None else budget.share))
     chosen = kv.block_table.new_empty((kv.rows, budget.width(width, kv.page_size)))
     pages = kv.block_table.new_empty(kv.rows)
-    scratch = plan.parts(index)  # alive until the launch
+    scratch = plan.parts(query)  # alive until the launch
 
     most = NO_LIMIT if budget.pages is None else budget.pages
     limits = most, share, min(budget.from_tokens, NO_LIMIT), room

@@ -35,6 +35,10 @@ class Salted(str):
         self.salt = salt
         return self
 
+    def __getnewargs__(self) -> tuple[str, str]:
+        """Return what a copy is made of: requests that fork are copied."""
+        return str(self), self.salt
+
 
 @dataclass(eq=False)
 class Request:

@@ -297,8 +297,10 @@ def _join(processor: Any) -> None:
 
 
 def _check_length(cache: BatchCache, state: Any) -> None:
-    """Raise CacheOptionError for a prompt that has no room; shorten an answer that would not."""
+    """Raise CacheOptionError for a prompt that is empty or has no room; shorten an answer that would not."""
     prompt, most = len(state.initial_tokens), cache.most_tokens
+    if not prompt:  # its first token would be one that another request was given
+        raise CacheOptionError("the prompt of a request must have a token at least, and is empty")
     if prompt + 1 > most:
         raise CacheOptionError(
             f"the prompt has {prompt} tokens, and the cache has room for {most} tokens of one request, its answer included: "

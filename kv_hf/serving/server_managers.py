@@ -109,9 +109,11 @@ class PagedBatches(PagedManager):
         Raises: PagePoolExhaustedError for a prompt without room.
         """
         prompt_tokens = len(inputs["input_ids"])
-        end_with_context(gen_config, prompt_tokens, longest_context(model.config))
+        longest = longest_context(model.config)
         if self.cache is not None:
             check_room(prompt_tokens + 1, self.cache.most_tokens)
+            longest = min(longest, self.cache.most_tokens)
+        end_with_context(gen_config, prompt_tokens, longest)
         return Salted(f"{request_id}/{next(_numbers)}", tenant.get())
 
 

@@ -163,6 +163,15 @@ def test_generate_batch_answers_as_generate_does_or_refuses_the_family(role, fam
             assert answers(model, texts, paged, batching(blocks)) == expected
 
 
+def test_an_empty_prompt_is_refused_and_gets_no_other_request_s_token():
+    with running(make_model("llama"), new=4) as manager:
+        manager.add_request([5, 6, 7], request_id="a")
+        manager.add_request([], request_id="b")
+        found = collected(manager, 2)
+    assert len(found["a"].generated_tokens) == 4
+    assert "must have a token" in found["b"].error and not found["b"].generated_tokens
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"][: 1 + (not OF_STATES)])
 def test_forked_requests_go_on_from_one_prompt(family):
     model, texts = build_model(family, "causal"), prompts((5, 150, 70, 1, 68))
@@ -591,9 +600,11 @@ def begun(manager, request_id, text=TEXT, **options):
         pass
 
 
-def test_children_that_wait_for_a_row_keep_the_salt():
+@pytest.mark.parametrize("rows", [1, 4], ids=["waiting for a row", "forked at once"])
+def test_children_keep_the_salt(rows):
     sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
-    with running(make_model("llama"), new=4, sampled=sampled, max_requests_per_batch=1) as manager:
+    room = {"max_requests_per_batch": rows}
+    with running(make_model("llama"), new=4, sampled=sampled, **room) as manager:
         manager.add_request(TEXT, request_id="a", cache_salt="x")
         assert len(collected(manager, 3)) == 3
         manager.num_return_sequences = 1

@@ -138,6 +138,10 @@ def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, seen: int) -> torch.
         raise CacheMismatchError(f"mask must broadcast to {whole}, got {tuple(mask.shape)}")
     if mask.shape[-1] < seen:
         raise CacheMismatchError(f"mask must have at least {seen} columns, got {mask.shape[-1]}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise CacheMismatchError(
+            f"mask must be bool, or numbers that are added to scores, got {mask.dtype}; mask.bool() hides zeros"
+        )
     return mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
 
 

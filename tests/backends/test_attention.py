@@ -556,6 +556,7 @@ BAD = [
     *(({"mask": torch.ones(shape).bool()}, rf"mask must broadcast to \(5, 4, 3, 91\), got \({shape[0]}, {shape[1]}")
       for shape in ((4, 1, 3, 91), (1, 3, 3, 91), (1, 1, 2, 91), (5, 91))),
     ({"mask": torch.ones(1, 1, 3, 90).bool()}, "mask must have at least 91 columns, got 90"),
+    ({"mask": torch.ones(1, 1, 3, 91, dtype=torch.int64)}, "mask must be bool, or numbers.*got torch.int64"),
     *(({"sink_logits": torch.zeros(shape)}, "sink_logits") for shape in ((3,), (2,), (1, 8))),
     ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
 ]  # fmt: skip

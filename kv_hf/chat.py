@@ -109,9 +109,13 @@ class Chat:
         given = {**arguments, "stopping_criteria": criteria, "streamer": pieces}
         before, stands = self.messages, False
 
+        device = self.model.device.type
+        cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
         def answer() -> None:
             try:
-                self._turn(text, given)
+                with torch.autocast(device, *cast):  # of the caller's thread
+                    self._turn(text, given)
             except BaseException as error:
                 failed.append(error)
             finally:

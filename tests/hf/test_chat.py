@@ -100,6 +100,16 @@ def test_a_stream_gives_the_answer_in_pieces_and_ends_where_its_reader_stops():
     say(chat, "years ago")
 
 
+def test_a_stream_computes_under_its_caller_s_autocast():
+    chat, found = make_chat(), set()
+    linear = chat.model.model.layers[0].mlp.up_proj
+    with torch.autocast("cpu", torch.bfloat16):
+        hook = linear.register_forward_hook(lambda *given: found.add(given[2].dtype))
+        assert "".join(chat.stream("Four score", **SHORT))
+    hook.remove()
+    assert found == {torch.bfloat16}
+
+
 def test_a_turn_that_fails_leaves_the_messages_and_the_next_one_is_right():
     def interrupt(*args):
         raise KeyboardInterrupt

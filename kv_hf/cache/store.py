@@ -168,7 +168,7 @@ class LayerStore:
     @property
     def spec(self) -> PageSpec:
         """What the pages are like: wider than before, once the first of them, which another cache may bring, called for it."""
-        return self.pages.spec
+        return self.pages.held.spec
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether keys and values [rows, num_kv_heads, q_len, head_dim] have this layer's heads, dtype and device."""
@@ -265,7 +265,8 @@ class LayerStore:
             view = view.on(self.device)
         if windows is None:
             windows = self.residuals[0].tokens, self.residuals[1].tokens
-        fields, spec, here = (pages.keys.fields, pages.values.fields), pages.spec, None
+        (spec, *sides), here = pages.held, None
+        fields = sides[0].fields, sides[1].fields
         if jobs is not None:
             here = step.tensor(("jobs", jobs is step.first), self.device, lambda: jobs)
         call = PageWrite(

@@ -8,6 +8,7 @@ becomes full inside it, so chunks end where pages do; a test compares both.
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -336,35 +337,46 @@ def block_interval(
 
 
 def measure_held(
-    config: Any, shapes: Sequence[LayerShape], kind: CacheKind, tokens: int, prompt_tokens: int
+    config: Any,
+    shapes: Sequence[LayerShape],
+    kind: CacheKind,
+    tokens: int,
+    prompt_tokens: int,
+    scored: Any = None,
 ) -> Row:
     """Return the bytes of a cache behind a prompt of `prompt_tokens` and decoding up to `tokens`. Runs no model.
 
     Distances are measured in fp32, where rounding of the model itself does not blur them; people serve in bf16. So the
-    bytes come from a twin: the same cache, filled with random keys and values in bf16 by the same schedule.
+    bytes come from a twin: the same cache, filled with random keys and values in bf16, token by token behind the prompt.
 
     Args:
         config: the model's config.
         shapes: of every layer, see `caches.layer_shapes`.
+        scored: a cache of this kind that has read a text: where that has widened the formats of layers, the twin has them too.
     Returns: bytes and bytes_exact, everything that the cache and DynamicCache hold (scales, tails and tables too);
         bytes_per_token; stored_bits, bits per number: those of bf16 times bytes / bytes_exact; bytes_dtype.
     """
 
-    def filled(kind: CacheKind) -> int:
-        cache, position = kind.make(config, tokens), 0
+    def filled(cache: Any) -> int:
         numbers = torch.Generator().manual_seed(0)
-        while position < tokens:
-            chunk = next_chunk(cache, position) if position else prompt_tokens
-            count = min(tokens - position, chunk)
+        for count in (prompt_tokens, *itertools.repeat(1, tokens - prompt_tokens)):
             for index, (heads, *dims) in layers:
                 sides = ((1, heads, count, dim) for dim in dims)
                 states = [torch.randn(side, generator=numbers).bfloat16() for side in sides]
                 cache.update(*states, index)
-            position += count
         return held_bytes(cache)
 
+    twin = kind.make(config, tokens)
+    if isinstance(scored, PagedCache):
+        layers_of = dict(scored.options.layers or {})
+        for one in scored.report():
+            if one.reason is not None:
+                layers_of.pop(str(one.layer_idx), None)  # the last override of a layer holds
+                layers_of[str(one.layer_idx)] = {"keys": one.keys, "values": one.values}
+        twin = scored.fresh(layers=layers_of or None, widen="never")
+
     layers = [(index, shape) for index, shape in enumerate(shapes) if shape is not None]
-    size, exact = filled(kind), filled(cache_kind("dynamic"))
+    size, exact = filled(twin), filled(cache_kind("dynamic").make(config, tokens))
     return {
         "bytes": size,
         "bytes_exact": exact,

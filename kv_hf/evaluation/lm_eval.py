@@ -118,6 +118,11 @@ class KVCacheLM(HFLM):
         texts: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # prefill, tokens -> requests
         for number, (key, context, continuation) in enumerate(requests):
             # cut on the left, as HFLM does
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"a continuation of {len(continuation)} tokens is longer than the {self.max_length} that the model reads: "
+                    "give a larger max_length, or shorter texts"
+                )
             text = [*context, *continuation][-(self.max_length + 1) :]
             scored = len(text) - len(continuation)
             # the context's last token is read through the cache, so that the first scored one reads the store as well:

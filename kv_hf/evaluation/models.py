@@ -138,7 +138,7 @@ class Measured:
         """
         self.reference.cache_clear()
         if isinstance(text, str | Path):
-            self._given = "" if is_source(str(text)) else str(text)
+            self._given = "" if isinstance(text, Path) or is_source(text) else text
             return GIVEN if self._given else str(text)
         try:
             ids = torch.as_tensor(text)
@@ -185,9 +185,14 @@ class Measured:
         """
         check_runs(cache, self.model)
         kind, config = cache_kind(cache), self.model.config
+        made: list[Any] = []
+
+        def make() -> Any:
+            made[:] = [kind.make(config, settings.window)]
+            return made[0]
+
         windows, reference = self.reference(settings)
         scored_tokens = sum(len(ids) - settings.prompt for ids in reference.texts)
-        make = functools.partial(kind.make, config, settings.window)
         with tqdm(total=scored_tokens, desc=cache, unit="token", disable=None) as bar:
             scored = score(reference, make, cache, bar.update)
         texts, left = {}, iter(scored)
@@ -204,7 +209,7 @@ class Measured:
             # what tells texts apart that have one name
             "text_digest": hashlib.sha256(str(ids).encode()).hexdigest()[:12],
             **lineage(config, self.shapes),
-            **measure_held(config, self.shapes, kind, settings.window, settings.prompt),
+            **measure_held(config, self.shapes, kind, settings.window, settings.prompt, made[0]),
             **summary(scored),
             "texts": texts,
             "worst_text": max(texts, key=lambda name: texts[name]["kl_mean"]),

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..cache.identity import drops_numbers
-from ..cache_names import parse_cache_name
+from ..cache_names import QUANTIZED, parse_cache_name
 from ..checks import extra
 from ..files import replace_text
 from ..formats import cache_names
@@ -143,6 +143,8 @@ def recommend(
     rows = evaluate(model, tokenizer, text, caches, windows=windows, window=window, prompt=prompt)
     row = best(rows, bits)
     name, options = parse_cache_name(row["cache"])
+    if name in QUANTIZED:  # a short name of measurements: generate() has one for all of these
+        name, options = "quantized", QUANTIZED[name] | options
     held, mean, low, high = (row[f] for f in ("stored_bits", "kl_mean", "kl_low", "kl_high"))
     return Recommendation(row["cache"], name, options, held, mean, low, high, rows)
 

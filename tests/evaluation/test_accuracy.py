@@ -1,11 +1,12 @@
 """One scorer: its chunks give what token-by-token decoding gives, its figures are the definitions, with intervals."""
 
+import copy
 import json
 
 import pytest
 import torch
 from measure.models.packaged import resolve_model
-from tiny_models import make_model, tokens
+from tiny_models import make_model, stressed, tokens, value_channel
 from tiny_tokenizer import sentence
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -149,7 +150,7 @@ TWINS = ("dynamic", "static", "paged_exact", "paged_int4:recent_tokens=16", "qua
 
 @pytest.mark.parametrize("name", TWINS)
 def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
-    """The twin that no model ran through holds what a real run holds."""
+    """The twin that no model ran through holds what a real run holds, decoded token by token."""
     model, kind, ids = make_model("llama", torch.bfloat16), kind_of(name), tokens(1, 150)[0]
     cache = kind.make(model.config, 150)
     behind(model, ids, cache, 70)
@@ -159,6 +160,16 @@ def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
     assert held["bytes_exact"] == 2 * 2 * 150 * 2 * 16 * 2
     assert held["bytes_per_token"] == held["bytes"] / 150
     assert held["stored_bits"] == pytest.approx(16 * held["bytes"] / held["bytes_exact"])
+
+
+def test_bytes_of_a_row_are_those_of_layers_that_were_widened():
+    model = stressed(make_model("llama"), value_channel(300, layers=[1]))
+    ids, name = tokens(1, 200), "paged_int4:recent_tokens=0"
+    (row,) = kv_hf.evaluate(model, None, ids, [name], windows=1, window=200, prompt=150)
+    cache = cache_kind(name).make(model.config, 200)
+    behind(copy.deepcopy(model).bfloat16(), ids[0], cache, 150)
+    assert cache.report()[1].reason is not None
+    assert row["bytes"] == held_bytes(cache)
 
 
 @pytest.mark.parametrize("name", [*TWINS, "paged_int2", QUANTO])
@@ -224,6 +235,10 @@ def test_recommend_returns_the_best_that_was_measured_within_the_budget(folder):
     assert found.cache == min(within, key=lambda row: row["kl_mean"])["cache"]
     assert found.kl_low <= found.kl <= found.kl_high and found.bits <= 14
     assert (found.cache_implementation, found.cache_config) == ("paged_int8", {"page_size": 32})
+    peer = kv_hf.recommend(
+        loaded.model, 16, caches=["quantized_fp8"], tokenizer=loaded.tokenizer, **asked
+    )
+    assert peer.cache_implementation == "quantized"
     how = {"cache_implementation": found.cache_implementation, "cache_config": found.cache_config}
     loaded.model.generate(tokens(1, 8), max_new_tokens=2, **how)
     alone = Measured(loaded.model, loaded.tokenizer).accuracy("paged_int2", TextSettings(**asked))

@@ -261,6 +261,8 @@ class HostRun:
         prompt = self.new.new_zeros(batch, shape.num_kv_heads, context, shape.head_dim)
         for layer in range(shape.layers):
             self.cache.update(prompt, prompt, layer)
+        for one in self.cache.paged_layers:
+            one.storage.judged = True  # as by the pages of a text; those of nothing would be looked at again and again
 
     @torch.no_grad()
     def step(self, between=lambda: None):

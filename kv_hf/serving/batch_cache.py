@@ -35,7 +35,7 @@ class Salted(str):
         self.salt = salt
         return self
 
-    def __getnewargs__(self) -> tuple[str, str]:
+    def __getnewargs__(self) -> Any:
         """Return what a copy is made of: requests that fork are copied."""
         return str(self), self.salt
 

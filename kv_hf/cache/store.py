@@ -285,9 +285,9 @@ class LayerStore:
 
     def _widen(self, step: Step, jobs: torch.Tensor, tokens: Pair) -> None:
         """Where the formats are too narrow for the first pages that say something, give all pages wider ones and seal these once more."""
-        if not (
-            self.looks and may_wait(self.device) and bool((jobs[:, 2] >= 0).all())
-        ):  # some stand for no page
+        if not (self.looks and may_wait(self.device)):
+            return
+        if bool((jobs[:, 2] < 0).any()):  # of a step that is recorded: some stand for no page
             return
         wider = self.pages.wider
         told = widen(self.layer_idx, self.formats, self.pages, self.kernel, jobs, tokens)

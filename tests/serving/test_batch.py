@@ -615,6 +615,25 @@ def test_children_keep_the_salt(rows):
         assert store.stats().tokens_computed - before == len(TEXT)
 
 
+def test_requests_that_wait_to_be_forked_end_no_others():
+    """They come without a token behind a longer forward, whose indices of logits transformers leaves there."""
+    sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    with running(make_model("llama"), new=400, sampled=sampled) as manager:
+        for number, request_id in enumerate("abcd"):
+            manager.add_request([5, 6, 7, number + 8], request_id=request_id)
+        while (
+            manager.batch_processor is None
+            or len(manager.batch_processor.scheduler.active_requests) < 8
+        ):
+            time.sleep(0.01)
+        with manager.pause():
+            for gone in ("a", "a__child#0", "b", "b__child#0"):
+                manager.cancel_request(gone)
+            for late in "xy":
+                manager.add_request([9], request_id=late, max_new_tokens=3)
+        assert {"x", "y"} <= {one[0] for one in collected(manager, 4)}
+
+
 def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
     with running(make_model("llama"), new=60) as manager:
         begun(manager, "a")

@@ -70,7 +70,9 @@ def budgets():
 def test_decode_loop_keeps_its_budget(arch, spec, group, budget, spills):
     code = sass.read_cubin(aot.compile_decode(spec, arch, group=group))
     assert code.spills <= spills
-    assert code.shared <= SHARED[arch] * 1024
+    limit = SHARED[arch] * 1024
+    refused = spec.is_latent and meta_params.latent_bytes(spec, False, 90) > limit
+    assert code.shared <= limit or refused
     assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
     assert code.count("I2F") == 0
     assert sass.instructions_per_number(code, spec, group) <= budget
@@ -114,7 +116,7 @@ def shared_variants():
         spec = spec_of(name, key_dim=dim, dtype=dtype, groups=(None, 16 if dim % 32 else None))
         for q_len in (1, 3) if dtype == BF16 else (1,):
             yield f"{name}-{dim}-{dtype}-{q_len}", spec, q_len
-    for name, rank, dtype in product(LATENTS, (256, 512), (BF16, FP32)):
+    for name, rank, dtype in product(LATENTS, (128, 256, 512), (BF16, FP32)):
         if (name, dtype) != ("fp8_ds_mla", FP32):  # of 16-bit models
             yield f"latents-{name}-{rank}-{dtype}", latents_of(name, rank=rank, dtype=dtype), 1
 

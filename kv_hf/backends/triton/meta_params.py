@@ -450,7 +450,8 @@ PARTS = (
 WORD_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
 MAX_PADDED = 1024  # channels of a latent with the padding of its parts
 WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
-REDUCED = 16 * 1024  # bytes of shared memory that reductions take, and RoPE keys
+REDUCED = 32 * 1024  # bytes of shared memory that reductions take, and RoPE keys
+REDUCED_2_BITS = 72 * 1024  # the same of 2 bits in pages of 64 tokens, as compiled
 FLOAT_CHANNEL = 448  # bytes of a channel where int4 and int2 are multiplied in float32
 
 
@@ -544,12 +545,13 @@ def latent_bytes(spec: PageSpec, full: bool, isa: int) -> int:
     if isa == HIP:
         both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
         window = 2 * MIN_SIZE * padded * (4 if full else 2)  # as keys and as values
-        return max(window, rows * padded * (4 if full else 2) * (2 if both else 1))
+        return max(window, rows * padded * (4 if full else 2) * (2 if both else 1), 16 * 1024)
     queries = MAX_COLUMNS * (padded + rope) * (4 if full else 2)
     if not full:
-        return 32 * padded * 2 + queries + REDUCED
+        most = (spec.keys.scheme.bits, spec.keys.page_size) == (2, 64)
+        return 32 * padded * 2 + queries + (REDUCED_2_BITS if most else REDUCED)
     if spec.keys.scheme.code == "unsigned":
-        return FLOAT_CHANNEL * padded
+        return max(FLOAT_CHANNEL * padded, 64 * 1024)
     return 2 * tile_tokens(spec, full) * padded * 4 + queries + rows * rope * 4
 
 

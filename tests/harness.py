@@ -1,4 +1,4 @@
-"""What tests run with: slow cases, where files lie, processes, and threads that begin at the same moment."""
+"""What tests run with: slow cases, where files lie, processes, interrupts, and threads that begin at the same moment."""
 
 import os
 import subprocess
@@ -37,6 +37,11 @@ def run_python(*words: object) -> str:
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
+
+
+def interrupt(*_: object, **__: object) -> None:
+    """Be stopped by Ctrl-C, in place of a layer's forward."""
+    raise KeyboardInterrupt
 
 
 def at_once(work: Callable[[int], object], count: int) -> list[object]:

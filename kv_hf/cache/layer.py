@@ -195,11 +195,6 @@ class PagedLayer(DynamicLayer):
         return self.store.pages if self.store else None
 
     @property
-    def looks(self) -> bool:
-        """Whether the next pages that are sealed decide about the formats."""
-        return self.store is not None and self.store.looks
-
-    @property
     def residuals(self) -> tuple[Residual, Residual] | None:
         """The exact tokens of keys and values; None before the first keys."""
         return self.store.residuals if self.store else None

@@ -176,16 +176,20 @@ def _check_complete(cache: Any) -> None:
 
 def _told_options(cache: Any) -> dict[str, Any]:
     """Return the options for a file: none of this process alone, and for widened layers the formats of their pages."""
-    options = cache.options
-    overrides = dict(options.layers or {})
+    nothing: dict[str, Any] = dict.fromkeys(names_of("local"))
+    told = replace(cache.options, **nothing, layers=stored_layers(cache))
+    return {name: value for name, value in told.to_dict().items() if name != "cuda_graph"}
+
+
+def stored_layers(cache: Any) -> dict[str, Any] | None:
+    """Return the option `layers` of a cache, with the formats of the pages of layers that were widened."""
+    overrides = dict(cache.options.layers or {})
     for layer in cache.paged_layers:
         if layer.storage is not None and layer.storage.wider is not None:
             keys, values = (side.scheme.name for side in layer.storage.spec.sides)
             overrides.pop(str(layer.layer_idx), None)  # the last override of a layer holds
             overrides[str(layer.layer_idx)] = {"keys": keys, "values": values}
-    nothing: dict[str, Any] = dict.fromkeys(names_of("local"))
-    told = replace(options, **nothing, layers=overrides or options.layers)
-    return {name: value for name, value in told.to_dict().items() if name != "cuda_graph"}
+    return overrides or cache.options.layers
 
 
 def _named(layer: int, side: str, field: str) -> str:

@@ -276,6 +276,7 @@ class LayerStore:
             self.kernel.write(call)
         else:
             pages.write(self.kernel, call, jobs)
+            pages.sealed += len(jobs)
         return windows
 
     @property

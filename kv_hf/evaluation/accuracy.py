@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
+from ..cache.saved import stored_layers
 from ..geometry import Geometry
 from ..texts import longest_context
 from .caches import CacheKind, LayerShape, cache_kind, held_bytes
@@ -368,12 +369,7 @@ def measure_held(
 
     twin = kind.make(config, tokens)
     if isinstance(scored, PagedCache):
-        layers_of = dict(scored.options.layers or {})
-        for one in scored.report():
-            if one.reason is not None:
-                layers_of.pop(str(one.layer_idx), None)  # the last override of a layer holds
-                layers_of[str(one.layer_idx)] = {"keys": one.keys, "values": one.values}
-        twin = scored.fresh(layers=layers_of or None, widen="never")
+        twin = scored.fresh(layers=stored_layers(scored), widen="never")
 
     layers = [(index, shape) for index, shape in enumerate(shapes) if shape is not None]
     size, exact = filled(twin), filled(cache_kind("dynamic").make(config, tokens))

@@ -89,9 +89,8 @@ class StepGraph:
         cache = self.cache
         rows = len(cache._group)
         cache.forward.begin(rows, 1)  # the model joins this step, or a replay does it
-        looks = any(
-            layer.looks for layer in cache.paged_layers if layer.group.step.seal is not None
-        )
+        sealing = [layer.store for layer in cache.paged_layers if layer.group.step.seal is not None]
+        looks = any(store and store.looks for store in sealing)
         if looks or not all(FixedStep.takes(group.step) for group in cache.groups):
             return self.model(**inputs)
         if self._replay is None or not self._stays():

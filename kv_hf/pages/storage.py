@@ -277,7 +277,6 @@ class PageStorage:
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
         """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` [n, 3] on the device."""
         kernel.write(call)
-        self.sealed += len(jobs)
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""

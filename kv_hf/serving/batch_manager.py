@@ -268,7 +268,7 @@ def _join(processor: Any) -> None:
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
         batch["paged_batch"] = cache
-        # transformers leaves those of a longer forward behind a request that waits to be forked
+        # transformers leaves the indices of a longer forward where a request waits to be forked
         batch["logits_indices"].clamp_(max=count - 1)
         if cache.states:  # the parts give logits of these alone
             batch["logits_to_keep"] = batch["logits_indices"]

@@ -6,6 +6,7 @@ import pytest
 import rounding
 import torch
 from beside_stock import assert_same, compare, pages, run
+from harness import interrupt
 from measure.family_models import build_model, families
 from tiny_models import WINDOWS, left_padded, make_sliding, tokens
 from transformers import DynamicCache
@@ -161,7 +162,7 @@ def test_a_crop_beyond_recorded_states_is_refused_and_an_edit_begins_anew(family
 
 def test_a_call_that_stops_behind_a_state_ends_the_cache_and_a_refused_one_does_not(monkeypatch):
     """States move before the pages: nothing else tells that the layers hold different texts."""
-    model, cache = model_of("qwen3_next"), None
+    model = model_of("qwen3_next")
     cache = paged(model)
     text = run(model, {"input_ids": tokens(1, 30)}, cache).sequences
     more = {"input_ids": torch.cat([text, tokens(1, 5)], 1)}
@@ -177,7 +178,3 @@ def test_a_call_that_stops_behind_a_state_ends_the_cache_and_a_refused_one_does_
         run(model, more, cache)
     cache.reset()
     assert_same(run(model, more, cache), run(model, more))
-
-
-def interrupt(*_, **__):
-    raise KeyboardInterrupt

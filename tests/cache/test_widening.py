@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import rounding
 import torch
-from harness import at_once
+from harness import at_once, interrupt
 from paged_inputs import page_spec as spec
 from tiny_models import (
     all_values,
@@ -261,10 +261,6 @@ def test_pages_that_tell_nothing_leave_it_to_the_next(stopped):
     if before is not None:
         kept = first.paged_layers[1].values - before
         assert 0 < kept.norm() < 0.05 * before.norm()
-
-
-def interrupt(*_, **__):
-    raise KeyboardInterrupt
 
 
 def test_a_folder_gives_no_pages_to_a_layer_of_other_formats(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,6 +270,7 @@ def test_evaluate_takes_sources_texts_and_ids(folder):
     refused = [
         ("lincoln_1863x", "did you mean 'lincoln_1863'"),
         ("my own text.txt", "text must be a file"),
+        (Path("two words"), "text must be a file"),
         *((text, short) for text in ("two words", ids[:50])),
         ([5, 99999], "the token ids 5 to 99999, and the model knows 0 to"),
     ]

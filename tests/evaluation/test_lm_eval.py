@@ -157,6 +157,9 @@ def test_bad_options_are_refused(model):
     prompts = [("w4 w5", {"until": ["w9"], "max_gen_toks": 2, "cache_implementation": "dynamic"})]
     with pytest.raises(ValueError, match="cache_implementation"):
         lm_of(model).generate_until(requests("generate_until", prompts), disable_tqdm=True)
+    long = requests("loglikelihood", [("w4", " w5" * (MAX_LENGTH + 1))])
+    with pytest.raises(ValueError, match="longer than the .* that the model reads"):
+        lm_of(model).loglikelihood(long, disable_tqdm=True)
     with pytest.raises(ValueError, match="must be a decoder-only model, got the seq2seq model"):
         lm_of(encoder_decoder("t5"))
 

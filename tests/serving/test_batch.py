@@ -615,16 +615,18 @@ def test_children_keep_the_salt(rows):
         assert store.stats().tokens_computed - before == len(TEXT)
 
 
+def _active(manager):
+    processor = manager.batch_processor
+    return 0 if processor is None else len(processor.scheduler.active_requests)
+
+
 def test_requests_that_wait_to_be_forked_end_no_others():
     """They come without a token behind a longer forward, whose indices of logits transformers leaves there."""
     sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
     with running(make_model("llama"), new=400, sampled=sampled) as manager:
         for number, request_id in enumerate("abcd"):
             manager.add_request([5, 6, 7, number + 8], request_id=request_id)
-        while (
-            manager.batch_processor is None
-            or len(manager.batch_processor.scheduler.active_requests) < 8
-        ):
+        while manager.is_running() and _active(manager) < 8:
             time.sleep(0.01)
         with manager.pause():
             for gone in ("a", "a__child#0", "b", "b__child#0"):

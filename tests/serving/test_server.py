@@ -392,7 +392,7 @@ def test_prompt_without_room_is_status_400_and_others_go_on(batching):
 
 
 def test_an_answer_ends_with_the_context_of_the_model(batching):
-    """Or with the room of the cache. 10**30 tokens kept the batch busy when their client had left."""
+    """It ends with the room of the cache as well. 10**30 tokens kept the batch busy when their client had left."""
     _, manager = batching.serve._generation_state.get_manager.__self__._batches
     config = GenerationConfig(max_new_tokens=10**30)
     manager.prepare(batching.model(), {"input_ids": [5] * 10}, config, "one")

@@ -1,7 +1,7 @@
 """User options of a paged cache: one row each, checked once and frozen. Knows no model and no tensor.
 
 A row of `CacheConfig` is an option's name, type, default and check, and says of which kinds it is. Signatures, messages, and
-the lists of what a file, a batch or a request may set are made of the rows.
+the lists of what a file or a batch may set are made of the rows.
 """
 
 import copy
@@ -78,8 +78,8 @@ class Option:
         check: called with name and value; returns what is held.
         kinds: "local": it says where pages of one process lie, or how many there is room for, so that files of caches do not
             hold it. "grows": it belongs to caches that grow, not to those with max_length. "call": it is for one call of
-            generate(), not for continuous batching. "request": a request to a server may set it. "decoder": not for
-            encoder-decoder models. "encoder": for these alone. "batch": for continuous batching alone.
+            generate(), not for continuous batching. "decoder": not for encoder-decoder models. "encoder": for these alone.
+            "batch": for continuous batching alone.
     """
 
     check: Check
@@ -253,26 +253,26 @@ class CacheConfig:
             part (4096), while shorter rows are read as a whole. It is held as a mapping; see `budget`.
     """
 
-    keys: str = _option("exact", _by(check_format, "keys"), "request")
-    values: str = _option("exact", _by(check_format, "values"), "request")
+    keys: str = _option("exact", _by(check_format, "keys"))
+    values: str = _option("exact", _by(check_format, "values"))
     page_size: int = _option(64, _page_size)
-    group_size: int | Mapping[str, int] | None = _option(None, _or_none(_group_size), "request")
-    sink_tokens: int = _option(4, _whole(0), "request")
-    recent_tokens: int = _option(0, _whole(0), "request")
+    group_size: int | Mapping[str, int] | None = _option(None, _or_none(_group_size))
+    sink_tokens: int = _option(4, _whole(0))
+    recent_tokens: int = _option(0, _whole(0))
     max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
     max_bytes: int | None = _option(None, _BYTES, "batch")
     max_length: int | None = _option(None, _or_none(_LENGTH), "local", "call", "decoder")
     cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
-    layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")
+    layers: Mapping[str, Any] | None = _option(None, _or_none(_layers))
     kernel: str = _option("auto", _by(check_choice, KERNELS, OTHER_KERNEL_WORDS))
     prefix_store: Any = _option(None, _or_none(_store), "local", "grows", "decoder")  # noqa: RUF009
-    cross_attention: str = _option("exact", _choice("exact", "same"), "request", "encoder")
+    cross_attention: str = _option("exact", _choice("exact", "same"), "encoder")
     offload: str | None = _option(None, _or_none(_offload), "local", "grows", "call")
     device_bytes: int | None = _option(None, _BYTES, "local", "call")
-    latent: str | Mapping[str, str] | None = _option(None, _or_none(_latent), "request")
-    widen: str = _option("auto", _choice("auto", "never"), "request")
+    latent: str | Mapping[str, str] | None = _option(None, _or_none(_latent))
+    widen: str = _option("auto", _choice("auto", "never"))
     on_edit: str = _option("refuse", _choice("refuse", "crop"), "decoder")
-    read: Any = _option(None, _or_none(_read), "request")  # noqa: RUF009
+    read: Any = _option(None, _or_none(_read))  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():

@@ -14,11 +14,10 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from ..config import CacheConfig
-from ..errors import CacheOptionError
 from ..texts import longest_context
 from .batch_cache import BatchCache, BatchCounts, Salted
 from .batch_manager import check_batches
-from .server_model import ServedModel, ServerOptions, check_room, end_with_context
+from .server_model import ServedModel, ServerOptions, check_room, end_with_context, set_cache
 
 HEADER = "x-cache-salt"
 STATS_ROUTE = "/kv_hf/stats"
@@ -80,16 +79,9 @@ class PagedBatches(PagedManager):
         """Start the batches at the first request, and wait until their cache is made or refused.
 
         Raises: KVCacheError where continuous batching cannot use these pages or this model, and for a request that names a cache
-            or options of its own, as all requests of a batch share one cache.
+            or options of its own.
         """
-        own, default = self._options, model.generation_config
-        served = {"cache_implementation": own.name, "cache_config": dict(self._cache_config)}
-        for name, of_server in served.items():
-            if getattr(gen_config, name) not in (None, getattr(default, name, None), of_server):
-                raise CacheOptionError(
-                    f"{name} of a request must be left out: continuous batches share the cache of the server"
-                )
-        vars(gen_config).update(served)
+        set_cache(gen_config, model.generation_config, self._options.name, dict(self._cache_config))
         self._own.init_cb(model, gen_config)
         while self.cache is None and self._own.is_alive():
             time.sleep(POLL_S)

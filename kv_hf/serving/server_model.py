@@ -10,7 +10,7 @@ from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..cache_names import parse_cache_name
-from ..config import CacheConfig, check_option_names, names_of
+from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..formats import cache_names, is_cache_name
 from ..geometry import Geometry
@@ -144,52 +144,32 @@ class ServedModel:
     def __init__(self, model: Any, options: ServerOptions) -> None:
         self.options = options
         self.store = options.make_store()
-        self._default = getattr(model.generation_config, "cache_implementation", None)
-        self._default_config = getattr(model.generation_config, "cache_config", None)
-        self._bounded = _pages_grow_with_text(model, options, self.store)
+        self._default = model.generation_config
+        self._most_tokens = _most_tokens(model, options, self.store)
         self._context = longest_context(model.config)
 
     def prepare(self, generation_config: Any, prompt_tokens: int, salt: str = "") -> None:
-        """Set the cache of one request in its own `generation_config`.
+        """Set the server's cache in a request's own `generation_config`.
 
-        A request that names another paged cache keeps the server's options that no request may set; one of transformers'
-        caches is for servers without `max_pages`. One that brings a cache_config keeps the server's options beside it, and is
-        served without the store, whose pages have the server's formats. `max_new_tokens` is lowered to what the model reads and
-        `max_pages` has room for, and the answer then ends with finish_reason "length".
+        `max_new_tokens` is lowered to what the model reads and `max_pages` has room for, and the answer then ends with
+        finish_reason "length".
 
         Args:
             generation_config: of this request alone; it is changed.
             prompt_tokens: of its prompt.
             salt: of its tenant, who finds prefixes of that salt alone.
-        Raises: CacheOptionError for options that are wrong or the server's; PagePoolExhaustedError for a prompt that does
-            not fit into max_pages.
+        Raises: CacheOptionError for a request that names a cache or options of its own; PagePoolExhaustedError for a prompt that
+            does not fit into max_pages.
         """
-        name, asked = generation_config.cache_implementation, generation_config.cache_config
-        if name in (None, self._default):  # of the model's own file
-            name = self.options.name
-        if asked == self._default_config:
-            asked = None
-        limit = end_with_context(generation_config, prompt_tokens, self._context)
-        options, other = dict(self.options.cache_config), name != self.options.name
-        if other and not is_cache_name(name):
-            if "max_pages" in options:
-                raise CacheOptionError(
-                    f"cache_implementation of a request must be a paged cache here, which max_pages of the server bounds, got {name!r}"
-                )
-            return
-        if other:
-            options = {k: v for k, v in options.items() if k not in names_of("request")}
-        if other or asked is not None:
-            options |= check_asked(asked or {})
-        elif self.store is not None:
-            options["prefix_store"] = self.store.for_tenant(salt)
-        config = CacheConfig.from_options(name, options)
-        for exact in {"sink_tokens", "recent_tokens"} & set(asked or ()):
-            options[exact] = min(options[exact], prompt_tokens + limit)  # a text has no more
-        if self._bounded and config.max_pages is not None:
-            _keep_within(config, generation_config, prompt_tokens)
-        generation_config.cache_implementation = name
-        generation_config.cache_config = options
+        store = None if self.store is None else self.store.for_tenant(salt)
+        options = self.options.options_of(store)
+        set_cache(generation_config, self._default, self.options.name, options)
+        end_with_context(generation_config, prompt_tokens, self._context)
+        if self._most_tokens is not None:
+            check_room(prompt_tokens, self._most_tokens)
+            if generation_config.max_new_tokens is not None:
+                room = self._most_tokens - prompt_tokens + 1  # the last token is never stored
+                generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
 
     def counts(self) -> dict[str, Any] | None:
         """Return the counts of the store in JSON types, None without one.
@@ -208,40 +188,32 @@ class ServedModel:
         }
 
 
-def check_asked(asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a request's options. Raises CacheOptionError where they are none, or not a request's to set."""
-    if not isinstance(asked, Mapping):
-        raise CacheOptionError(
-            f"cache_config must be an object of cache options, got {type(asked).__name__}"
-        )
-    check_option_names(asked)
-    for option in asked:
-        if option not in names_of("request"):
+def set_cache(
+    generation_config: Any, default: Any, name: str, cache_config: Mapping[str, Any]
+) -> None:
+    """Set the server's cache in a request's config. Raises CacheOptionError where that names another one, or options of its own.
+
+    Args:
+        default: the generation config of the model's own file, from which a request has what it does not say.
+    """
+    served = {"cache_implementation": name, "cache_config": cache_config}
+    for argument, of_server in served.items():
+        asked = getattr(generation_config, argument)
+        if asked not in (None, getattr(default, argument, None), of_server):
             raise CacheOptionError(
-                f"cache_config of a request must not set {option}, which the server decides; leave it out"
+                f"{argument} of a request must be left out: the cache of all requests is the server's (--cache, --cache-config), "
+                f"got {short(asked)}"
             )
-    return asked
+    vars(generation_config).update(served)
 
 
-def _keep_within(config: CacheConfig, generation_config: Any, prompt_tokens: int) -> None:
-    """Lower max_new_tokens to what max_pages has room for. Raises PagePoolExhaustedError where the prompt has none."""
-    assert config.max_pages is not None
-    shape = Geometry(config.page_size, config.sink_tokens, config.recent_tokens)
-    most = shape.kept + (config.max_pages + 1) * config.page_size - 1
-    check_room(prompt_tokens, most)
-    room = most - prompt_tokens + 1  # the last token of an answer is never stored
-    if generation_config.max_new_tokens is not None:
-        generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
-
-
-def end_with_context(generation_config: Any, prompt_tokens: int, context: int) -> int:
-    """Let an answer end where the model's context of `context` tokens does; return the most new tokens that has room for."""
+def end_with_context(generation_config: Any, prompt_tokens: int, context: int) -> None:
+    """Let an answer end where the model's context of `context` tokens does."""
     new, length = generation_config.max_new_tokens, generation_config.max_length
     if new is None and length is not None:
         new = max(1, length - prompt_tokens)
     limit = max(1, context - prompt_tokens)
     generation_config.max_new_tokens = None if new is None else min(new, limit)
-    return limit
 
 
 def check_room(tokens: int, most: int) -> None:
@@ -253,11 +225,18 @@ def check_room(tokens: int, most: int) -> None:
         )
 
 
-def _pages_grow_with_text(model: Any, options: ServerOptions, store: Any) -> bool:
-    """Make a cache as a request will, which raises what would be raised then; say whether a layer sees its whole text."""
-    config = options.options_of(store)
+def _most_tokens(model: Any, options: ServerOptions, store: Any) -> int | None:
+    """Make a cache as a request will, which raises what would be raised then; return the tokens that `max_pages` has room for.
+
+    None: without max_pages, and where no layer keeps its whole text.
+    """
+    options_of = options.options_of(store)
     if is_encoder_decoder(model.config):
-        PagedEncoderDecoderCache.from_implementation(model.config, options.name, config)
-        return False
-    cache = PagedCache.from_options(model.config, CacheConfig.from_options(options.name, config))
-    return any(group.window is None for group in cache.groups)
+        PagedEncoderDecoderCache.from_implementation(model.config, options.name, options_of)
+        return None
+    config = CacheConfig.from_options(options.name, options_of)
+    cache = PagedCache.from_options(model.config, config)
+    if config.max_pages is None or all(group.window is not None for group in cache.groups):
+        return None
+    shape = Geometry(config.page_size, config.sink_tokens, config.recent_tokens)
+    return shape.kept + (config.max_pages + 1) * config.page_size - 1

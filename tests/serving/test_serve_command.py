@@ -202,29 +202,17 @@ def test_cache_of_the_models_own_file_gives_way_to_the_servers():
     assert config.cache_implementation == "paged_int4"
 
 
-def test_request_has_no_more_memory_than_the_server_gives():
-    """Another cache keeps the bounds, one of transformers' is refused beside them, and windows end where a text ends."""
+def test_request_has_the_servers_cache_and_ends_with_the_context():
     model = shared_model("llama")
-    one = served(model, '{"max_pages": 5, "page_size": 16, "recent_tokens": 2}')
-    config = prepared(one, cache_implementation="paged_k8v4", cache_config={"read": 64})
-    assert config.cache_implementation == "paged_k8v4"
-    assert config.cache_config == {"max_pages": 5, "page_size": 16, "read": 64}
-    assert 10 + config.max_new_tokens == 4 + 6 * 16
-    with pytest.raises(
-        kv_hf.CacheOptionError, match="must be a paged cache here, .* got 'dynamic'"
-    ):
-        prepared(one, cache_implementation="dynamic")
+    one = served(model, '{"recent_tokens": 2}')
     most = model.config.max_position_embeddings
-    free = served(model)
     for asked in ({"max_new_tokens": 10**30}, {"max_new_tokens": None, "max_length": 10**30}):
-        assert prepared(free, **asked).max_new_tokens == most - 10
-    asked = prepared(free, cache_config={"recent_tokens": 2**29, "sink_tokens": 2**29}).cache_config
-    assert asked == {"recent_tokens": most, "sink_tokens": most}
-    for option in ("page_size", "max_pages", "kernel", "device_bytes", "prefix_store"):
-        with pytest.raises(
-            kv_hf.CacheOptionError, match=f"must not set {option}, which the server"
-        ):
-            prepared(free, cache_config={option: 64})
+        assert prepared(one, **asked).max_new_tokens == most - 10
+    same = {"cache_implementation": "paged_int8", "cache_config": {"recent_tokens": 2}}
+    assert prepared(one, **same).cache_config == same["cache_config"]
+    for argument, asked in (("cache_implementation", "dynamic"), ("cache_config", {"read": 64})):
+        with pytest.raises(kv_hf.CacheOptionError, match=f"{argument} of a request must be left"):
+            prepared(one, **{argument: asked})
 
 
 def test_what_a_prompt_took_from_the_store_is_logged_at_info(caplog):

@@ -149,43 +149,22 @@ def test_client_that_disappears_ends_its_generation_and_leaves_the_server_as_it_
     assert wait_until(lambda: server.store()["pages_in_use"] == server.store()["pages"])
 
 
-def ask_with(server, **config):
-    given = {"do_sample": False, "max_new_tokens": 4, **config}
-    return server.chat([SYSTEM, user("?")], extra_body={"generation_config": json.dumps(given)})
+OWN_CACHES = [{"cache_config": {"recent_tokens": 4}}, {"cache_implementation": "dynamic"}]
 
 
-@pytest.mark.parametrize(
-    ("config", "cache", "counted"),
-    [
-        ({}, "PagedCache", 1),
-        ({"cache_config": {"recent_tokens": 16}}, "PagedCache", 0),
-        ({"cache_implementation": "dynamic"}, "DynamicCache", 0),
-    ],
-    ids=["none", "options", "transformers'"],
-)
-def test_generation_config_of_a_request_keeps_the_cache_unless_it_names_another(
-    server, caches, config, cache, counted
-):
-    before = server.store()["rows"]
-    ask_with(server, **config)
-    assert {kind.__name__ for kind in caches} == {cache}
-    assert server.store()["rows"] - before == counted
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"keys": "int5"}, "keys must be one of .*, got 'int5'"),
-        ({"offload": "/etc"}, "must not set offload, which the server decides"),
-        ([1], "cache_config must be an object"),
-    ],
-)
+@pytest.mark.parametrize("asked", [*OWN_CACHES, {"cache_config": [1]}], ids=str)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_bad_options_of_a_request_are_status_400_with_the_reason(server, options, reason, stream):
-    config = json.dumps({"max_new_tokens": 4, "cache_config": options})
-    with pytest.raises(openai.BadRequestError, match=reason):
-        server.chat("?", stream=stream, extra_body={"generation_config": config})
-    assert server.chat("?").choices
+def test_generation_config_of_a_request_has_no_cache_of_its_own(server, asked, stream):
+    check_own_cache(server, asked, stream)
+
+
+def check_own_cache(server, asked, stream=False):
+    """Whether a request that names a cache gets status 400 with the reason, and one that does not is answered."""
+    given = {"do_sample": False, "max_new_tokens": 4}
+    plain, own = ({"generation_config": json.dumps(one)} for one in (given, given | asked))
+    with pytest.raises(openai.BadRequestError, match=f"{next(iter(asked))} of a request must be"):
+        server.chat("?", stream=stream, extra_body=own)
+    assert server.chat("?", extra_body=plain).choices
 
 
 def test_two_salts_are_status_400(server):
@@ -371,14 +350,9 @@ def test_batched_answers_are_those_of_requests_that_run_alone(batching, folder):
     assert 0 < model["batches"]["pages_kept"] == model["batches"]["pages"]
 
 
-@pytest.mark.parametrize("asked", [{"cache_config": {"recent_tokens": 4}}, {"cache_implementation": "dynamic"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("asked", OWN_CACHES, ids=str)
 def test_a_cache_of_a_requests_own_is_status_400(batching, asked):
-    config = json.dumps({"max_new_tokens": 4, **asked})
-    with pytest.raises(
-        openai.BadRequestError, match="continuous batches share the cache of the server"
-    ):
-        batching.chat("?", extra_body={"generation_config": config})
-    assert batching.chat("?").choices
+    check_own_cache(batching, asked)
 
 
 def test_prompt_without_room_is_status_400_and_others_go_on(batching):

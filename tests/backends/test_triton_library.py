@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from kv_hf.backends import triton as backend
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.dispatch import load
 from kv_hf.backends.triton import _why_not as why_not
-from kv_hf.backends.triton import meta_params
+from kv_hf.backends.triton import direct, meta_params
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, get_format
 from kv_hf.spec import LANES, ROWS
@@ -35,6 +36,25 @@ def test_attend_refuses_cpu_tensors_outside_of_the_interpreter():
     asked = AttentionCall(make_query(kv, dtype=torch.float32), kv, 0.1)
     with pytest.raises(CacheOptionError, match=r"'triton' needs a GPU.*TRITON_INTERPRET=1"):
         load("triton").attend(asked)
+
+
+def test_what_kernels_are_told_is_fields_that_every_triton_hands_on():
+    """Triton 3.9 makes tuples of its own, which have no properties, and whose own attributes go before fields."""
+    language = pytest.importorskip("triton.language")
+    modules = [import_module(f"{backend.__name__}.{name}") for name in ("decode", "selection")]
+    told = {
+        one
+        for module in (meta_params, direct, *modules)
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, tuple)
+    }
+    assert {"SideLayout", "ExactWindow", "Fields", "Results", "Visibility"} <= {
+        one.__name__ for one in told
+    }
+    taken = set(dir(language.tuple([])))
+    for one in told:
+        computed = {name for name, held in vars(one).items() if isinstance(held, property)}
+        assert not computed | taken.intersection(one._fields), one
 
 
 # -- support -------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def decode_kernel(
         best, total, exact_acc = attend_window(
             window_keys, window_values, columns, exact, pages * PAGE, visible, WINDOW, QUERIES
         )  # fmt: skip
-        OUT: tl.constexpr = WINDOW.keys if VALUES is None else WINDOW.values
+        OUT: tl.constexpr = WINDOW.key_cut if VALUES is None else WINDOW.value_cut
         store_parts(partial, exact_acc, columns.real, OUT, True)
     bests = results.bests + (group * num_splits + split) * (2 * COLUMNS) + place
     tl.store(bests, best, mask=columns.real)

@@ -155,9 +155,9 @@ def attend_window(
     Returns: as `attend_heads`, in parts of values or latents; without values ().
     """
     IS_LATENT: tl.constexpr = WINDOW.rank > 0
-    K_CUT: tl.constexpr = WINDOW.keys
-    R_CUT: tl.constexpr = WINDOW.values
-    V_CUT: tl.constexpr = WINDOW.keys if IS_LATENT else WINDOW.values
+    K_CUT: tl.constexpr = WINDOW.key_cut
+    R_CUT: tl.constexpr = WINDOW.value_cut
+    V_CUT: tl.constexpr = WINDOW.key_cut if IS_LATENT else WINDOW.value_cut
     TILE: tl.constexpr = WINDOW.tile
     K_DTYPE: tl.constexpr = dtype_of(WINDOW.key_dtype)
     V_DTYPE: tl.constexpr = dtype_of(WINDOW.value_dtype)

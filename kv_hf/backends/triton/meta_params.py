@@ -60,7 +60,8 @@ class SideLayout(NamedTuple):
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         clip: part of a range that codes of the last run span, but all of it in front.
-        runs: the widest first; of several the channels of each page have an order of their own.
+        ordered: whether the channels of each page have an order of their own; a field, because triton 3.9 hands on no properties.
+        runs: the widest first.
         planes: of codes, in a token's bytes.
     """
 
@@ -78,13 +79,9 @@ class SideLayout(NamedTuple):
     size: int
     rotated: int
     clip: float
+    ordered: bool
     runs: tuple[Run, ...]
     planes: tuple[Plane, ...]
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the channels of each page have an order of their own."""
-        return len(self.runs) > 1
 
 
 @cache
@@ -104,6 +101,7 @@ def side_layout(spec: SideSpec) -> SideLayout:
         spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
         block(spec.head_dim) if scheme.rotated else 0,
         scheme.clip,
+        len(spec.runs) > 1,
         *_runs(spec),
     )
 
@@ -417,14 +415,14 @@ class ExactWindow(NamedTuple):
     """How the exact window is multiplied.
 
     Attributes:
-        keys, values: how the channels of either side are cut; values: None where weights alone are asked for.
-        rank: channels of a latent, behind which a query has those for RoPE keys, which are the `values` then; or 0.
+        key_cut, value_cut: how the channels of either side are cut; value_cut: None where weights alone are asked for.
+        rank: channels of a latent, behind which a query has those for RoPE keys, which are the values then; or 0.
         tile: tokens at once.
         key_dtype, value_dtype: of the products with either side, by name.
     """
 
-    keys: Cut
-    values: Cut | None
+    key_cut: Cut
+    value_cut: Cut | None
     rank: int
     tile: int
     key_dtype: str

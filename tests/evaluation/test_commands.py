@@ -1,6 +1,9 @@
 """kv-hf demo and eval on a tiny model, in 80 columns; and the scripts that add this repository's models."""
 
+import shutil
+
 import pytest
+from measure.family_models import build_model
 
 import kv_hf_cli
 from kv_hf.evaluation import pareto
@@ -38,6 +41,17 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
     assert rows[0]["kv_ratio"] == 1 and rows[1]["leading_equal_tokens"] == 4
     for row in rows:
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
+
+
+def test_demo_and_eval_say_what_a_model_without_keys_lacks(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "mamba")
+    build_model("mamba").save_pretrained(tmp_path / "mamba")
+    asked = ("--model", tmp_path / "mamba", "--text", folder / "text.txt", "--device", "cpu")
+    code, printed = run(capsys, "demo", *asked, "--prompt-tokens", 20, "--new-tokens", 2)
+    assert code == 2 and "error: 'mamba' has no attention layer that pages" in printed.err
+    sizes = ("--window", 40, "--prompt", 20, "--windows", 1)
+    code, printed = run(capsys, "eval", *asked, *sizes, "--caches", "dynamic")
+    assert code == 1 and "no figures for dynamic: the model keeps no keys" in printed.err
 
 
 SIZES = ("--window", 200, "--prompt", 100, "--windows", 1, "--device", "cpu")

@@ -27,7 +27,7 @@ from ..model_fields import HEADS, KV_HEADS, POSITIONS, check_numbers, first, rea
 from ..notices import say_once
 from ..printable import in_a_line, short
 from .inventory import Inventory
-from .meta_model import first_line, look, quiet
+from .meta_model import look, quiet
 
 DEFAULT_DTYPE = "bfloat16"
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
@@ -199,7 +199,7 @@ def _inventory(found: _Found, asked: torch.dtype | str | None, heads: int | None
         raise
     except Exception as error:  # a model's code was not written to run without weights
         raise UnsupportedModelError(
-            f"{at} cannot be run without weights ({type(error).__name__}: {first_line(error)})"
+            f"{at} cannot be run without weights ({type(error).__name__}: {in_a_line(error)})"
         ) from error
     notes += seen.pop("notes")
     size, parts = None, (getattr(part, "quantization_config", None) for part in (config, text))

@@ -74,6 +74,7 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "plots" / "a.md").read_text("utf-8").splitlines()
     assert len(table) == 5 and table[2].startswith("| `paged_exact` | ")
+    assert all(path.is_file() for path in pareto(rows, tmp_path / "plots" / "no-ending"))
     figures = {row["cache"]: (row["stored_bits"], row["kl_mean"]) for row in rows}
     for line in table[2:]:
         bits, kl = figures[line.split("`")[1]]

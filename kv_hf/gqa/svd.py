@@ -361,6 +361,4 @@ def calibrate(source: Source, structure: Structure, windows: Tensor, scratch: Pa
 
 def _read(file: Path, name: str, old: Tensor) -> Tensor:
     """Return a tensor of a file, in place of the old one."""
-    with safe_open(file, "pt") as opened:
-        found: Tensor = opened.get_tensor(name)
-    return found
+    return torch.as_tensor(safe_open(file, "pt").get_tensor(name))

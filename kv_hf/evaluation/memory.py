@@ -124,8 +124,7 @@ def measure_footprint(
     """
     cache_kind(cache)
     counts = {"context": context, "batch": batch, "steps": steps}
-    if threads is not None:
-        counts["threads"] = threads
+    counts |= {} if threads is None else {"threads": threads}
     for name, value in counts.items():
         check_int(name, value, 1)
     check_choice("dtype", dtype, DTYPES)

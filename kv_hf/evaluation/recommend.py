@@ -15,7 +15,7 @@ from ..files import replace_text, replacing
 from ..formats import cache_names
 from ..hub import why_not_model
 from ..printable import short
-from .caches import cache_kind, check_runs
+from .caches import check_runs
 from .models import Measured, TextSettings
 from .rows import Row
 
@@ -91,7 +91,7 @@ def evaluate(
         tokenizer: None loads the one that lies beside the model's weights, where the text is not given as ids.
         text: a file, a bundled text, a set of them or a dataset; a text itself; or token ids, [tokens] or [texts, tokens].
             Give text of the kind that the model will read.
-        caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
+        caches: names with options, see `caches.cache_kind`; None takes every paged cache that has a name.
         windows, window, prompt: see `TextSettings`.
     Returns: a row of each cache, see `Measured.accuracy`.
     Raises: ValueError for a bad name of a cache and a bad text before anything is measured; what a cache refuses with its
@@ -110,7 +110,6 @@ def evaluate(
         raise ValueError("model is in training mode and drops numbers at random; call model.eval()")
     for name in names:
         check_runs(name, model)
-        cache_kind(name).make(model.config, window)
     if tokenizer is None and isinstance(text, str | Path):
         name = model.name_or_path
         if reason := why_not_model(name):

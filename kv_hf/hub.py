@@ -46,7 +46,7 @@ def why_not_model(name: str) -> str | None:
     A folder, and a model in the local hub cache, ask nobody. For any other name the hub is asked for its config.json, for at most
     a few seconds; with HF_HUB_OFFLINE no connection is opened.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         return None if (folder / CONFIG).is_file() else f"a folder without a {CONFIG}"
     if folder.is_file():

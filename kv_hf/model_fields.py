@@ -161,7 +161,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _fields(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (path, name, value) of every field that is no part with fields of its own; readers bound the nesting."""
+    """Yield (path, name, value) of every field that is no part with fields of its own."""
     for key, value in config.items():
         own = f"{path}{key}"
         if isinstance(value, Mapping):

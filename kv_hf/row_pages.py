@@ -60,19 +60,16 @@ class PageUse:
     """Pages of a group of layers over a whole text.
 
     Attributes:
-        first: page ids in use behind the prompt.
         most: most page ids that were ever in use at once, over all rows.
         held: pages of each row at the end.
     """
 
-    first: int
     most: int
     held: tuple[int, ...]
 
     def capacity(self, reserved: int) -> int:
-        """Return the pages that storage has room for at the end, `reserved` of them from the first forward on."""
-        begun = max(page_capacity(self.first), reserved)
-        return begun if self.most <= begun else page_capacity(self.most)
+        """Return the pages that storage has room for at the end, for `reserved` of them from the first forward on."""
+        return page_capacity(max(self.most, reserved))
 
 
 def page_use(sizes: RowPages, row_tokens: Sequence[int], prompt: int | None = None) -> PageUse:
@@ -80,22 +77,15 @@ def page_use(sizes: RowPages, row_tokens: Sequence[int], prompt: int | None = No
 
     Args:
         prompt: tokens of the longest row that came in the first forward; the others came one by one. None: the most
-            that any prompt could have led to, which never falls when rows grow.
+            that any prompt could have led to, which never falls when rows grow. It matters with a window only.
     """
     longest = max(row_tokens, default=0)
     new = longest - (min(1, longest) if prompt is None else prompt)
     rows = Counter(row_tokens)
-    now = {tokens: sizes.held(tokens) for tokens in rows}
-    held = tuple(map(now.__getitem__, row_tokens))
-    first = sum(count * sizes.held(max(0, tokens - new)) for tokens, count in rows.items())
-    if sizes.window is None:
-        return PageUse(sum(held) if prompt is None else first, sum(held), held)
-    peaks = page_peaks(sizes, row_tokens, new)
-    if prompt is None:
-        known = {tokens: _most_held(sizes, tokens) for tokens in set(row_tokens)}
-        held = tuple(known[tokens] for tokens in row_tokens)
-        return PageUse(peaks[-1][1], peaks[-1][1], held)
-    return PageUse(first, peaks[-1][1], held)
+    held = _most_held if sizes.window is not None and prompt is None else RowPages.held
+    now = {tokens: held(sizes, tokens) for tokens in rows}
+    each = tuple(map(now.__getitem__, row_tokens))
+    return PageUse(sum(each) if sizes.window is None else _most_in_use(sizes, rows, new), each)
 
 
 def _most_held(sizes: RowPages, tokens: int) -> int:
@@ -106,27 +96,19 @@ def _most_held(sizes: RowPages, tokens: int) -> int:
     return max(map(sizes.held, range(max(0, tokens - sizes.page_size), tokens + 1)))
 
 
-def page_peaks(sizes: RowPages, row_tokens: Sequence[int], new: int) -> list[tuple[int, int]]:
-    """Return (step, page ids in use) where more are in use than ever before: step 0 is the prompt's, `new` the last.
+def _most_in_use(sizes: RowPages, rows: Counter[int], new: int) -> int:
+    """Return the most page ids that are ever in use at once.
 
     Args:
-        row_tokens: tokens of each row at the end.
+        rows: tokens at the end -> how many rows have so many.
         new: steps behind the prompt, of one token each.
     """
-    rows = Counter(row_tokens)
     counts = torch.tensor(list(rows.values()), dtype=torch.int64)
     starts = torch.tensor(list(rows), dtype=torch.int64) - new  # below 0: its padding goes on
     begun = sum(sizes.held(max(0, tokens - new)) * count for tokens, count in rows.items())
-    steps = _sealing_steps(sizes, starts, new)
-    found = [(0, begun)]
-    if not len(steps):
-        return found
-    grown = (starts[None] + steps[:, None]).clamp(min=0)
+    grown = (starts + _sealing_steps(sizes, starts, new)[:, None]).clamp(min=0)
     in_use = (sizes.in_use(grown) * counts).sum(1)
-    most = torch.cat([torch.tensor([begun]), in_use]).cummax(0).values
-    for index in (most[1:] > most[:-1]).nonzero().flatten().tolist():
-        found.append((int(steps[index]), int(most[index + 1])))
-    return found
+    return max([begun, *in_use.tolist()])
 
 
 def _sealing_steps(sizes: RowPages, starts: torch.Tensor, new: int) -> torch.Tensor:

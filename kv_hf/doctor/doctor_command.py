@@ -32,7 +32,6 @@ TESTED = (
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "triton")
 VARIABLES = ("KV_HF_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # first column and the rest of a line; a heading has no first column
 Lines = Iterator[tuple[str, str]]
 
@@ -216,7 +215,7 @@ def diagnose(args: argparse.Namespace, prog: str) -> int:
         subject = Subject.of(
             torch.device(usable_device(args.device)),
             model=args.model,
-            dtype=DTYPES.get(args.dtype),
+            dtype=args.dtype and getattr(torch, args.dtype),
             head_dim=args.head_dim,
             page_size=args.page_size,
         )

@@ -15,7 +15,7 @@ from ..checks import usable_device
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, format_names
-from ..planner.source import load_config
+from ..planner.source import load_config, named_dtype
 from ..spec import PageSpec
 
 PREFIX = "paged_"
@@ -48,14 +48,15 @@ class Subject:
         if model is None:
             return cls(device, **given)
         own: dict[str, Any] = {}
-        config: Any = decoder_config(load_config(model))
+        whole = load_config(model)
+        config: Any = decoder_config(whole)
         sizes = page_sizes(config)
         if sizes is not None and latent_rank(config) is not None and "head_dim" not in given:
             own["latent"] = sizes["key_dim"], sizes["value_dim"]
         elif sizes is not None:
             own["head_dim"] = sizes["key_dim"]
-        if isinstance(config.dtype, torch.dtype):
-            own["dtype"] = config.dtype
+        if (dtype := named_dtype(whole, None)) is not None:
+            own["dtype"] = getattr(torch, dtype)
         return cls(device, model=model, **{**own, **given})
 
 

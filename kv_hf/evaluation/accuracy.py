@@ -356,6 +356,7 @@ def measure_held(
         scored: a cache of this kind that has read a text: where that has widened the formats of layers, the twin has them too.
     Returns: bytes and bytes_exact, everything that the cache and DynamicCache hold (scales, tails and tables too);
         bytes_per_token; stored_bits, bits per number: those of bf16 times bytes / bytes_exact; bytes_dtype.
+    Raises: ValueError for a model whose layers hold none.
     """
 
     def filled(cache: Any) -> int:
@@ -372,6 +373,8 @@ def measure_held(
         twin = scored.fresh(layers=stored_layers(scored), widen="never")
 
     layers = [(index, shape) for index, shape in enumerate(shapes) if shape is not None]
+    if not layers:
+        raise ValueError("the model keeps no keys and values, of which bits could be counted")
     size, exact = filled(twin), filled(cache_kind("dynamic").make(config, tokens))
     return {
         "bytes": size,

@@ -113,14 +113,14 @@ def demonstrate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = 
         loaded = load(args.model, torch.bfloat16, args.device)
         tokenizer = loaded.tokenizer
         inputs = make_prompt(tokenizer, load_text(args.text), args.prompt_tokens)
+        inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}
+        ids = inputs["input_ids"][0]
+        tail = " ".join(tokenizer.decode(ids[-60:]).split())
+        say(f"prompt: {len(ids)} tokens of {args.text}, ending in: .. {tail}")
+        rows, said = with_every_cache(loaded.model, inputs, args.new_tokens)
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
         return 2
-    inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}
-    ids = inputs["input_ids"][0]
-    tail = " ".join(tokenizer.decode(ids[-60:]).split())
-    say(f"prompt: {len(ids)} tokens of {args.text}, ending in: .. {tail}")
-    rows, said = with_every_cache(loaded.model, inputs, args.new_tokens)
     show(rows, [tokenizer.decode(tokens) for tokens in said])
     if args.record:
         common = {"kind": "demo", "model": args.model, "model_revision": loaded.revision}

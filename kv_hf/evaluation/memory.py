@@ -96,7 +96,7 @@ def random_prompt(vocab: int, batch: int, tokens: int, device: torch.device) -> 
 
 
 def measure_footprint(
-    model: str | PreTrainedConfig,
+    model: str | Path | PreTrainedConfig,
     cache: str,
     context: int,
     batch: int = 1,
@@ -117,17 +117,20 @@ def measure_footprint(
         batch: rows.
         steps: decode steps; memory is read behind them. transformers' quanto and hqq caches encode everything
             anew each 128 tokens, which is seen with more steps than that only.
-        threads: of torch, on a CPU; None leaves them to torch.
+        threads: of torch, on a CPU, at least 1; None leaves them to torch.
     Returns: the fields of a row of kind "memory" (docs/speed_and_memory.md), without date, machine and versions.
     Raises: ValueError for bad input, before anything runs where that can be told; MeasurementError when the
         process runs out of memory or is killed.
     """
     cache_kind(cache)
-    for name, value in (("context", context), ("batch", batch), ("steps", steps)):
+    counts = {"context": context, "batch": batch, "steps": steps}
+    counts |= {} if threads is None else {"threads": threads}
+    for name, value in counts.items():
         check_int(name, value, 1)
     check_choice("dtype", dtype, DTYPES)
     measured_device(device)
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
+        model = str(model)
         config: Any = AutoConfig.from_pretrained(check_model_name(model))
         row: Row = {"model": model, "weights": "real", "model_revision": revision_of(model)}
     else:

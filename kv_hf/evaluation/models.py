@@ -109,7 +109,7 @@ class Measured:
     """A model in memory, ready to be measured with any cache; texts and exact distributions are shared by all caches.
 
     Args:
-        model: a causal language model in eval mode; one of an eager family gets the attention that reads pages, as by generate().
+        model: a causal language model in eval mode.
         tokenizer: its tokenizer.
         name: what rows call the model; None: see `name_of`.
         revision: what rows say of the state of its files, see `revision_of`; None: not known.

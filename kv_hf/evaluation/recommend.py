@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 from ..cache.identity import drops_numbers
 from ..cache_names import QUANTIZED, parse_cache_name
 from ..checks import extra
-from ..files import replace_text
+from ..files import replace_text, replacing
 from ..formats import cache_names
+from ..hub import why_not_model
 from ..printable import short
-from .caches import cache_kind, check_runs
+from .caches import check_runs
 from .models import Measured, TextSettings
 from .rows import Row
 
@@ -90,7 +91,7 @@ def evaluate(
         tokenizer: None loads the one that lies beside the model's weights, where the text is not given as ids.
         text: a file, a bundled text, a set of them or a dataset; a text itself; or token ids, [tokens] or [texts, tokens].
             Give text of the kind that the model will read.
-        caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
+        caches: names with options, see `caches.cache_kind`; None takes every paged cache that has a name.
         windows, window, prompt: see `TextSettings`.
     Returns: a row of each cache, see `Measured.accuracy`.
     Raises: ValueError for a bad name of a cache and a bad text before anything is measured; what a cache refuses with its
@@ -109,9 +110,11 @@ def evaluate(
         raise ValueError("model is in training mode and drops numbers at random; call model.eval()")
     for name in names:
         check_runs(name, model)
-        cache_kind(name).make(model.config, window)
     if tokenizer is None and isinstance(text, str | Path):
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        name = model.name_or_path
+        if reason := why_not_model(name):
+            raise ValueError(f"tokenizer must be given: none lies beside model {name!r} ({reason})")
+        tokenizer = AutoTokenizer.from_pretrained(name)
     measured = Measured(model, tokenizer)
     settings = TextSettings(measured.give(text), windows, window, prompt)
     return [measured.accuracy(name, settings) for name in names]
@@ -163,7 +166,7 @@ def pareto(rows: Sequence[Row], path: str | Path) -> list[Path]:
 
     Args:
         rows: of kind "accuracy", one model and text; of several of one cache the newest counts.
-        path: the picture (.png, .svg); the table has the ending .md.
+        path: the picture (.png, .svg, .pdf; PNG without an ending); the table has the ending .md.
     Returns: the files written.
     Raises: ValueError for rows of several models or texts and where there is none.
     """
@@ -189,7 +192,8 @@ def pareto(rows: Sequence[Row], path: str | Path) -> list[Path]:
     axes.margins(x=0.15)  # names stay inside
     axes.set(title=titles.pop(), xlabel="bits per number", ylabel="KL from the exact cache, nats")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=150, format=path.suffix[1:] or "png")
     lines = [
         "| cache | bits | B/token | KL (95 % interval) | top-1 | on the front |",
         "|---" * 6 + "|",

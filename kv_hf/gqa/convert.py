@@ -258,11 +258,10 @@ def model_card(own: str, base: str, report: ConversionReport) -> str:
     block = REGEX_YAML_BLOCK.search(own)
     try:
         fields = dict(yaml.safe_load(block[2]) if block else {})
-    except (ValueError, TypeError, yaml.YAMLError):
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
         fields = {}
     tags = fields.get("tags")
-    if not isinstance(tags, list):
-        tags = []
+    tags = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
     fields["tags"] = list(dict.fromkeys([*tags, "kv_hf", "gqa"]))
     fields |= {"base_model": base, "library_name": "transformers"}
     head = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)

@@ -32,11 +32,6 @@ from .structure import (
 Rows = Callable[[Tensor], Tensor]
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """Return a tensor [any shape] as it is."""
-    return tensor
-
-
 def zeros(weight: Tensor) -> Tensor:
     """Return a bias of zeros for [out, in]."""
     return weight.new_zeros(len(weight))
@@ -96,7 +91,7 @@ def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     if not config.attention_bias:
         layer["self_attn.dense.bias"] = ("attention.dense.weight",), zeros
 
-    def fold(new: str, old: str, norm: str, rows: Rows = copied, bias: bool = True) -> None:
+    def fold(new: str, old: str, norm: str, rows: Rows = torch.clone, bias: bool = True) -> None:
         weight = f"{old}.weight"
         biases = [f"{norm}.bias", f"{old}.bias"] if bias else [f"{norm}.bias"]
         layer[f"{new}.weight"] = (weight, f"{norm}.weight"), partial(folded, rows=rows)

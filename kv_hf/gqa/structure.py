@@ -215,11 +215,7 @@ def pool_heads(heads: Tensor, groups: int) -> Tensor:
         groups: heads that remain; divides the first dimension.
     Returns: [groups, rows, ..] in the dtype of `heads`.
     """
-    grouped = heads.reshape(groups, -1, *heads.shape[1:])
-    total = grouped[:, 0].double()
-    for member in range(1, grouped.shape[1]):  # one head's float64 at a time
-        total += grouped[:, member]
-    return total.div_(grouped.shape[1]).to(heads.dtype)
+    return heads.reshape(groups, -1, *heads.shape[1:]).double().mean(1).to(heads.dtype)
 
 
 def _pool_parts(tensor: Tensor, *, parts: tuple[Part, ...], groups: int) -> Tensor:

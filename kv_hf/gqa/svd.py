@@ -5,6 +5,8 @@ of each group become their principal components on what the converted layer will
 to give what the original's gave: least squares, by L-BFGS, in the weights of all its linear layers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..errors import ConversionError, first_line
+from ..errors import ConversionError, KVCacheError, first_line
 from .components import choose_groups, find_partners, merge_heads, random_turns
 from .source import Source
 from .stream import Call, LayerStream, Tensors, first_row, observed, run
@@ -238,28 +240,25 @@ class Attention:
                 loss = off.square().sum() / size
                 loss.backward()
                 total += loss.detach()
-            slopes = [weight.grad for weight in used.values()]
-            torch.autograd.backward(list(made.values()), slopes)
+            for name, weight in used.items():
+                if weight.grad is not None:  # an indexer's choice of tokens has none
+                    made[name].backward(weight.grad)
             return total
 
         optimizer.step(missed)
         return {**start, **weights()}
 
 
-def parts_of(structure: Structure, base: str, names: set[str]) -> dict[str, tuple[Part, ...]]:
+def parts_of(structure: Structure, base: str, inside: Tensors) -> dict[str, tuple[Part, ...]]:
     """Return the tensors of an attention module with heads' rows, by name within it; weights before biases.
 
     Args:
         base: path of the module in the model, with a point behind it.
-        names: names in the model of all tensors that change.
+        inside: all tensors of the module, by name within it.
     Raises: ConversionError where they cannot be calibrated.
     """
-    on_disk = structure.names.on_disk
-    found = {
-        name.removeprefix(base): structure.parts[on_disk[name]]
-        for name in names
-        if name.startswith(base)
-    }
+    named = ((name, structure.names.on_disk.get(base + name)) for name in inside)
+    found = {name: structure.parts[own] for name, own in named if own in structure.parts}
     every = [part for parts in found.values() for part in parts]
     if any(part.interleaved for part in every):
         raise ConversionError(
@@ -267,9 +266,9 @@ def parts_of(structure: Structure, base: str, names: set[str]) -> dict[str, tupl
             'cannot be calibrated, use method="mean"'
         )
     if all(part.kind != "query" for part in every):
-        query = (Part("query", structure.num_heads, structure.head_dim),)
-        own = ("q_proj.weight", "q_proj.bias")
-        found |= {name: query for name in own if f"{base}{name}" in on_disk}
+        for name in {"q_proj.weight", "q_proj.bias"} & inside.keys():
+            rows = len(inside[name]) // structure.num_heads  # a gate's may lie behind a query's
+            found[name] = (Part("query", structure.num_heads, rows),)
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -303,7 +302,7 @@ def merge_layer(
         base = f"{path}."
         modules = old.get_submodule(path), new.get_submodule(path)
         inside = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
-        parts = parts_of(structure, layer + base, stream.names)
+        parts = parts_of(structure, layer + base, inside)
         attention = Attention(structure, modules, inside, parts, calls)
         fitted = attention.fit(attention.merge(), targets)
         changed = {base + n: tensor for n, tensor in fitted.items() if tensor is not inside[n]}
@@ -311,6 +310,20 @@ def merge_layer(
         converted[i] = run(new, {**tensors, **changed}, stream.call(index, i, hidden))
     on_disk = structure.names.on_disk
     return {on_disk[layer + name]: tensor.contiguous() for name, tensor in changed.items()}
+
+
+@contextmanager
+def calibrating(what: str) -> Iterator[None]:
+    """Raise a ConversionError about `what` in place of whatever a model's code raises, run layer by layer."""
+    try:
+        yield
+    except (KVCacheError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, torch.linalg.LinAlgError):
+            why = f"numbers too large or not finite ({why})"
+        raise ConversionError(f'{what} cannot be calibrated, use method="mean": {why}') from error
 
 
 @torch.no_grad()
@@ -323,17 +336,16 @@ def calibrate(source: Source, structure: Structure, windows: Tensor, scratch: Pa
     Raises: ConversionError for models that cannot be calibrated, with the reason, and where numbers are not finite; OSError
         where `scratch` cannot be written.
     """
-    stream = LayerStream(source, structure)
-    original = stream.embed(windows)
+    name = structure.config.model_type
+    with calibrating(name):
+        stream = LayerStream(source, structure)
+        original = stream.embed(windows)
     converted = original.clone()
     made: Made = {}
     for index in tqdm(range(len(stream.calls[0])), desc="merging", unit="layer", disable=None):
         path = f"{stream.path}.{index}"
-        try:
+        with calibrating(f"{name}, {path!r},"):
             tensors = merge_layer(structure, stream, index, original, converted)
-        except torch.linalg.LinAlgError as error:
-            why = f"numbers too large or not finite ({first_line(error)})"
-            raise ConversionError(f"{path!r} cannot be merged: {why}") from error
         for found in (original, converted, *tensors.values()):
             if not found.isfinite().all():
                 raise ConversionError(
@@ -349,6 +361,4 @@ def calibrate(source: Source, structure: Structure, windows: Tensor, scratch: Pa
 
 def _read(file: Path, name: str, old: Tensor) -> Tensor:
     """Return a tensor of a file, in place of the old one."""
-    with safe_open(file, "pt") as opened:
-        found: Tensor = opened.get_tensor(name)
-    return found
+    return torch.as_tensor(safe_open(file, "pt").get_tensor(name))

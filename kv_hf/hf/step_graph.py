@@ -5,6 +5,7 @@ the step is launched at once. The cache has to be preallocated, so that nothing 
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +77,7 @@ class StepGraph:
         self._outputs: Any = None
         self._fixed: dict[Any, FixedStep] = {}
         self._windows: list[tuple[Any, torch.Tensor]] = []
-        self._specs: list[tuple[Any, Any]] = []
+        self._pages: list[Any] = []
 
     def __call__(self, **inputs: Any) -> Any:
         """Return what the model returns for `inputs`; its tensors are the caller's."""
@@ -125,8 +126,13 @@ class StepGraph:
             layer.take_part(layer.group.step)
 
     def _stays(self) -> bool:
-        """Say whether pages lie where the graph reads them: a layer may have got wider ones."""
-        return all(layer.spec is spec for layer, spec in self._specs)
+        """Say whether pages lie where the graph reads them: they may be wider, or have grown for those of the cache's copies."""
+        return all(map(operator.is_, self._pages, self._places()))
+
+    def _places(self) -> list[Any]:
+        """Return what holds the tensors of pages, side by side and layer by layer: another object once they are others."""
+        stores = (layer.store for layer in self.cache.paged_layers)
+        return [side.fields for store in stores if store for side in store.pages.sides]
 
     def _record(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
         """Run the step that was begun as it will be recorded, record it, replay it at the same place, and compare."""
@@ -150,7 +156,7 @@ class StepGraph:
             self._rewind(standing)
             expected = on_side_stream(lambda: self.model(**own))  # Triton compiles
             self._windows = [(one, one.tokens) for layer in layers for one in layer.residuals or ()]
-            self._specs = [(layer, layer.spec) for layer in layers]
+            self._pages = self._places()
             self._rewind(standing)
             self._replay, outputs = capture(lambda: self.model(**own))
         except (RuntimeError, ValueError, NotImplementedError) as error:

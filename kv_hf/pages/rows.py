@@ -355,8 +355,11 @@ class Rows:
         self._leaving = ()
 
     def capacity(self, rows: int, lacking: int = 0) -> int:
-        """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows."""
-        return max(page_capacity(self.pool.num_ids + lacking), rows * self.reserve)
+        """Return the pages that storage has room for, once all ids so far, and those `lacking`, were handed out to `rows` rows.
+
+        With max_length the pool's ids, which are made in the same steps, never pass the room of the first forward.
+        """
+        return page_capacity(max(self.pool.num_ids + lacking, rows * self.reserve))
 
     def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""

@@ -221,8 +221,7 @@ class Pages:
                 Behind generate() that is the prompt's tokens and all new ones but the last.
             prompt: tokens of the longest row that came in the first forward, the others one by one. It decides how many
                 pages a sliding window had in use at once, and the room of indexer keys. None: the most that any prompt
-                leads to, which never falls as rows grow. Where none of these is there the prompt changes nothing (beyond 256
-                pages it may, by less than 1/128, with max_length).
+                leads to, which never falls as rows grow. Where none of these is there the prompt changes nothing.
         Raises: PagePoolExhaustedError, DeviceBudgetError, as the cache would.
         """
         rows, longest = len(row_tokens), max(row_tokens, default=0)

@@ -3,7 +3,7 @@
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predic
 def plan(
     model: str | os.PathLike[str] | Inventory | Any,
     *,
-    caches: Sequence[str | CacheConfig] | None = None,
+    caches: Iterable[str | CacheConfig] | None = None,
     batch: int = 1,
     context: int | str | None = None,
     prompt: int | str | None = None,
@@ -117,9 +117,8 @@ def plan(
     dynamic = stock.filled(batch, context, prompt).total
     on_cpu = known is not None and known.is_cpu
     rows: list[CachePlan] = []
-    options, names = given_options(cache_config), caches
-    if names is None:  # the common ones
-        names = (*planned_caches(), "paged_int4:offload=cpu")
+    common = (*planned_caches(), "paged_int4:offload=cpu")
+    options, names = given_options(cache_config), common if caches is None else tuple(caches)
     asked = [Choice.read(name, options) for name in names]
     if options and not any(isinstance(n, str) and is_cache_name(n.split(":")[0]) for n in names):
         raise CacheOptionError(

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache
 
 from ..cache.model_shape import CACHE, decoder_config, is_dummy, kept_layers, latent_ranks
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, first_line
 from ..model_fields import EXPERTS, EXPERTS_PER_TOKEN, first, read
 from .inventory import CachedLayer, State
 
@@ -79,11 +79,6 @@ def look(config: Any, name: str) -> dict[str, Any]:
             f"{name} ({config.model_type}) keeps nothing in a cache of transformers"
         )
     return {**_weights(model), "layers": layers, "notes": [*notes, *more]}
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of a message, of 200 characters at most."""
-    return next((line for line in str(error).splitlines() if line.strip()), "")[:200].strip()
 
 
 # -- the model ------------------------------------------------------------------------------------------------

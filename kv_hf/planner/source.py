@@ -27,7 +27,7 @@ from ..model_fields import HEADS, KV_HEADS, POSITIONS, check_numbers, first, rea
 from ..notices import say_once
 from ..printable import in_a_line, short
 from .inventory import Inventory
-from .meta_model import first_line, look, quiet
+from .meta_model import look, quiet
 
 DEFAULT_DTYPE = "bfloat16"
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
@@ -199,7 +199,7 @@ def _inventory(found: _Found, asked: torch.dtype | str | None, heads: int | None
         raise
     except Exception as error:  # a model's code was not written to run without weights
         raise UnsupportedModelError(
-            f"{at} cannot be run without weights ({type(error).__name__}: {first_line(error)})"
+            f"{at} cannot be run without weights ({type(error).__name__}: {in_a_line(error)})"
         ) from error
     notes += seen.pop("notes")
     size, parts = None, (getattr(part, "quantization_config", None) for part in (config, text))
@@ -295,16 +295,19 @@ class StoredWeights(NamedTuple):
 def read_weights(folder: Path) -> StoredWeights | None:
     """Return what the weights of a folder take, None where it has no readable safetensors files.
 
-    Files that an index or a common name does not list, such as a second copy in another layout, are not counted.
+    The file of the common name, else those of an index, as transformers loads them, else all that there are: a second copy in
+    another layout is not counted.
     """
-    path = folder / _INDEX
+    one, index = folder / _ONE, folder / _INDEX
     try:
-        index = read_json_object(path, INDEX_BYTES, "index") if path.is_file() else {}
-        listed = index.get("weight_map")
-        names = listed.values() if isinstance(listed, dict) else [_ONE]
-        # never a file of another folder
-        paths = sorted({folder / Path(str(name)).name for name in names})
-        if not listed and not paths[0].is_file():
+        if one.is_file():
+            paths = [one]
+        elif index.is_file():
+            listed = read_json_object(index, INDEX_BYTES, "index").get("weight_map")
+            names = listed.values() if isinstance(listed, dict) else ()
+            # never a file of another folder
+            paths = sorted({folder / Path(str(name)).name for name in names})
+        else:
             paths = sorted(folder.glob("*.safetensors"))
         return _sum(paths) if paths else None
     except (OSError, InputFileError, SafetensorError):

@@ -50,6 +50,19 @@ def test_all_pages_are_made_at_the_first_forward_and_never_move():
     assert addresses(fixed) == places and after.pages_held > before.pages_held
 
 
+def test_room_is_that_of_the_first_forward_beyond_256_pages_too():
+    """Page ids are made in steps of 2 from 257 on: with room for 265 pages the last id was one of 266, and storage grew."""
+    cache = kv_hf.PagedCache(make_config("llama"), page_size=16, sink_tokens=0, max_length=265 * 16)
+    rooms = set()
+    for columns in (263 * 16, 16, 16):
+        for layer in range(2):
+            cache.update(*torch.zeros(2, 1, 2, columns, 16), layer)
+        rooms.add(cache.memory().pages_allocated)
+    specs = [layer.spec for layer in cache.paged_layers]
+    options = {"sink_tokens": 0, "recent_tokens": 0, "max_length": 265 * 16}
+    assert rooms == {266} == {kv_hf.predict_memory(specs, [265 * 16], **options).pages_allocated}
+
+
 def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
     fixed = fixed_cache()
     append(fixed, states(3, 150, 0))

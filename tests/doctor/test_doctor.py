@@ -113,6 +113,10 @@ def test_doctor_knows_presets_and_latents(capsys, monkeypatch, tmp_path):
     _, printed = quick(capsys, "--model", "gemma-3-4b")
     assert "\nPages on cpu: bfloat16, head_dim 256, page_size 64\n" in printed
     assert "  0-4, 6-10, 12-16, 18-22, 24-28, 30-33 paged, sliding window of 1024" in printed
+    part = {"model_type": "llama", "head_dim": 20}  # which need not say the dtype again
+    tower = {"model_type": "llava", "dtype": "float16", "text_config": part}
+    (tmp_path / "config.json").write_text(json.dumps(tower))
+    assert " float16, head_dim 20" in quick(capsys, "--model", str(tmp_path))[1]
     make_model("deepseek_v3").config.save_pretrained(tmp_path)
     _, printed = quick(capsys, "--model", str(tmp_path))
     assert "latents of 32 and RoPE keys of 8" in printed

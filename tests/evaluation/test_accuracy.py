@@ -283,6 +283,8 @@ def test_evaluate_takes_sources_texts_and_ids(folder):
             kv_hf.evaluate(loaded.model, loaded.tokenizer, ids, caches)
     with pytest.raises(ValueError, match="a text is given as text="):
         kv_hf.evaluate(loaded.model, "my.txt")
+    with pytest.raises(ValueError, match="tokenizer must be given: none lies beside model ''"):
+        kv_hf.evaluate(make_model("llama"), text="novel")
     begun = loaded.tokenizer.backend_tokenizer  # by a token ahead of every text
     begun.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert losses(path.read_text("utf-8"), windows=2) == losses(path, windows=2) != expected

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,10 +207,12 @@ def test_errors_in_words():
         ({"cache": "paged_int5"}, "cache must be one of.*paged_int5"),
         ({"context": 0}, "context must be an integer of at least 1, got 0"),
         ({"batch": True}, "batch must be an integer"),
+        ({"threads": 0}, "threads must be an integer of at least 1, got 0"),
         ({"context": 1 << 20}, "context=1048576 and .* but the model supports 1024 tokens"),
         ({"dtype": "int8"}, "dtype must be one of.*int8"),
         ({"device": "mps"}, "device must be a CPU or CUDA"),
         ({"model": "/no/such"}, "model '/no/such': there is no such folder"),
+        ({"model": Path("/no/such")}, "model '/no/such': there is no such folder"),
     ],
     ids=str,
 )

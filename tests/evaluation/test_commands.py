@@ -1,6 +1,9 @@
 """kv-hf demo and eval on a tiny model, in 80 columns; and the scripts that add this repository's models."""
 
+import shutil
+
 import pytest
+from measure.family_models import build_model
 
 import kv_hf_cli
 from kv_hf.evaluation import pareto
@@ -40,6 +43,17 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
 
 
+def test_demo_and_eval_say_what_a_model_without_keys_lacks(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "mamba")
+    build_model("mamba").save_pretrained(tmp_path / "mamba")
+    asked = ("--model", tmp_path / "mamba", "--text", folder / "text.txt", "--device", "cpu")
+    code, printed = run(capsys, "demo", *asked, "--prompt-tokens", 20, "--new-tokens", 2)
+    assert code == 2 and "error: 'mamba' has no attention layer that pages" in printed.err
+    sizes = ("--window", 40, "--prompt", 20, "--windows", 1)
+    code, printed = run(capsys, "eval", *asked, *sizes, "--caches", "dynamic")
+    assert code == 1 and "no figures for dynamic: the model keeps no keys" in printed.err
+
+
 SIZES = ("--window", 200, "--prompt", 100, "--windows", 1, "--device", "cpu")
 
 
@@ -60,6 +74,7 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "plots" / "a.md").read_text("utf-8").splitlines()
     assert len(table) == 5 and table[2].startswith("| `paged_exact` | ")
+    assert all(path.is_file() for path in pareto(rows, tmp_path / "plots" / "no-ending"))
     figures = {row["cache"]: (row["stored_bits"], row["kl_mean"]) for row in rows}
     for line in table[2:]:
         bits, kl = figures[line.split("`")[1]]

@@ -174,6 +174,8 @@ def test_the_card_has_front_matter_for_the_hub_and_the_sources_own_text(source, 
     cards = {
         "---\nlicense: mit\ntags: [stories]\n---\n": {"license": "mit", "tags": ["stories", "kv_hf", "gqa"]},
         "---\nlicense: [\n---\n": {"tags": ["kv_hf", "gqa"]},
+        "---\ntags: [stories, {a: b}, [c]]\n---\n": {"tags": ["stories", "kv_hf", "gqa"]},
+        f"---\ntags: {'[' * 5000}\n---\n": {"tags": ["kv_hf", "gqa"]},
         "": {"tags": ["kv_hf", "gqa"]},
     }  # fmt: skip
     for number, (own, fields) in enumerate(cards.items()):

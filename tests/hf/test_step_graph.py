@@ -1,5 +1,6 @@
 """Decode steps of generate() as one CUDA graph, with a recording in place of the graph: tokens, limits, what forbids it."""
 
+import copy
 import logging
 
 import pytest
@@ -218,6 +219,26 @@ def test_a_step_is_captured_again_once_the_first_pages_are_wider(lengths, recent
     grown, captured = both(model, left_padded(lengths), "paged_int4", recent_tokens=recent)
     assert torch.equal(grown, captured)
     assert gpu["captures"] == 2
+
+
+def test_a_step_is_captured_again_once_pages_have_grown_for_those_of_a_copy(gpu):
+    """The cache and its copy hold more pages than max_length is room for: replays wrote beyond the memory of the old ones."""
+    model, prompt, made = shared_model("llama"), tokens(1, 60), []
+    for choice in ("never", "auto"):
+        cache = static_cache(model, 200, cuda_graph=choice)
+        with torch.no_grad():
+            model(prompt, **{CACHE: cache})
+            copied = copy.deepcopy(cache)
+            model(tokens(1, 100, seed=3), **{CACHE: copied})
+        text = torch.cat([prompt, tokens(1, 3, seed=5)], 1)
+        mask = torch.ones_like(text)
+        text = model.generate(
+            text, attention_mask=mask, **GREEDY, max_new_tokens=130, past_key_values=cache
+        )
+        with torch.no_grad():
+            made.append((text, model(text[:, -1:], **{CACHE: cache}).logits))
+    assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+    assert gpu["captures"] > 1
 
 
 def test_always_raises_on_a_cpu(monkeypatch):

@@ -101,7 +101,7 @@ def test_options_come_from_the_name_then_from_cache_config_then_as_cache_config(
     own = kv_hf.CacheConfig(keys="int4", values="int4", page_size=32, recent_tokens=64)
     names = ["paged_int4:page_size=16", "paged_int4", own, "paged_int4:max_length=2k"]
     found = kv_hf.plan(
-        SMALL["full"], caches=names, cache_config={"page_size": 32}, context=500
+        SMALL["full"], caches=iter(names), cache_config={"page_size": 32}, context=500
     ).rows
     assert found[1].memory == found[2].memory != found[0].memory
     assert found[2].cache == "paged_int4:page_size=32"

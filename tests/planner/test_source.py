@@ -166,6 +166,10 @@ def test_bytes_of_quantized_files_are_counted(tmp_path):
     index["weight_map"] = {"a": "../new/model-2.safetensors"}
     (other / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "counted as bfloat16" in load_inventory(other).notes[-1]  # no file of another folder
+    (other / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert "counted as bfloat16" in load_inventory(other).notes[-1]
+    save_file({"a": torch.zeros(5)}, other / "model.safetensors")  # goes before an index
+    assert load_inventory(other).stored_bytes == 5 * 4
 
 
 def test_another_number_of_kv_heads():

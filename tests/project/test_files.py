@@ -204,7 +204,9 @@ def connections(monkeypatch):
 
 
 def test_why_not_model_asks_nobody_for_what_it_can_know(tmp_path, monkeypatch, connections):
-    for name in ("/no/such/folder", "a/b/c", "not a name/at all"):
+    """A "~" that no shell has expanded is no folder for those who load the model either."""
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    for name in ("/no/such/folder", "a/b/c", "not a name/at all", f"~/{tmp_path.name}"):
         reasons = ("there is no such folder", "nor a name that the hub could have")
         assert hub.why_not_model(name).endswith(reasons)
     assert hub.why_not_model(str(tmp_path)) == "a folder without a config.json"

@@ -264,7 +264,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
             if isinstance(layer, PagedLayer):
                 layer.forget()
             else:
-                layer.reset()
+                with torch.inference_mode():  # states that were made in it are zeroed nowhere else
+                    layer.reset()
                 forget_tokens(layer)
         self.page_memory.clear()
         self.forward.clear()

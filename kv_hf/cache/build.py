@@ -1,6 +1,8 @@
 """The paged layers of a model, their formats, their groups, and the storage of their pages."""
 
+import pickle
 from collections.abc import Container, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
 import torch
@@ -40,6 +42,10 @@ _OF_TRANSFORMERS = (*_PAGED, INDEXED, _STATES, "DummyLayer")
 
 class MadeOfOptions:
     """A cache that is built of a model's config and of cache options, in each of their forms."""
+
+    def __init_subclass__(cls) -> None:
+        """Let copies for other processes be bytes: torch.multiprocessing would share tensors, which steps write to."""
+        ForkingPickler.register(cls, lambda cache: (pickle.loads, (pickle.dumps(cache),)))
 
     @shows_options
     def __init__(

@@ -282,9 +282,9 @@ class HandleLayer(PagedLayer):
         self.revision += 1
 
     def _read(self, side: str) -> torch.Tensor | None:
-        """Return one side as a handle."""
-        if self.store is None or not self.seen:
-            return None
+        """Return one side as a handle; without tokens as PagedLayer does."""
+        if not self.seen:
+            return self._dense(side)
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
             return self._dense(side)

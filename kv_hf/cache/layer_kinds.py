@@ -11,6 +11,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import InterruptedForwardError
+from ..pages.moved import persistent_tensors
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import check_no_latents
@@ -109,8 +110,9 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         assert index is not None
         if end > index.shape[1]:
             room = max(most or (end + end // 8 + 64 if start else end), end)
-            added = new.new_zeros((new.shape[0], room - start, new.shape[2]))
-            index = torch.cat([index[:, :start], added], dim=1)
+            with persistent_tensors():
+                added = new.new_zeros((new.shape[0], room - start, new.shape[2]))
+                index = torch.cat([index[:, :start], added], dim=1)
         index[:, start:end] = new
         self._index, self._indexed = index, end
         return index[:, : most if most is not None and start else end]
@@ -134,7 +136,8 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
             if step.seen_after != step.seen_before:
                 self._indexed = min(self._indexed, step.seen_after)
             else:
-                self._index = self._index[list(step.sources)]
+                with persistent_tensors():
+                    self._index = self._index[list(step.sources)]
 
     def forget(self) -> None:
         """Hold no tokens and no tensors."""

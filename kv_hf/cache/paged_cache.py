@@ -20,6 +20,7 @@ from ..errors import (
 )
 from ..pages import moved
 from ..pages.cpu_memory import PrefillWatch
+from ..pages.moved import persistent_tensors
 from ..pages.offload import OffloadMemory
 from ..pages.storage import Pair
 from ..spec import MemoryReport
@@ -264,7 +265,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
             if isinstance(layer, PagedLayer):
                 layer.forget()
             else:
-                layer.reset()
+                with torch.inference_mode():  # states that were made in it are zeroed nowhere else
+                    layer.reset()
                 forget_tokens(layer)
         self.page_memory.clear()
         self.forward.clear()
@@ -407,7 +409,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         memo.update((id(part), part) for part in shared)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        with persistent_tensors():
+            vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         copied._number()
         return copied
 
@@ -421,6 +424,9 @@ class PagedCache(MadeOfOptions, DynamicCache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle; compiled steps find the cache by another number here."""
+        if torch.is_inference_mode_enabled():  # nothing could write to what was read in it
+            with persistent_tensors():
+                state = copy.deepcopy(state)
         vars(self).update(state)
         self._number()
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -88,13 +89,24 @@ def test_handle_kept_over_a_reset_is_never_accepted_again(options):
     assert len(kept) == 6
 
 
-@pytest.mark.parametrize("take", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_handles_of_a_copy_and_of_its_source_follow_their_own_cache(take):
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "other process": lambda cache: pickle.loads(ForkingPickler.dumps(cache)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", COPIES)
+def test_handles_of_a_copy_and_of_its_source_follow_their_own_cache(how, mode):
+    """torch.multiprocessing shared the windows of both; nobody could write to windows that were copied in inference mode."""
     _, cache = filled_cache()
     ours = cache.update(*new_states(), 0)[0]
     cache.update(*new_states(), 1)
     held = ours + 0
-    copied = take(cache)
+    with mode():
+        copied = COPIES[how](cache)
+    copied.reorder_cache(torch.tensor([1, 1]))
     theirs, _ = [copied.update(*new_states(), layer)[0] for layer in range(2)]
     assert torch.equal(ours + 0, held)  # the copy has moved on, its source has not
     both = theirs + 0

@@ -1,7 +1,8 @@
 """Every family with latent attention on pages of latents, against transformers' own cache and attention, and what a cache does with them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -51,8 +52,8 @@ def expansions(model: Any) -> Iterator[list[int]]:
         yield lengths
 
 
-def forwards(model: Any, cache: Any) -> list[torch.Tensor]:
-    """Return the logits of a padded prefill, a chunk of 3, 8 single tokens, a chunk of 40 and 3 more tokens."""
+def forwards(model: Any, cache: Any, modes: Sequence[Any] = (torch.no_grad,)) -> list[torch.Tensor]:
+    """Return the logits of a padded prefill, a chunk of 3, 8 single tokens, a chunk of 40 and 3 more tokens, in `modes` by turns."""
     batch = left_padded(LENGTHS)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     more = tokens(2, 54, seed=1)
@@ -60,8 +61,8 @@ def forwards(model: Any, cache: Any) -> list[torch.Tensor]:
     whole = torch.cat([ids, more], 1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     found, at = [], 0
-    for count in (40, 3, *[1] * 8, 40, *[1] * 3):
-        with torch.no_grad():
+    for count, mode in zip((40, 3, *[1] * 8, 40, *[1] * 3), cycle(modes), strict=False):
+        with mode():
             out = model(
                 input_ids=whole[:, at : at + count],
                 attention_mask=mask[:, : at + count],
@@ -142,7 +143,9 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
     )
     assert largest_difference(stock, everything) > 1e-3, "the choice changes nothing"
     cache = paged(model)
-    found = forwards(model, cache)
+    # states of linear attention are transformers', and take no turns
+    modes = [torch.no_grad] if family == "glm5_next" else [torch.no_grad, torch.inference_mode]
+    found = forwards(model, cache, modes)
     assert_all_close(found, stock)
     compared = 0
     for mine, theirs in zip(cache.layers, stock_cache.layers, strict=True):

@@ -116,12 +116,13 @@ def test_rows_repeat_and_select_with_their_states(family):
 
 
 def test_reset_gives_states_of_layers_without_attention_back():
-    """transformers' own layer kept a state of the rows before: another batch did not fit."""
+    """transformers' own layer kept a state of the rows before: another batch did not fit. One of inference mode could not be zeroed."""
     model = model_of("zamba2")
     cache, ids = paged(model), tokens(3, 20)
-    with torch.no_grad():
+    with torch.inference_mode():
         model(ids[:2], past_key_values=cache)
-        cache.reset()
+    cache.reset()
+    with torch.no_grad():
         assert cache.memory().total == 0
         found = model(ids, past_key_values=cache).logits
         assert torch.equal(found, model(ids, past_key_values=paged(model)).logits)

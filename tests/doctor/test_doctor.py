@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
 import pytest
@@ -153,7 +153,7 @@ def test_json_holds_everything(monkeypatch, capsys, tmp_path):
     told = json.loads(printed)
     assert (code == 0) is told["healthy"] is (told["broken"] == [])
     found = {one["name"]: one["detail"] for one in told["environment"]}
-    assert found["torch"] == torch.__version__ and found["KV_HF_HOME"] == str(tmp_path)
+    assert found["torch"] == version("torch") and found["KV_HF_HOME"] == str(tmp_path)
     assert found["kv_hf"].startswith(kv_hf.__version__) and found["CUDA_VISIBLE_DEVICES"] == ""
     assert {"python", "system", "cpu", "gpu", "C kernel", "device cpu"} <= set(found)
     assert told["subject"]["page_size"] == 32 and told["subject"]["dtype"] == "bfloat16"

@@ -24,9 +24,8 @@ COLOURS = {
 def draw(axes: Any, rows: Rows) -> None:
     """Draw the time of a decode step against the length of the context, of one run."""
     for (cache,), own in grouped(rows, "cache").items():
-        if cache in COLOURS:
+        if colour := COLOURS.get(cache):
             points = sorted((row["context"], row["step_ms_p50"]) for row in own)
-            colour = COLOURS[cache]
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", linewidth=1.4)
             axes.annotate(
                 cache, points[-1], (7, -3), textcoords="offset points", color=colour, fontsize=8

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..bridge.masks import LazyMask
 from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..errors import first_line
@@ -97,8 +98,9 @@ class StepGraph:
         if self._replay is None or not self._stays():
             return self._record(inputs, leaves, structure)
         for held, given in zip(self._inputs, leaves, strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(given)
+            memory = held._made if type(held) is LazyMask else held
+            if isinstance(memory, torch.Tensor):
+                memory.copy_(given)
         self._run()
         return self._result()
 
@@ -138,7 +140,7 @@ class StepGraph:
         """Run the step that was begun as it will be recorded, record it, replay it at the same place, and compare."""
         cache = self.cache
         steps = {group: group.step for group in cache.groups}
-        self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._inputs = [_own(leaf) for leaf in leaves]
         self._structure = structure
         own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: cache}
         layers = cache.paged_layers
@@ -212,10 +214,23 @@ class StepGraph:
         )
 
 
+def _own(leaf: Any) -> Any:
+    """Return an input in memory of its own; what stands for a mask stays that, and is built once the model computes with it."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # each row of its own: an expanded mask could not be written to
+    make = functools.partial(leaf.clone, memory_format=torch.contiguous_format)
+    if type(leaf) is LazyMask and not leaf.read:
+        return LazyMask(tuple(leaf.shape), leaf.device, make, leaf.causal)
+    return make()
+
+
 def _alike(held: Any, given: Any) -> bool:
     """Say whether `given` may be copied into `held`, or is the same constant."""
     if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):
         return held is given or (type(held) is type(given) and bool(held == given))
+    if type(held) is LazyMask and getattr(given, "read", True):  # this one hides more
+        return False
     return (held.shape, held.dtype, held.device) == (given.shape, given.dtype, given.device)
 
 

@@ -15,6 +15,7 @@ from ..pages.moved import persistent_tensors
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import check_no_latents
+from .model_shape import forget_tokens
 from .report import tensor_bytes
 
 # called with the decoder's config before the first latents are stored: its classes must take handles of them (hf/latent.py)
@@ -202,4 +203,4 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def forget(self) -> None:
         """Hold no tokens, no tensors and no state."""
         super().forget()
-        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
+        forget_tokens(self)

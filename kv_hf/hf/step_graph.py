@@ -95,13 +95,14 @@ class StepGraph:
         looks = any(store and store.looks for store in sealing)
         if looks or not all(FixedStep.takes(group.step) for group in cache.groups):
             return self.model(**inputs)
-        if self._replay is None or not self._stays():
-            return self._record(inputs, leaves, structure)
-        for held, given in zip(self._inputs, leaves, strict=True):
-            memory = held._made if type(held) is LazyMask else held
-            if isinstance(memory, torch.Tensor):
-                memory.copy_(given)
-        self._run()
+        with cache.page_memory.lock:  # copies of this cache may make storage grow in other threads
+            if self._replay is None or not self._stays():
+                return self._record(inputs, leaves, structure)
+            for held, given in zip(self._inputs, leaves, strict=True):
+                memory = held._made if type(held) is LazyMask else held
+                if isinstance(memory, torch.Tensor):
+                    memory.copy_(given)
+            self._run()
         return self._result()
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
@@ -128,13 +129,13 @@ class StepGraph:
             layer.take_part(layer.group.step)
 
     def _stays(self) -> bool:
-        """Say whether pages lie where the graph reads them: they may be wider, or have grown for those of the cache's copies."""
+        """Say whether all lies where the graph reads it: pages may be wider, or have grown for those of the cache's copies."""
         return all(map(operator.is_, self._pages, self._places()))
 
     def _places(self) -> list[Any]:
-        """Return what holds the tensors of pages, side by side and layer by layer: another object once they are others."""
-        stores = (layer.store for layer in self.cache.paged_layers)
-        return [side.fields for store in stores if store for side in store.pages.sides]
+        """Return what holds windows and pages, layer by layer: another object once they are others."""
+        stores = [layer.store for layer in self.cache.paged_layers if layer.store]
+        return [*stores, *(side.fields for store in stores for side in store.pages.sides)]
 
     def _record(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
         """Run the step that was begun as it will be recorded, record it, replay it at the same place, and compare."""

@@ -182,13 +182,9 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def follow(self, step: Step) -> None:
         """Do to the tensors what another order of rows, or a crop, has done to the rows."""
         super().follow(step)
-        if step.seen_after != step.seen_before:
-            return
-        rows = list(step.sources)
-        for states in (self.conv_states, self.recurrent_states):
-            for index, state in states.items():
-                if state is not None:
-                    states[index] = state[rows]
+        if step.seen_after == step.seen_before:
+            rows: Any = torch.tensor(step.sources)
+            LinearAttentionLayer.reorder_cache(self, rows)
 
     def crop_state(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens from the state. Raises RuntimeError where it keeps no past."""

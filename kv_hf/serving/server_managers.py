@@ -129,10 +129,8 @@ class PagedManagers:
         if not use_cb:
             return PagedManager(own, lambda model: self.served(model, model_id))
         if self._batches is None or self._batches[1]._own is not own:
-            self._batches = (
-                model_id,
-                PagedBatches(own, self.options),
-            )  # with a prefix store of its own
+            # with a prefix store of its own
+            self._batches = model_id, PagedBatches(own, self.options)
         return self._batches[1]
 
     def check(self, model: Any, model_id: str) -> None:

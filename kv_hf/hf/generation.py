@@ -92,7 +92,7 @@ def not_kept_in(model: Any) -> UnsupportedModelError:
     )
 
 
-def with_hint(error: ValueError) -> ValueError:
+def with_hint(error: BaseException) -> BaseException:
     """Return the error to raise: with the nearest name where transformers refused an unknown one, else `error` itself."""
     found = _REFUSED.match(str(error))
     if found is None:

@@ -100,4 +100,5 @@ def taped(function):
 
 def use_taped_kernels(monkeypatch):
     """Let every cache made from now on have kernels that a tape records."""
-    wrap_kernels(monkeypatch, write=taped, attend=taped)
+    names = ("write", "attend", "choose_pages", "dense")
+    wrap_kernels(monkeypatch, **dict.fromkeys(names, taped))

@@ -15,6 +15,7 @@ from ..pages.moved import persistent_tensors
 from ..pages.step import Step
 from .layer import HandleLayer, PagedLayer
 from .layer_formats import check_no_latents
+from .model_shape import forget_tokens
 from .report import tensor_bytes
 
 # called with the decoder's config before the first latents are stored: its classes must take handles of them (hf/latent.py)
@@ -181,13 +182,9 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def follow(self, step: Step) -> None:
         """Do to the tensors what another order of rows, or a crop, has done to the rows."""
         super().follow(step)
-        if step.seen_after != step.seen_before:
-            return
-        rows = list(step.sources)
-        for states in (self.conv_states, self.recurrent_states):
-            for index, state in states.items():
-                if state is not None:
-                    states[index] = state[rows]
+        if step.seen_after == step.seen_before:
+            rows: Any = torch.tensor(step.sources)
+            LinearAttentionLayer.reorder_cache(self, rows)
 
     def crop_state(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens from the state. Raises RuntimeError where it keeps no past."""
@@ -202,4 +199,4 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
     def forget(self) -> None:
         """Hold no tokens, no tensors and no state."""
         super().forget()
-        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
+        forget_tokens(self)

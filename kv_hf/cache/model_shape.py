@@ -53,13 +53,15 @@ def forget_tokens(layer: Any) -> None:
     """Drop the tensors of a layer of transformers that was reset.
 
     5.17 zeroes them, so that the next update would append to zeros (cache_utils, DynamicLayer.reset), and states keep the
-    rows that they had (LinearAttentionLayer).
+    rows that they had (LinearAttentionLayer). Past recording stays as it is.
     """
     if isinstance(layer, DynamicLayer):
         layer.keys = layer.values = None
         layer.is_initialized = False
-    elif type(layer) is LinearAttentionLayer:
+    if isinstance(layer, LinearAttentionLayer):
+        recording = layer.record_past
         LinearAttentionLayer.__init__(layer, layer.number_of_states)
+        layer.record_past = recording
 
 
 def is_dummy(layer: Any) -> bool:

@@ -150,7 +150,8 @@ class PrefixFolder:
         try:
             with safe_open(path, "pt") as file:
                 told = file.metadata()
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                # copies: those of safetensors change with the file, and end the process where it is cut off
+                found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
             if told == about(path, found):
                 return use(found)
             why = "it does not fit its checksum"

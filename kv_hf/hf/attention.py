@@ -1,5 +1,6 @@
 """Attention over pages, and the masks for it: what transformers' functions are wrapped with (dispatch.py)."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -148,13 +149,17 @@ def _checked_mask(
 
     Raises: CacheMismatchError where it shows left padding, which was not stored.
     """
-    if mask.ndim == 2:  # the columns, as flash attention takes them
-        columns = mask[:, -kv_len:].bool()
-        missing = kv_len - columns.shape[1]
-        mask = torch.nn.functional.pad(columns, (0, missing))[:, None, None]
-        if causal:
-            mask = mask & _causal(view, query, kv_len)
     group = None if isinstance(view, TracedView) else getattr(view.layer, "group", None)
+    flat, end = mask.ndim == 2, kv_len
+    if flat:  # the columns, as flash attention takes them
+        mask, end = mask[:, None, None, -kv_len:].bool(), 0
+    elif group is not None and group.max_length is not None:
+        end = group.seen  # no column lies behind it yet
+    if end <= mask.shape[-1] < kv_len:
+        hidden = False if mask.dtype == torch.bool else -math.inf
+        mask = torch.nn.functional.pad(mask, (0, kv_len - mask.shape[-1]), value=hidden)
+    if flat and causal:
+        mask = mask & _causal(view, query, kv_len)
     # a check waits for the device, which a graph that is recorded cannot: the step before it was checked
     if group is not None and group.batch.padding.any() and not moved.is_recorded(mask.device):
         step = group.step

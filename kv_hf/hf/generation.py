@@ -92,7 +92,7 @@ def not_kept_in(model: Any) -> UnsupportedModelError:
     )
 
 
-def with_hint(error: ValueError) -> ValueError:
+def with_hint(error: BaseException) -> BaseException:
     """Return the error to raise: with the nearest name where transformers refused an unknown one, else `error` itself."""
     found = _REFUSED.match(str(error))
     if found is None:
@@ -111,7 +111,7 @@ class Generation:
 
     Attributes:
         rows: of the cache.
-        length: columns of prompt and new tokens.
+        length: columns that the cache takes in at most: prompt and new tokens but the last, and drafts that go beyond them.
     """
 
     model: Any
@@ -131,7 +131,11 @@ class Generation:
     ) -> "Generation":
         """Take over arguments of `_prepare_cache_for_generation`, which some models (MusicGen, RAG) give by name."""
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
-        return cls(model, config, generation_mode, batch_size * copies, max_cache_length + 1)
+        length = max_cache_length
+        if getattr(generation_mode, "value", None) == "assisted_generation":
+            # prompt lookup drafts beyond the end, and an assistant with another tokenizer up to it (candidate_generator.py, 5.24)
+            length += max(1, (config.prompt_lookup_num_tokens or 0) - 1)
+        return cls(model, config, generation_mode, batch_size * copies, length)
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------------
@@ -280,7 +284,7 @@ def check_length(cache: PagedCache, asked: Generation) -> None:
         )
     if length > most:
         raise CacheOptionError(
-            f"prompt and new tokens are up to {length} long, and cache_config max_length is {most}: raise "
+            f"prompt, new tokens and drafts take up to {length} columns, and cache_config max_length is {most}: raise "
             "max_length or generate fewer tokens (max_new_tokens)"
         )
 

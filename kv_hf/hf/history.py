@@ -225,7 +225,7 @@ def around_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if forward is not None and forward.states_moved:
                 forward.changing = True  # states may have moved that no page has followed
-            told = with_hint(error) if isinstance(error, ValueError) else error
+            told = with_hint(error)
             if told is error:
                 raise
             raise told from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..bridge.masks import LazyMask
 from ..cache.model_shape import CACHE
 from ..cache.paged_cache import PagedCache
 from ..errors import first_line
@@ -94,12 +95,14 @@ class StepGraph:
         looks = any(store and store.looks for store in sealing)
         if looks or not all(FixedStep.takes(group.step) for group in cache.groups):
             return self.model(**inputs)
-        if self._replay is None or not self._stays():
-            return self._record(inputs, leaves, structure)
-        for held, given in zip(self._inputs, leaves, strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(given)
-        self._run()
+        with cache.page_memory.lock:  # copies of this cache may make storage grow in other threads
+            if self._replay is None or not self._stays():
+                return self._record(inputs, leaves, structure)
+            for held, given in zip(self._inputs, leaves, strict=True):
+                memory = held._made if type(held) is LazyMask else held
+                if isinstance(memory, torch.Tensor):
+                    memory.copy_(given)
+            self._run()
         return self._result()
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
@@ -126,19 +129,19 @@ class StepGraph:
             layer.take_part(layer.group.step)
 
     def _stays(self) -> bool:
-        """Say whether pages lie where the graph reads them: they may be wider, or have grown for those of the cache's copies."""
+        """Say whether all lies where the graph reads it: pages may be wider, or have grown for those of the cache's copies."""
         return all(map(operator.is_, self._pages, self._places()))
 
     def _places(self) -> list[Any]:
-        """Return what holds the tensors of pages, side by side and layer by layer: another object once they are others."""
-        stores = (layer.store for layer in self.cache.paged_layers)
-        return [side.fields for store in stores if store for side in store.pages.sides]
+        """Return what holds windows and pages, layer by layer: another object once they are others."""
+        stores = [layer.store for layer in self.cache.paged_layers if layer.store]
+        return [*stores, *(side.fields for store in stores for side in store.pages.sides)]
 
     def _record(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
         """Run the step that was begun as it will be recorded, record it, replay it at the same place, and compare."""
         cache = self.cache
         steps = {group: group.step for group in cache.groups}
-        self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._inputs = [_own(leaf) for leaf in leaves]
         self._structure = structure
         own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: cache}
         layers = cache.paged_layers
@@ -212,10 +215,23 @@ class StepGraph:
         )
 
 
+def _own(leaf: Any) -> Any:
+    """Return an input in memory of its own; what stands for a mask stays that, and is built once the model computes with it."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # each row of its own: an expanded mask could not be written to
+    make = functools.partial(leaf.clone, memory_format=torch.contiguous_format)
+    if type(leaf) is LazyMask and not leaf.read:
+        return LazyMask(tuple(leaf.shape), leaf.device, make, leaf.causal)
+    return make()
+
+
 def _alike(held: Any, given: Any) -> bool:
     """Say whether `given` may be copied into `held`, or is the same constant."""
     if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):
         return held is given or (type(held) is type(given) and bool(held == given))
+    if type(held) is LazyMask and getattr(given, "read", True):  # this one hides more
+        return False
     return (held.shape, held.dtype, held.device) == (given.shape, given.dtype, given.device)
 
 

@@ -336,7 +336,7 @@ class Rows:
         """
         if count < 1:
             raise CacheMismatchError("keys must have at least one row, got a batch of 0")
-        held = len(self.batch.pages)
+        held = len(self)
         if held and count != held:
             raise CacheMismatchError(
                 f"this cache holds a batch of {held} rows, got keys for {count}; use a new cache, or "
@@ -504,10 +504,9 @@ class Rows:
         self.reading.note_end()
 
     def reset(self) -> None:
-        """Give back all pages and forget rows, lengths and padding."""
+        """Give back all pages and forget rows, lengths and padding; past recording stays as it is, as in transformers' layers."""
         with self.pool.lock:
             self._clear()
-            self.end_recording()
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through empty rows; under the pool's lock."""

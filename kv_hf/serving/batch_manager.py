@@ -288,11 +288,19 @@ def _join(processor: Any) -> None:
 
     def add(state: Any) -> None:
         """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
-        if state.request_id in scheduler.active_requests | scheduler.waiting_requests:
-            raise CacheOptionError(
-                f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
-            )
-        _check_length(cache, state)
+        try:
+            if state.request_id in scheduler.active_requests | scheduler.waiting_requests:
+                raise CacheOptionError(
+                    f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
+                )
+            _check_length(cache, state)
+        except (
+            CacheOptionError
+        ) as error:  # transformers answers this one; generate_batch waits for its children, too
+            for number in range(state.num_children):
+                child = state.fork(f"{state.request_id}__child#{number}")
+                processor._handle_request_error(error, child)
+            raise
         enqueue(state)
 
     processor.model_runner.compute_batch, scheduler.add_waiting_request = run, add

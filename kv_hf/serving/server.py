@@ -14,6 +14,9 @@ from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..hf.generation import with_hint
 from .server_model import ServerOptions
 
+# what a client can mend by sending another request
+OF_CLIENTS = (CacheOptionError, PagePoolExhaustedError)
+
 
 def serve_class() -> Any:
     """Return transformers' `Serve`, the command that starts its server; it needs typer, not fastapi.
@@ -83,8 +86,7 @@ def _with_pages(
         app = original(model_manager, *args, generation_state=generation_state, **kwargs)
         app.add_api_route(STATS_ROUTE, managers.stats, methods=["GET"])
         app.add_middleware(Tenants)
-        # what a client can mend by sending another request
-        for error in (CacheOptionError, PagePoolExhaustedError, ValueError):
+        for error in (*OF_CLIENTS, ValueError):
             app.add_exception_handler(error, _bad_request)
         return app
 
@@ -98,11 +100,8 @@ async def _bad_request(request: Any, error: Exception) -> Any:
     """
     from fastapi.responses import JSONResponse
 
-    if not isinstance(error, (CacheOptionError, PagePoolExhaustedError)):
-        assert isinstance(error, ValueError)
-        told = with_hint(error)
-        if told is error:
-            raise error
-        error = told
-    found = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+    told = with_hint(error)
+    if not isinstance(told, OF_CLIENTS):
+        raise error
+    found = {"message": str(told), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": found}, status_code=400)

@@ -17,7 +17,7 @@ from ..config import CacheConfig
 from ..texts import longest_context
 from .batch_cache import BatchCache, BatchCounts, Salted
 from .batch_manager import check_batches
-from .server_model import ServedModel, ServerOptions, check_room, end_with_context, set_cache
+from .server_model import ServedModel, ServerOptions, end_with_room, set_cache
 
 HEADER = "x-cache-salt"
 STATS_ROUTE = "/kv_hf/stats"
@@ -100,12 +100,10 @@ class PagedBatches(PagedManager):
 
         Raises: PagePoolExhaustedError for a prompt without room.
         """
-        prompt_tokens = len(inputs["input_ids"])
         longest = longest_context(model.config)
         if self.cache is not None:
-            check_room(prompt_tokens + 1, self.cache.most_tokens)
             longest = min(longest, self.cache.most_tokens)
-        end_with_context(gen_config, prompt_tokens, longest)
+        end_with_room(gen_config, len(inputs["input_ids"]), longest)
         return Salted(f"{request_id}/{next(_numbers)}", tenant.get())
 
 
@@ -131,10 +129,8 @@ class PagedManagers:
         if not use_cb:
             return PagedManager(own, lambda model: self.served(model, model_id))
         if self._batches is None or self._batches[1]._own is not own:
-            self._batches = (
-                model_id,
-                PagedBatches(own, self.options),
-            )  # with a prefix store of its own
+            # with a prefix store of its own
+            self._batches = model_id, PagedBatches(own, self.options)
         return self._batches[1]
 
     def check(self, model: Any, model_id: str) -> None:

@@ -1,6 +1,7 @@
 """What `kv-hf serve` is asked for, and what becomes of it for one model: its prefix store, and the cache of each request. Knows no HTTP."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ..texts import longest_context
 from ..units import parse_bytes
 
 STORE = "1GiB"
+NEW_TOKENS = 20  # of an answer that nothing bounds, as generate() has it
 OF_BATCHES = "max_bytes"  # an option that continuous batching alone reads
 
 
@@ -145,31 +147,22 @@ class ServedModel:
         self.options = options
         self.store = options.make_store()
         self._default = model.generation_config
-        self._most_tokens = _most_tokens(model, options, self.store)
-        self._context = longest_context(model.config)
+        self._longest = int(min(longest_context(model.config), _room(model, options, self.store)))
 
     def prepare(self, generation_config: Any, prompt_tokens: int, salt: str = "") -> None:
-        """Set the server's cache in a request's own `generation_config`.
-
-        `max_new_tokens` is lowered to what the model reads and `max_pages` has room for, and the answer then ends with
-        finish_reason "length".
+        """Set the server's cache in a request's own `generation_config`, and let its answer end where there is no more room.
 
         Args:
             generation_config: of this request alone; it is changed.
             prompt_tokens: of its prompt.
             salt: of its tenant, who finds prefixes of that salt alone.
-        Raises: CacheOptionError for a request that names a cache or options of its own; PagePoolExhaustedError for a prompt that
-            does not fit into max_pages.
+        Raises: CacheOptionError for a request that names a cache or options of its own; PagePoolExhaustedError for a prompt
+            without room.
         """
         store = None if self.store is None else self.store.for_tenant(salt)
         options = self.options.options_of(store)
         set_cache(generation_config, self._default, self.options.name, options)
-        end_with_context(generation_config, prompt_tokens, self._context)
-        if self._most_tokens is not None:
-            check_room(prompt_tokens, self._most_tokens)
-            if generation_config.max_new_tokens is not None:
-                room = self._most_tokens - prompt_tokens + 1  # the last token is never stored
-                generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
+        end_with_room(generation_config, prompt_tokens, self._longest)
 
     def counts(self) -> dict[str, Any] | None:
         """Return the counts of the store in JSON types, None without one.
@@ -207,36 +200,34 @@ def set_cache(
     vars(generation_config).update(served)
 
 
-def end_with_context(generation_config: Any, prompt_tokens: int, context: int) -> None:
-    """Let an answer end where the model's context of `context` tokens does."""
-    new, length = generation_config.max_new_tokens, generation_config.max_length
-    if new is None and length is not None:
-        new = max(1, length - prompt_tokens)
-    limit = max(1, context - prompt_tokens)
-    generation_config.max_new_tokens = None if new is None else min(new, limit)
+def end_with_room(generation_config: Any, prompt_tokens: int, longest: int) -> None:
+    """Let an answer end where prompt and answer have `longest` tokens; it then ends with finish_reason "length".
 
-
-def check_room(tokens: int, most: int) -> None:
-    """Raise PagePoolExhaustedError where the `tokens` that a prompt takes are more than `most`, the room of one request."""
-    if tokens > most:
+    Raises: PagePoolExhaustedError for a prompt that has no room for a token behind it.
+    """
+    if prompt_tokens >= longest:
         raise PagePoolExhaustedError(
-            f"the prompt takes {tokens} tokens, and the cache of this server has room for {most} of one request; send a shorter "
-            "prompt, or start the server with a larger cache"
+            f"the prompt takes {prompt_tokens} tokens, and there is room for {longest} of one request, its answer included: in the "
+            "model's context, or in the cache of this server; send a shorter prompt"
         )
+    new, length = generation_config.max_new_tokens, generation_config.max_length
+    if new is None:
+        new = NEW_TOKENS if length is None else max(1, length - prompt_tokens)
+    generation_config.max_new_tokens = min(longest - prompt_tokens, new)  # NaN bounds nothing
 
 
-def _most_tokens(model: Any, options: ServerOptions, store: Any) -> int | None:
+def _room(model: Any, options: ServerOptions, store: Any) -> float:
     """Make a cache as a request will, which raises what would be raised then; return the tokens that `max_pages` has room for.
 
-    None: without max_pages, and where no layer keeps its whole text.
+    Infinity: without max_pages, and where no layer keeps its whole text. The last token counts, which is never stored.
     """
     options_of = options.options_of(store)
     if is_encoder_decoder(model.config):
         PagedEncoderDecoderCache.from_implementation(model.config, options.name, options_of)
-        return None
+        return math.inf
     config = CacheConfig.from_options(options.name, options_of)
     cache = PagedCache.from_options(model.config, config)
     if config.max_pages is None or all(group.window is not None for group in cache.groups):
-        return None
+        return math.inf
     shape = Geometry(config.page_size, config.sink_tokens, config.recent_tokens)
-    return shape.kept + (config.max_pages + 1) * config.page_size - 1
+    return shape.kept + (config.max_pages + 1) * config.page_size

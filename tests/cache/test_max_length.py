@@ -74,12 +74,18 @@ def test_a_token_beyond_max_length_is_refused_and_changes_nothing():
     fixed.check_integrity()
 
 
-def test_generate_refuses_a_longer_text_before_its_first_forward():
-    model = shared_model("llama")
-    with pytest.raises(kv_hf.CacheOptionError, match="up to 100 long, and cache_config max_length"):
-        model.generate(
-            tokens(1, 40),
-            max_new_tokens=60,
-            cache_implementation="paged_int8",
-            cache_config={"max_length": 99},
-        )
+COLUMNS = [({}, 60), ({"num_beams": 2}, 60), ({"prompt_lookup_num_tokens": 10}, 69)]
+
+
+@pytest.mark.parametrize(("arguments", "columns"), COLUMNS, ids=str)
+def test_generate_takes_a_text_that_fits_and_refuses_a_longer_one_before_its_first_forward(
+    arguments, columns
+):
+    """The last token never enters; prompt lookup, which drafts beyond the end, was refused in the middle of a text."""
+    model, given = shared_model("llama"), {"inputs": tokens(1, 10).repeat(1, 4), **arguments}
+    given |= {"do_sample": False, "eos_token_id": None, "max_new_tokens": 21}
+    wanted, name = model.generate(**given), {"cache_implementation": "paged_exact"}
+    fits, short = ({**name, "cache_config": {"max_length": n}} for n in (columns, columns - 1))
+    assert torch.equal(model.generate(**given, **fits), wanted)
+    with pytest.raises(kv_hf.CacheOptionError, match=f"up to {columns} columns, and cache_config"):
+        model.generate(**given, **short)

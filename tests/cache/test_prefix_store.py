@@ -1034,11 +1034,15 @@ def test_a_folder_keeps_states_with_their_pages(family, name, tmp_path, said):
     found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)
     assert torch.equal(found.sequences, expected.sequences)
     assert all(map(torch.equal, found.logits, expected.logits))
+    reader = kv_hf.PrefixStore(folder=tmp_path, **of_store)
+    run(model, [text], reader, name)
     known = {"paged_exact": 180, "paged_int4": 132}[name]
     assert counts.tokens_computed == len(text) - known and counts.pages_damaged == 0
     assert in_memory.tokens_computed == counts.tokens_computed + stores[0].stats().tokens_computed
     for path in tmp_path.glob("*/*.states.safetensors"):
         DAMAGE["a flipped bit"](path, None)
+    found = run(model, [text], reader, name)  # its states are no longer the file's
+    assert all(map(torch.equal, found.logits, expected.logits))
     found, counts = kept_in(tmp_path, name, model, [text], of_store=of_store)
     assert torch.equal(found.sequences, expected.sequences)
     assert counts.pages_damaged > 0 == counts.rows_hit and len(said("is damaged")) == 1

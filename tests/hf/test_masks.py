@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import rounding
+import tiny_latent
 import torch
 import transformers
 from measure.family_models import build_model
@@ -205,9 +206,6 @@ def test_4d_masks_that_show_what_was_left_out_as_padding_are_refused(shown, opti
     cache = kv_hf.PagedCache(model.config, page_size=16, **options)
     run(model, cache, [])
     new = mask.shape[-1] - 60
-    if options:
-        hides = 0 if mask.dtype == torch.bool else -1e4
-        mask = torch.nn.functional.pad(mask, (0, 96 - mask.shape[-1]), value=hides)
     with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match="27 columns.*reset"):
         model(
             tokens(2, new),
@@ -215,6 +213,23 @@ def test_4d_masks_that_show_what_was_left_out_as_padding_are_refused(shown, opti
             past_key_values=cache,
             position_ids=torch.arange(60, 60 + new)[None],
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("make", [shared_model, tiny_latent.make_model])
+def test_4d_masks_of_the_columns_so_far_fit_a_cache_that_has_room_for_more(make, dtype):
+    """They were refused behind the first layer, and with latents by an error of torch's own."""
+    model, ids = make("llama" if make is shared_model else "deepseek_v3"), tokens(2, 30)
+    caches = kv_hf.PagedCache(model.config, max_length=96), DynamicCache(config=model.config)
+    for first, end in ((0, 20), (20, 29), (29, 30)):
+        mask = torch.ones(end, end, dtype=torch.bool).tril()[None, None, first:]
+        mask[..., 7] = end < 29
+        if dtype != torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
+        given = {"input_ids": ids[:, first:end], "attention_mask": mask}
+        with torch.no_grad():
+            found, wanted = (model(**given, past_key_values=one).logits for one in caches)
+        rounding.assert_close(found, wanted)
 
 
 def sliding_step(make_mask):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import threading
 
 import pytest
 import tiny_latent
@@ -59,6 +60,9 @@ CAPTURED = [
     *((family, "paged_exact", {}, 79) for family in FAMILIES),
     ("llama", "paged_int4", {"recent_tokens": 0}, 79),
     ("llama", "paged_fp8", {}, 79),
+    # a mask that stood for nothing was built for the graph, and steps that get one read everything
+    ("llama", "paged_exact", {"read": {"share": 0.25, "from": 32}}, 79),
+    ("deepseek_v3", "paged_exact", {"latent": {"decode": "expand"}}, 79),  # computes with the mask
     ("gpt_oss", "paged_exact", {}, 40),
     *((family, "paged_exact", RECENT, 40) for family in ("gemma3_text", "deepseek_v3")),
 ]
@@ -158,20 +162,29 @@ def test_stopped_replay_is_found_by_the_next_step(gpu, monkeypatch):
     graph = step_graph.StepGraph(model, cache)
 
     def stopped():
+        taken, acquire = [], cache.page_memory.lock.acquire
+        thread = threading.Thread(target=lambda: taken.append(acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        assert taken == [False]  # no other thread makes pages grow under a replay
         raise KeyboardInterrupt
 
     with torch.no_grad():
         graph(input_ids=tokens(2, 20), **{CACHE: cache})
         for seed in range(3):
             graph(input_ids=tokens(2, 1, seed=seed), **{CACHE: cache})
+        copied = copy.deepcopy(cache)  # pages stay where they are as long as it lives
         graph._replay = stopped
         with pytest.raises(KeyboardInterrupt):
             graph(input_ids=tokens(2, 1), **{CACHE: cache})
         with pytest.raises(kv_hf.InterruptedForwardError, match="call reset"):
             graph(input_ids=tokens(2, 1), **{CACHE: cache})
         cache.reset()
-        graph(input_ids=tokens(2, 20), **{CACHE: cache})
-    cache.check_integrity()
+        for new in (20, 1):
+            graph(input_ids=tokens(2, new), **{CACHE: cache})
+    assert gpu["captures"] == 2  # the windows are others
+    for one in (cache, copied):
+        one.check_integrity()
 
 
 FORBIDDEN = {

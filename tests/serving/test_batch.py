@@ -292,13 +292,17 @@ def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
         assert allocated(manager) == cache.room.nbytes <= 32 << 20
 
 
-def test_a_prompt_that_never_fits_fails_alone():
-    with running(make_model("llama"), blocks=4) as manager:
+@pytest.mark.parametrize("answers", [1, 3])
+def test_a_prompt_that_never_fits_fails_alone(answers):
+    """So do all of its answers, for which generate_batch waits."""
+    sampled = {"do_sample": True, "num_return_sequences": answers}
+    with running(make_model("llama"), blocks=4, sampled=sampled) as manager:
         manager.add_request([5] * 400, request_id="long")
         manager.add_request(prompts()[1], request_id="short", max_new_tokens=5)
-        found = collected(manager, 2)
-        assert "room for" in found["long"].error and "max_bytes" in found["long"].error
-        assert len(found["short"].generated_tokens) == 5
+        found = collected(manager, 2 * answers)
+        for name in ("", *(f"__child#{number}" for number in range(answers - 1))):
+            assert "room for" in (said := found[f"long{name}"].error) and "max_bytes" in said
+            assert len(found[f"short{name}"].generated_tokens) == 5
         assert pages_in_use(manager)[0] == 0
 
 

@@ -206,7 +206,7 @@ def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
         assert server.store() is None
         for stream in (False, True):
             with pytest.raises(
-                openai.BadRequestError, match="cache of this server has room for 323"
+                openai.BadRequestError, match="there is room for 324 of one request"
             ):
                 server.chat(TEXT, stream=stream)
         short = server.chat("A short one", max_tokens=2000)
@@ -216,6 +216,21 @@ def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
         assert usage.total_tokens == 4 + 5 * 64
         streamed = text_of(server.chat("A short one", max_tokens=2000, stream=True))[1]
         assert streamed[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_prompt_beyond_the_context_is_status_400_and_others_go_on(tmp_path, batches):
+    """Its positions are in no table: the error ended the batches of all clients. So did an answer that nothing bounds."""
+    if batches and not fits_transformers():
+        pytest.skip("transformers before 5.18")
+    name = save_model(tmp_path, "gpt2", max_position_embeddings=256)
+    with running(name, "paged_int8", store=None, continuous_batching=batches) as server:
+        for text, plain in (("?", {}), ("the " * 240, {"extra_body": {"generation_config": "{}"}})):
+            used = server.chat(text, max_tokens=None, **plain).usage
+            assert used.total_tokens == 256
+        with pytest.raises(openai.BadRequestError, match="there is room for 256"):
+            server.chat(TEXT)
+        assert server.chat("?").choices
 
 
 def test_reset_drops_the_store_with_its_model(folder):
@@ -359,7 +374,7 @@ def test_prompt_without_room_is_status_400_and_others_go_on(batching):
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(ask, batching, index, False) for index in range(4)]
         for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="has room for"):
+            with pytest.raises(openai.BadRequestError, match="there is room for"):
                 batching.chat(TEXT * 40, stream=stream)
         assert all(other.result() for other in others)
     check_idle(batching)
@@ -368,9 +383,10 @@ def test_prompt_without_room_is_status_400_and_others_go_on(batching):
 def test_an_answer_ends_with_the_context_of_the_model(batching):
     """It ends with the room of the cache as well. 10**30 tokens kept the batch busy when their client had left."""
     _, manager = batching.serve._generation_state.get_manager.__self__._batches
-    config = GenerationConfig(max_new_tokens=10**30)
-    manager.prepare(batching.model(), {"input_ids": [5] * 10}, config, "one")
-    assert config.max_new_tokens == min(8192, manager.cache.most_tokens) - 10
+    for most in (10**30, float("nan")):
+        config = GenerationConfig(max_new_tokens=most)
+        manager.prepare(batching.model(), {"input_ids": [5] * 10}, config, "one")
+        assert config.max_new_tokens == min(8192, manager.cache.most_tokens) - 10
 
 
 def test_options_that_batches_cannot_follow_end_the_start(batching):

@@ -294,9 +294,8 @@ def _join(processor: Any) -> None:
                     f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
                 )
             _check_length(cache, state)
-        except (
-            CacheOptionError
-        ) as error:  # transformers answers this one; generate_batch waits for its children, too
+        except CacheOptionError as error:
+            # transformers answers this one; generate_batch waits for its children, too
             for number in range(state.num_children):
                 child = state.fork(f"{state.request_id}__child#{number}")
                 processor._handle_request_error(error, child)

@@ -48,7 +48,7 @@ class Request:
         name: its id.
         row: in all layers; None where it holds nothing in them.
         prompt: tokens of its prompt.
-        space: the state of the model in which it began, which its prefixes depend on; None before.
+        space: of its prefixes: the state of the model in which it began, and its salt; None before, and once the model was changed.
         reserved: pages that it takes in the next forward.
         held, coming: tokens that it holds before the next forward, and that this one adds.
     """
@@ -119,7 +119,7 @@ class BatchCache(PagedAttentionCache):
         self.stream: Any = None
         self.scheduler: Any = None
         self.requests_evicted = 0
-        self._space: str | None = None  # the state of the model that prefixes depend on; None: look
+        self._space: str | None = None  # the state of the model now; None: not looked yet
         self._next: list[Request] = []  # of the next forward, in its order
         self.forward: Forward | None = None
         self.layers_reached: set[int] = set()
@@ -330,24 +330,24 @@ class BatchCache(PagedAttentionCache):
     # -- prefixes ------------------------------------------------------------------------------------------------
 
     def look_again(self) -> None:
-        """Compare the model's weights and adapters with those of the prefixes before the next request begins."""
-        self._space = None
-
-    def _space_of(self, request: Request, store: PrefixStore) -> str:
-        """Return the space of a request's prefixes: of the model as it was when the request began, and of its salt."""
-        if request.space is None:
-            if self._space is None:
-                self._space = store.bind_model(self.model, self.options)
-            request.space = self._space
-        return salted(request.space, getattr(request.name, "salt", ""))
+        """Compare the model's weights and adapters with those of the prefixes; where they differ, requests that run keep no more pages."""
+        store, before = self.prefix_store, self._space
+        self._space = None if store is None else store.bind_model(self.model, self.options)
+        if self._space != before:
+            for request in self.requests:
+                request.space = None
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
         store, request = self.prefix_store, self.request(request_id)
         if store is None or request.row is not None or len(self.requests) >= self.room.rows:
             return 0
-        request.space = None  # it begins now, whenever it came
-        space, recent = self._space_of(request, store), self.options.recent_tokens
+        if self._space is None:
+            self.look_again()
+        assert self._space is not None
+        # it begins now, whenever it came
+        space = request.space = salted(self._space, getattr(request.name, "salt", ""))
+        recent = self.options.recent_tokens
         with self.in_order():
             store.take_in(space, prompt_ids, recent, make_free=self._make_free)
         with store.tree.pool.lock:
@@ -372,14 +372,13 @@ class BatchCache(PagedAttentionCache):
         if store is None or not complete_blocks:
             return
         request, group = self.known.get(state.request_id), self.groups[None]
-        if request is None or request.row is None:
+        if request is None or request.row is None or request.space is None:
             return
         row = request.row
         tokens = (state.initial_tokens + state.generated_tokens)[: int(group.lengths()[row])]
         pages = group.batch.pages[row]
-        space = self._space_of(request, store)
         with self.in_order():
-            shared = store.keep(space, tokens, pages, self.stores.values(), row)
+            shared = store.keep(request.space, tokens, pages, self.stores.values(), row)
         if shared != pages[: len(shared)]:
             group.replace_pages(row, shared + pages[len(shared) :])
 

@@ -327,6 +327,25 @@ def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     assert computed == [300, 300, 300 - 260, 300, 300 - 260]
 
 
+def test_a_request_that_runs_while_the_model_changes_keeps_no_pages_of_both():
+    """They would be found where the model is as it was."""
+    model, text = make_model("llama"), TEXT[:100]
+    with running(model, "paged_exact", new=300, options={"page_size": 16}) as manager:
+        begun(manager, "a", text)
+        with manager.pause():
+            hook = model.model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 3)
+        while len(manager.get_result(timeout=10).generated_tokens) < 100:
+            pass
+        with manager.pause():
+            hook.remove()
+        (found,) = collected(manager, 1).values()
+        again = [*text, *found.generated_tokens[:200]]
+        manager.add_request(again, request_id="b", max_new_tokens=8)
+        answer = collected(manager, 1)["b"].generated_tokens
+        assert manager.batch_processor.cache.prefix_store.stats().rows_hit == 1
+    assert [answer] == alone(model, [again], config(new=8))
+
+
 @contextlib.contextmanager
 def between_sessions(manager):
     manager.stop(keep_for_next_session=True)

@@ -328,7 +328,8 @@ def _check_length(cache: BatchCache, state: Any) -> None:
 PATCHES: Sequence[Patch] = (
     (continuous_api, "ContinuousBatchingManager", lambda _: BatchManager),
     (continuous_api, "PagedAttentionCache", lambda own: functools.partial(_made, own)),
-    (initialization, "group_layers_by_attn_type", _kinds_of_layers),
     (Mixin, "init_continuous_batching", _checked_manager),
     (Mixin, "generate_batch", _named_batch),
 )
+if fits_transformers():  # 5.17 allocates in another way, and check_batches refuses it
+    PATCHES = (*PATCHES, (initialization, "group_layers_by_attn_type", _kinds_of_layers))

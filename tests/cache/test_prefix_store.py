@@ -823,11 +823,14 @@ def test_a_writer_that_is_killed_leaves_no_damaged_page(seconds, tmp_path):
 
 # -- states beside pages -------------------------------------------------------------------------------------
 
+KNOWN = families("causal").keys() - (
+    set() if CHUNKS_BEHIND_A_CACHE else {"nemotron_h", "recurrent_gemma"}
+)  # 5.17: states in modules
 # Mamba, linear attention with and without latents, convolutions, several states a layer
 WITH_STATES = [
     name
     for name in ("falcon_h1", "granitemoehybrid", "inkling_text", "kimi_linear", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_next", "zamba2", "zaya")
-    if name in families("causal")
+    if name in KNOWN
 ]  # fmt: skip
 of_family = functools.cache(build_model)
 STEP = 64  # of the snapshots; with 4 sinks they lie behind 68, 132, 196, .. tokens
@@ -1057,7 +1060,7 @@ NOT_FROM_STATES = {
 }
 
 
-@pytest.mark.parametrize("family", [name for name in NOT_FROM_STATES if name in families("causal")])
+@pytest.mark.parametrize("family", [name for name in NOT_FROM_STATES if name in KNOWN])
 def test_models_that_do_not_go_on_from_states_get_no_prefixes(family):
     """transformers' Bamba computes the second part of a prompt as if it were the first; its own caches do so, too."""
     model, store = of_family(family), kv_hf.PrefixStore(snapshot_tokens=STEP)

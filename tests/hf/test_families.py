@@ -202,8 +202,9 @@ def test_image_layers_of_mllama_keep_transformers_layer_and_say_so():
     assert_same(found, run(model, text_only, **GREEDY))
     held = found.past_key_values
     assert held.memory().other == 0
-    held.crop(-held.get_seq_length())  # its model asks for the keys of layers without tokens
-    assert_same(run(model, text_only, held, **GREEDY), found)
+    if CHUNKS_BEHIND_A_CACHE:  # 5.17 crops no layer without tokens
+        held.crop(-held.get_seq_length())  # its model asks for the keys of such layers
+        assert_same(run(model, text_only, held, **GREEDY), found)
 
 
 # -- scripts/measure: the walk over all families, that it finds what is wrong, and the suites of transformers --

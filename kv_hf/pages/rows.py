@@ -336,7 +336,7 @@ class Rows:
         """
         if count < 1:
             raise CacheMismatchError("keys must have at least one row, got a batch of 0")
-        held = len(self)
+        held = len(self.batch.pages)
         if held and count != held:
             raise CacheMismatchError(
                 f"this cache holds a batch of {held} rows, got keys for {count}; use a new cache, or "

@@ -22,7 +22,7 @@ BUDGET_S ?= 480
 OUT ?= results/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-environments test-wheel test-asan check format docs eval bench bench-mla bench-gpu check-gpu plots clean
+.PHONY: help demo test test-all test-versions test-environments test-wheel test-asan check format docs eval bench bench-mla bench-gpu check-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -73,6 +73,12 @@ demo: $(VENV)/.demo $(VENV)/.weights ## install what the demo needs, then genera
 
 test: $(VENV)/.installed ## run the test suite (no network, no GPU, 5 minutes on 2 quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-versions: $(VENV)/.installed ## tests that see versions of others, with the oldest transformers and the newest triton (3 minutes, from the network)
+	$(BIN)/python -m pip install -q --target $(VENV)/oldest $(OLDEST) "$$(grep '^numpy==' constraints.txt)"
+	PYTHONPATH=$(abspath $(VENV))/oldest $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/hf
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton $(NEWEST_TRITON)
+	PYTHONPATH=$(abspath $(VENV))/triton $(BIN)/python -m pytest -n 2 -m "not slow" tests/backends/test_triton_compiled.py tests/backends/test_triton_launch.py
 
 test-environments: $(VENV)/.installed ## tests in each environment that they must not depend on: instruction sets, threads, variables of a shell
 	$(BIN)/python scripts/environments.py -n 2 --dist loadfile

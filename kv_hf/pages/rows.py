@@ -359,7 +359,8 @@ class Rows:
 
         With max_length the pool's ids, which are made in the same steps, never pass the room of the first forward.
         """
-        return page_capacity(max(self.pool.num_ids + lacking, rows * self.reserve))
+        handed_out = self.pool.num_ids + lacking
+        return page_capacity(max(handed_out, rows * self.reserve))
 
     def make_room(self, plan: Append, ids: Sequence[int]) -> None:
         """Let the tensors of all layers grow for a plan whose page ids are handed out, while it can still be refused."""

@@ -221,11 +221,11 @@ def _room(model: Any, options: ServerOptions, store: Any) -> float:
 
     Infinity: without max_pages, and where no layer keeps its whole text. The last token counts, which is never stored.
     """
-    options_of = options.options_of(store)
+    given = options.options_of(store)
     if is_encoder_decoder(model.config):
-        PagedEncoderDecoderCache.from_implementation(model.config, options.name, options_of)
+        PagedEncoderDecoderCache.from_implementation(model.config, options.name, given)
         return math.inf
-    config = CacheConfig.from_options(options.name, options_of)
+    config = CacheConfig.from_options(options.name, given)
     cache = PagedCache.from_options(model.config, config)
     if config.max_pages is None or all(group.window is not None for group in cache.groups):
         return math.inf

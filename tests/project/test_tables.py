@@ -25,6 +25,13 @@ def test_every_block_of_every_page_is_in_the_list_and_is_what_its_rows_say():
     assert not stale, "run scripts/tables.py"
 
 
+def test_times_in_the_readme_stand_in_a_table_of_rows():
+    times = re.findall(r"(\d+\.\d) ms", PAGES[0].read_text("utf-8"))
+    text = (ROOT / "docs" / "speed_and_memory.md").read_text("utf-8")
+    block = text.partition("<!-- gpu -->")[2].partition("<!-- /gpu -->")[0]
+    assert times and all(f"| {time} |" in block for time in times)
+
+
 def test_no_row_is_kept_that_no_table_shows():
     shown = []
     for one in tables.tables():

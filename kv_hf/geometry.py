@@ -5,7 +5,8 @@ The real tokens of a row, counted from 0, lie in order in these places:
     [ sinks: first `sink_tokens` ][ dropped pages ][ sealed pages ][ tail: open, exact ]
       exact window, slots 0 ..      given back       page, slot      exact window, behind the sinks
 
-Pages are dropped in sliding groups only: as soon as no later query can see a token of them.
+Pages are dropped in sliding groups only: as soon as no later query can see a token of them, but for a row's newest page, which says
+in which order the channels of the next one lie.
 Counts of tokens may be numbers, arrays or tensors; results are of the same kind.
 """
 
@@ -86,6 +87,11 @@ class Geometry:
     def exact(self, tokens: Count) -> Count:
         """Return the tokens that are in no page of a row of `tokens` real tokens."""
         return tokens - self.sealed(tokens) * self.page_size
+
+    def dropped(self, tokens: Count, sealed: Count) -> Count:
+        """Return how many of a row's `sealed` pages are given back, or never sealed, at `tokens` tokens: not the newest."""
+        hidden, others = self.out_of_sight(tokens), full_pages(sealed - 1, 1)
+        return hidden - full_pages(hidden - others, 1)  # the smaller number
 
     def out_of_sight(self, tokens: Count) -> Count:
         """Return how many pages, from the first on, no query at token `tokens` or behind it can see."""

@@ -28,18 +28,13 @@ def page_capacity(num_pages: int) -> int:
 class RowPages(Geometry):
     """Pages of one row, by its tokens: a number, or an int64 tensor of numbers."""
 
-    def dropped(self, tokens: Count) -> Count:
-        """Return the pages that no later query can see: given back, or never sealed at all."""
-        passed, sealed = self.out_of_sight(tokens), self.sealed(tokens)
-        return (
-            torch.minimum(passed, sealed)
-            if isinstance(tokens, torch.Tensor)
-            else min(passed, sealed)
-        )
+    def gone(self, tokens: Count) -> Count:
+        """Return the pages that were given back, or never sealed at all."""
+        return self.dropped(tokens, self.sealed(tokens))
 
     def held(self, tokens: Count) -> Count:
         """Return the pages that a row holds between two steps."""
-        return self.sealed(tokens) - self.dropped(tokens)
+        return self.sealed(tokens) - self.gone(tokens)
 
     def in_use(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the page ids in use while single tokens are appended that make rows of `tokens`.
@@ -51,8 +46,8 @@ class RowPages(Geometry):
         Returns: as many numbers of pages, int64.
         """
         before = (tokens - 1).clamp(min=0)
-        never = (self.dropped(tokens) - self.sealed(before)).clamp(min=0)
-        return self.sealed(tokens) - self.dropped(before) - never
+        never = (self.gone(tokens) - self.sealed(before)).clamp(min=0)
+        return self.sealed(tokens) - self.gone(before) - never
 
 
 @dataclass(frozen=True)

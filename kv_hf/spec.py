@@ -299,8 +299,9 @@ class PageWrite:
         spec: sizes and formats of both sides.
         damaged: [], uint8, set to 1 where a number had to be made finite, else left as it is.
         launches: what a backend keeps between calls for this layer, as PagedKV.launches.
-        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once; a job with a negative page id
-            is skipped. None: nothing is sealed.
+        jobs: [n, 4], int32: (row, first of page_size slots, page id, whose order), each page id at most once; a job with a
+            negative page id is skipped. Keys of several widths get the order of channels of a page that is there, or of the
+            tokens from a slot on: -1 - slot. None: nothing is sealed.
         new: [rows, heads, q_len, head_dim] each, in the windows' dtypes, with padding in front. None: nothing is appended, and
             the windows are read alone.
         starts, skips: [rows], int32: first free slots, and columns of padding that are not stored.

@@ -25,7 +25,7 @@ from kv_hf.formats import (
     value_scheme,
 )
 from kv_hf.geometry import place_of
-from kv_hf.quant.codec import decode, encode
+from kv_hf.quant.codec import decode, encode, order_of
 from kv_hf.spec import LANES, LATENT_SIDES, PageFields, PageSpec, PageWrite
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
@@ -174,7 +174,8 @@ def filled(
     stored = []
     for side in spec.sides:
         x = torch.randn(held, side.num_kv_heads, page, side.head_dim, generator=numbers)
-        encoded, _ = encode((x if change is None else change(x, side)).to(dtype), side)
+        x = (x if change is None else change(x, side)).to(dtype)
+        encoded, _ = encode(x, side, order_of(x[:1], side))
         fields = {}
         for name, (shape, field_dtype) in side.fields.items():
             pages = torch.zeros(held + unused, *shape, dtype=field_dtype)
@@ -276,7 +277,8 @@ def check_seals(spec, writer, place=torch.clone, apart=False):
     if apart:
         both = tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in both)
         place = torch.Tensor.detach
-    jobs = [(0, 0, 1), (1, 3, 4), (3, 5 + page, 5), (2, 2, -1), (2, 2, 3)]
+    # in their own order, in that of a page that is there, in that of other tokens
+    jobs = [(0, 0, 1, -1), (1, 3, 4, 2), (3, 5 + page, 5, -6), (2, 2, -1, -1), (2, 2, 3, -3)]
     for some in (jobs[:0], jobs[:4], jobs[4:]):
         written = []
         for write, make in ((reference_pages.write, torch.clone), (writer, place)):
@@ -290,7 +292,7 @@ def check_seals(spec, writer, place=torch.clone, apart=False):
                 for side in spec.sides
             )
             damaged = make(torch.zeros((), dtype=torch.uint8))
-            asked = torch.tensor(some).view(-1, 3).int()
+            asked = torch.tensor(some).view(-1, 4).int()
             asked = PageWrite(tuple(map(make, both)), fields, spec, damaged, {}, make(asked))
             written.append(write(asked) or asked)
         ours, theirs = written

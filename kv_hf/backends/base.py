@@ -49,7 +49,8 @@ class PagedKV:
     """The keys and values of one layer as one forward sees them; nobody changes one.
 
     geometry.place_of says where token t of row b lies: in slot t of the exact window for t < sink_tokens, in its sealed
-    pages for the next num_pages[b] * page_size tokens, and from slot sink_tokens of the exact window on for the rest.
+    pages for the next num_pages[b] * page_size tokens, and from slot sink_tokens of the exact window on for the rest. Where pages
+    have an order of channels, all pages of a row have the same one.
 
     Attributes:
         key_pages, value_pages: tensors of SideSpec.fields with a leading [num_pages].

@@ -50,7 +50,7 @@ from .origin import check_token_ids
 from .report import tensor_bytes
 from .states import check_states, restore_states, state_names, states_of
 
-FORMAT, VERSION = "kv_hf.PagedCache", "8"
+FORMAT, VERSION = "kv_hf.PagedCache", "9"
 TOKEN_IDS = "token_ids"
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_SIZE = 1 << 16  # kv heads, channels of a head

@@ -92,11 +92,11 @@ def widen(
         layer_idx: position in the model.
         asked: formats of the layer by its options.
         kernel: that reads the pages.
-        jobs: [n, 3], int32, as of `pages.step.seal_jobs`.
+        jobs: [n, 4], int32, as of spec.PageWrite.
         tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
     Returns: whether these pages say anything.
     """
-    places = list(dict.fromkeys(map(tuple, jobs[[0, -1]].tolist())))
+    places = list(dict.fromkeys(map(tuple, jobs[[0, -1], :3].tolist())))
     size = asked.options.page_size
     keys, values = (
         torch.stack([side[row, :, slot : slot + size].detach() for row, slot, _ in places])

@@ -17,7 +17,7 @@ from ..backends.dispatch import load, paged_attention
 from ..backends.reference.attention import errors_of
 from ..errors import CacheOptionError, KVCacheError, first_line
 from ..notices import silenced
-from ..quant.codec import encode
+from ..quant.codec import encode, order_of
 from ..spec import PageSpec, PageWrite
 from .kernels import Subject, report_formats, spec_of
 
@@ -124,7 +124,7 @@ def make_case(spec: PageSpec) -> Case:
 
     Returns: all of it on the CPU:
         tokens: of each side, those of all pages: [1, num_kv_heads, pages * page_size, head_dim].
-        jobs: [pages, 3], as `seal_pages` takes them.
+        jobs: [pages, 4], as `seal_pages` takes them.
         kv: the pages that the reference encoded, with windows.
         query: [rows, heads, QUERIES, query_dim], the model's dtype.
     """
@@ -137,11 +137,12 @@ def make_case(spec: PageSpec) -> Case:
     for side in spec.sides:
         channels = random(side.head_dim).abs().clamp(0.5, 2)
         held = (random(pages, heads, size, side.head_dim) * channels).to(dtype)
-        fields.append(encode(held, side)[0])
+        fields.append(encode(held, side, order_of(held[:1], side))[0])
         tokens.append(held.transpose(0, 1).flatten(1, 2)[None])
         window = random(rows, heads, slots, side.head_dim).to(dtype)
         windows.append(window.masked_fill(unused, math.nan))
-    jobs = torch.tensor([(0, page * size, page) for page in reversed(range(pages))])
+    # all in the order of the first one
+    jobs = torch.tensor([(0, page * size, page, -1) for page in reversed(range(pages))])
     order = random(pages).argsort()
     # behind a row's last page the table holds pages of others, and one that nobody holds
     places = torch.arange(max(PAGES)) + (counts.cumsum(0) - counts)[:, None]

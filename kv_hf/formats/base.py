@@ -145,7 +145,7 @@ class Groups:
         rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/codec.py),
             which spreads a large channel over all others. Values only: what attention makes of them is rotated back once.
         widths: (bits of a code, part of the channels), the widest first, where not all channels get the format's bits: the channels
-            whose pairs have the largest ranges in a page and head get the most. Keys only; a page then holds the order of its
+            whose pairs have the largest ranges in a row's first page get the most. Keys only; a page then holds the order of its
             channels (quant/codec.py).
     """
 

@@ -257,18 +257,26 @@ class OffloadedStorage(PageStorage):
                 super().grow(capacity)
 
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
-        """Have `kernel` do `call`; offloaded pages, those of `jobs` [n, 3], are sealed some at a time on their way to host memory."""
-        host, on_device = self.values.host, call.jobs
-        if host is None or on_device is None:
+        """Have `kernel` do `call`; offloaded pages, those of `jobs` [n, 4], are sealed some at a time on their way to host memory."""
+        host = self.values.host
+        if host is None or call.jobs is None:
             return super().write(kernel, call, jobs)
         if call.new is not None:
             kernel.write(replace(call, jobs=None))
         pages, count = jobs[:, 2].tolist(), min(SEAL_PAGES, len(jobs))
-        keys, values = (new_fields(side.fields, count, self.device) for side in self.spec.sides)
-        slots = torch.arange(count, dtype=torch.int32, device=self.device)
+        like = jobs[:, 3]
+        here = jobs.clone()
+        here[:, 2] = torch.arange(len(pages)) % count
+        before = like[like >= 0].unique().tolist()
+        for place, page in enumerate(before, count):  # behind the new ones
+            here[like == page, 3] = place
+        here = here.to(self.device)
+        room = count + len(before)
+        keys, values = (new_fields(side.fields, room, self.device) for side in self.spec.sides)
+        if "order" in keys:
+            keys["order"][count:] = self.keys.take(before)["order"]
         for first in range(0, len(pages), count):
-            some = on_device[first : first + count].clone()
-            some[:, 2] = slots[: len(some)]
+            some = here[first : first + count]
             kernel.write(PageWrite(call.windows, (keys, values), self.spec, call.damaged, {}, some))
             runs = runs_of(enumerate(pages[first : first + count]))
             for side, own in zip(self.sides, (keys, values), strict=True):

@@ -190,8 +190,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         last = sizes.sealed(exact + new)
     before = batch.dropped + batch.counts + first
     horizon = min(seen_after, confirmed) if sizes.recording else seen_after
-    hidden = sizes.out_of_sight(horizon - padding)
-    dropped = np.maximum(batch.dropped, np.minimum(hidden, before + last))
+    dropped = np.maximum(batch.dropped, sizes.dropped(horizon - padding, before + last))
     passed = np.maximum(0, dropped - before)
     step.exact_before, step.skip, step.new = exact, skip, new
     unseen = np.maximum(0, batch.unseen - q_len)
@@ -422,9 +421,9 @@ class Rows:
         step.leaving = (plan.last + plan.passed) * size
         step.fits = int(exact_read.max()) <= self.sizes.slots
         step.moves_rest = bool(((step.leaving > 0) & (after.exact > self.sizes.sink_tokens)).any())
-        step.first = seal_jobs(first, self.sizes, np.zeros_like(plan.passed))
+        step.first = seal_jobs(first, before.pages, self.sizes, np.zeros_like(plan.passed))
         step.first_leaving = plan.first * size
-        step.seal = seal_jobs(last, self.sizes, plan.passed)
+        step.seal = seal_jobs(last, found, self.sizes, plan.passed)
         stays = step.fits and not step.moves_rest
         step.plain, self._viewed = stays and step.seal is None and step.first is None, ()
         return step, replace(after, pages=tuple(kept)) if first else after, tuple(leaving)

@@ -174,19 +174,24 @@ class TableView:
 
 
 def seal_jobs(
-    pages: Mapping[int, PageIds], sizes: Geometry, passed: Numbers
+    pages: Mapping[int, PageIds],
+    held: Sequence[PageIds],
+    sizes: Geometry,
+    passed: Numbers,
 ) -> torch.Tensor | None:
-    """Return the pages to seal, [n, 3] int32 of (row, first slot of the page's tokens, page id), on the CPU; None without any.
+    """Return the pages to seal, [n, 4] int32, on the CPU, as spec.PageWrite has them; None without any.
 
     Args:
         pages: row -> ids, in the order of its tokens, which lie behind the sinks.
+        held: pages of each row in front of them; without any a row's tokens begin with its first page's.
         passed: [rows], pages behind the sinks that are left out in front of them.
     """
-    jobs = [
-        (row, page_start(place, page_size=sizes.page_size, sink_tokens=sizes.sink_tokens), page)
-        for row, ids in pages.items()
-        for place, page in enumerate(ids, int(passed[row]))
-    ]
+    jobs = []
+    for row, ids in pages.items():
+        like = held[row][-1] if held[row] else -1 - sizes.sink_tokens
+        for place, page in enumerate(ids, int(passed[row])):
+            start = page_start(place, page_size=sizes.page_size, sink_tokens=sizes.sink_tokens)
+            jobs.append((row, start, page, like))
     return torch.tensor(jobs, dtype=torch.int32) if jobs else None
 
 
@@ -271,7 +276,7 @@ class FixedStep:
         with persistent_tensors():
             lengths = torch.zeros((5, -(-rows // 4) * 4), dtype=torch.int32, device=device)
             table = torch.zeros((rows, pages), dtype=TABLE_DTYPE, device=device)
-            self._jobs = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
+            self._jobs = torch.full((rows, 4), -1, dtype=torch.int32, device=device)
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._lengths, self._sealed = lengths, False
         self._last_table: torch.Tensor | None = None

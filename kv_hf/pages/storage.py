@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CacheMismatchError
-from ..quant.codec import decode, encode
+from ..quant.codec import decode, encode, order_of
 from ..spec import PageFields, PageSpec, PageWrite, SideSpec
 from .cpu_memory import RESERVE_FACTOR, HostMemory, Tensors, mapped_zeros, runs_of
 from .moved import persistent_tensors
@@ -240,10 +240,14 @@ class PageStorage:
                 if side is old:  # of the same format
                     continue
                 side.fields = side.grown(old.capacity)
+                order = None
                 for first in range(0, old.capacity if self.sealed > new else 0, RECODED):
                     ids = range(first, min(first + RECODED, old.capacity))
-                    numbers = decode(old.take(ids), old.spec, old.spec.dtype)
-                    side.put(ids, encode(numbers, side.spec)[0])
+                    held = old.take(ids)
+                    numbers = decode(held, old.spec, old.spec.dtype)
+                    if order is None:  # one for all pages: whose they are is not known here
+                        order = order_of(numbers[:1], side.spec)
+                    side.put(ids, encode(numbers, side.spec, held.get("order", order))[0])
         self.held, self.wider = Held(spec, *made), wider
 
     @property
@@ -275,7 +279,7 @@ class PageStorage:
         self.keys.fields, self.values.fields = grown
 
     def write(self, kernel: Any, call: PageWrite, jobs: torch.Tensor) -> None:
-        """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` [n, 3] on the device."""
+        """Have `kernel`, a Backend, do `call`, whose fields are these pages' and whose jobs are `jobs` [n, 4] on the device."""
         kernel.write(call)
 
     def readable(self, view: TableView) -> ReadablePages:

@@ -27,12 +27,15 @@ from ..formats.linear import SCALE_MAX
 from ..spec import ROWS, SideSpec, order_dtype
 
 
-def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def encode(
+    tokens: torch.Tensor, spec: SideSpec, order: torch.Tensor | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Encode full pages.
 
     Args:
         tokens: [pages, num_kv_heads, page_size, head_dim], the model's dtype.
         spec: the side to encode for.
+        order: as of `quantize`.
     Returns: the tensors of `spec.fields` with a leading [pages], and a bool scalar tensor: True when some
         number was not finite or beyond float16's range. Such a number is stored as the nearest finite one
         (nan as 0): the numbers that share its scale stay finite, but an inf leaves them little precision.
@@ -41,26 +44,29 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     if spec.scheme.is_exact:
         codes = {"codes": lay_out(tokens, spec)}
         return codes, torch.zeros((), dtype=torch.bool, device=tokens.device)
-    fields, damaged = quantize(tokens, spec)
+    fields, damaged = quantize(tokens, spec, order)
     fields["codes"] = lay_out(fields["codes"], spec)
     return fields, damaged
 
 
-def quantize(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def quantize(
+    tokens: torch.Tensor, spec: SideSpec, order: torch.Tensor | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return what `encode` returns, with codes as numbers [pages, num_kv_heads, page_size, head_dim] that are not packed.
 
+    Args:
+        order: [pages or 1, num_kv_heads, head_dim], integers, of the channels where the scheme has wide ones; None: each page's own.
     The scheme is not exact.
     """
     scheme = spec.scheme
-    x = tokens.float()
-    finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
-    damaged = (finite != x).any()
-    finite = finite + 0.0  # -0 becomes 0, so that a minimum has one bit pattern
-    order = None
+    finite, damaged = finite_of(tokens)
     if scheme.rotated:
         finite = rotate(finite) + 0.0
-    if scheme.wide:
-        order = wide_first(finite, [channels for _, channels in scheme.wide])
+    if not scheme.wide:
+        order = None
+    elif order is None:
+        order = order_of(finite, spec)
+    if order is not None:
         finite = reorder(finite, order)
     encoded = scheme.format.encode(finite, scheme)
     if scheme.native_number is None:  # another package's arithmetic
@@ -72,8 +78,16 @@ def quantize(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tens
     if offset is not None:
         fields["offset"] = offset
     if order is not None:
-        fields["order"] = order.to(order_dtype(spec.head_dim))
+        order = order.to(order_dtype(spec.head_dim)).expand(len(finite), -1, -1)
+        fields["order"] = order.contiguous()
     return fields, damaged
+
+
+def finite_of(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers [any shape] as fp32 within float16's range, nan as 0 and without -0; and whether some were not, bool scalar tensor."""
+    x = tokens.float()
+    finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
+    return finite + 0.0, (finite != x).any()  # without -0 a minimum has one bit pattern
 
 
 def decode(fields: dict[str, torch.Tensor], spec: SideSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -211,6 +225,16 @@ def _lengths(codes: int, spec: SideSpec) -> list[int]:
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
     """Copy to standard strides: contiguous() leaves those of sizes of 1 alone, which view(dtype) refuses."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def order_of(tokens: torch.Tensor, spec: SideSpec) -> torch.Tensor | None:
+    """Return the order that channels of pages [pages, num_kv_heads, page_size, head_dim] have by themselves, see `wide_first`.
+
+    None where all channels have the same bits. That of a row's first page holds for all of its pages (PageWrite.jobs): which
+    channels have large ranges is the model's doing, and a kernel brings its queries into the order once.
+    """
+    wide = [channels for _, channels in spec.scheme.wide]
+    return wide_first(finite_of(tokens)[0], wide) if wide else None
 
 
 def wide_first(numbers: torch.Tensor, wide: Sequence[int]) -> torch.Tensor:

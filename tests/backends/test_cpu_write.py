@@ -28,7 +28,7 @@ pytestmark = needs_library
 PAGE, SLOTS, PAGES = 16, 44, 6
 # first slot to write and padding of each row: some tokens, all columns, padding alone, up to the last slot
 STARTS, SKIPS = (5, 0, 30, 40), (1, 0, 5, 1)
-JOBS = [(0, 4, 2), (1, 0, 4), (2, 20, -1), (3, 28, 0), (3, 12, 5)]
+JOBS = [(0, 4, 2, -5), (1, 0, 4, 1), (2, 20, -1, -1), (3, 28, 0, -13), (3, 12, 5, -13)]
 
 
 @pytest.fixture(params=ISAS)

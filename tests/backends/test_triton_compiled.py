@@ -78,9 +78,7 @@ def test_decode_loop_keeps_its_budget(arch, spec, group, budget, spills):
     assert sass.instructions_per_number(code, spec, group) <= budget
     if not spec.is_latent:
         assert code.count("LDL", "STL") == 0
-        bytewise = {op for op in code.loop if op.startswith(("LDG", "LDS")) and ".U8" in op}
-        order = {"LDG.E.U8"} if spec.keys.scheme.wide else set()  # of a page's channels
-        assert bytewise <= order
+        assert not [op for op in code.loop if op.startswith(("LDG", "LDS")) and ".U8" in op]
 
 
 INT4, PAIRS = spec_of("int4"), (("int8", "int4"), ("exact", "int4"), ("fp8", "exact"))

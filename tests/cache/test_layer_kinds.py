@@ -9,7 +9,7 @@ from beside_stock import assert_same, compare, pages, run
 from harness import interrupt
 from measure.family_models import build_model, families
 from tiny_models import WINDOWS, left_padded, make_sliding, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, MistralConfig
 
 import kv_hf
 
@@ -69,6 +69,31 @@ def test_decode_steps_find_recent_tokens_that_outlast_the_window(sinks):
             for column in range(40, 90)
         ]
     rounding.assert_close(torch.stack(found), expected)
+
+
+@pytest.mark.parametrize("recent", [0, 24])
+@pytest.mark.parametrize("window", [None, 5, 21, 40, 41, 100])
+def test_pages_of_a_row_have_one_order_of_channels_however_its_tokens_came(window, recent):
+    """A kernel brings the queries into it once, from any page of the row that is left."""
+    config = MistralConfig(num_hidden_layers=1, sliding_window=window)
+    shape = (2, 2, 1, 230, 64)  # keys and values of two rows
+    sizes = torch.rand(230 // PAGE + 1, 64).repeat_interleave(PAGE, 0)[:230]  # else of each page
+    keys, values = torch.randn(shape) * sizes
+    found = []
+    for chunks in ([230], [1] * 230, [37, *[1] * 43, 90, 60]):
+        cache = kv_hf.PagedCache(config, keys="int4", page_size=PAGE, recent_tokens=recent)
+        for part in zip(keys.split(chunks, 2), values.split(chunks, 2), strict=True):
+            cache.update(*part, 0)
+        [layer], [group] = cache.paged_layers, cache.groups
+        held = layer.storage.keys.fields
+        for number, row in enumerate(group.rows):
+            at = [*row.pages]
+            assert at and all(torch.equal(held["order"][page], held["order"][at[0]]) for page in at)
+            last = {name: field[at[-1]] for name, field in held.items()}
+            found.append((number, row.dropped + len(at), last))
+    for (_, count, one), (_, other_count, other) in zip(found, found[2:], strict=False):
+        assert count == other_count
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 # -- attention and linear attention together ----------------------------------------------------------------

@@ -22,6 +22,8 @@ from tiny_models import (
 )
 
 import kv_hf
+from kv_hf.pages.storage import PageStorage, Wider
+from kv_hf.quant.codec import decode, encode, order_of
 from kv_hf.quant.damage import Sample, usual_damage
 from kv_hf.spec import LANES, ROWS, predict_memory
 
@@ -261,6 +263,26 @@ def test_pages_that_tell_nothing_leave_it_to_the_next(stopped):
     if before is not None:
         kept = first.paged_layers[1].values - before
         assert 0 < kept.norm() < 0.05 * before.norm()
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"), [("int3", "int8"), ("int3", "int4"), ("plain4", "int4")]
+)
+def test_pages_that_are_encoded_anew_have_one_order_of_channels(narrow, wide):
+    before, after = (spec(name, key_dim=64, dtype=torch.float32) for name in (narrow, wide))
+    storage = PageStorage(before, torch.device("cpu"), None)
+    storage.grow(12)
+    numbers = torch.randn(12, before.keys.num_kv_heads, before.keys.page_size, 64)
+    order = order_of(numbers[3:4], before.keys)
+    storage.keys.put(range(12), encode(numbers, before.keys, order)[0])
+    stored = decode(storage.keys.fields, before.keys, torch.float32)
+    storage.sealed = 12
+    storage.widen(after, Wider(), 0)
+    found = decode(storage.keys.fields, after.keys, torch.float32)
+    assert (found - stored).norm() < 0.15 * stored.norm()
+    if after.keys.scheme.wide:
+        orders = storage.keys.fields["order"]
+        assert (orders == orders[0]).all() and (order is None or (orders == order).all())
 
 
 def test_a_folder_gives_no_pages_to_a_layer_of_other_formats(tmp_path):

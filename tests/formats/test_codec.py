@@ -192,12 +192,12 @@ def test_encode_takes_the_nearest_code(name, side, dtype, seed, log_scale, commo
 def test_seal_pages_takes_slots_and_rows_from_its_jobs(monkeypatch, name):
     monkeypatch.setattr(reference, "SEAL_PAGES", 2)
     run = torch.randn(2, HEADS, 5 + 2 * PAGE, DIM)
-    jobs = torch.tensor([(1, 3, 6), (0, 5, 2), (1, 3 + PAGE, 0)], dtype=torch.int32)
+    jobs = torch.tensor([(1, 3, 6, -4), (0, 5, 2, -6), (1, 3 + PAGE, 0, -1)], dtype=torch.int32)
     for side in SIDES:
         spec = side_spec(name, side)
         fields = {n: torch.zeros(8, *shape, dtype=kind) for n, (shape, kind) in spec.fields.items()}
         reference.seal_pages(run, jobs, fields, spec)
-        for row, first, page in jobs.tolist():
+        for row, first, page, _ in jobs.tolist():
             alone = encode(run[None, row, :, first : first + PAGE], spec)[0]
             assert all(torch.equal(fields[n][page], one[0]) for n, one in alone.items())
 

@@ -404,7 +404,7 @@ def test_seal_refuses_what_has_another_form_and_leaves_pages_alone(side, monkeyp
         name: torch.ones(4, *shape, dtype=dtype) for name, (shape, dtype) in side.fields.items()
     }
     before = {name: field.clone() for name, field in fields.items()}
-    jobs = torch.tensor([[row, 0, row] for row in range(3)], dtype=torch.int32)
+    jobs = torch.tensor([[row, 0, row, -1] for row in range(3)], dtype=torch.int32)
     monkeypatch.setattr(Fickle, "change", staticmethod(change))
     with pytest.raises(CacheOptionError, match=f"format 'fickle': encode.*{says}"):
         seal_pages(TOKENS, jobs, fields, side)

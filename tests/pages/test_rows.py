@@ -113,7 +113,7 @@ def test_page_use_is_that_of_a_page_group(sizes, lengths, new):
     assert use.most == ids[-1]
     assert use.held == tuple(len(row.pages) for row in group.rows)
     for row, tokens in zip(group.rows, rows, strict=True):
-        assert (row.dropped, row.exact) == (sizes.dropped(tokens), sizes.exact(tokens))
+        assert (row.dropped, row.exact) == (sizes.gone(tokens), sizes.exact(tokens))
 
 
 @pytest.mark.parametrize("window", [None, 1024, 131_072])

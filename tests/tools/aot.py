@@ -69,7 +69,7 @@ def compile_selection(
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     """Compile the kernels that append to and seal both sides for `arch`, as a launch asks for them; return the second."""
     kv = kv_of(spec)
-    jobs, number = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    jobs, number = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     damaged = torch.zeros((), dtype=torch.uint8)
     windows, fields = (kv.residual_keys, kv.residual_values), (kv.key_pages, kv.value_pages)
     new = tuple(window[:, :, :1].contiguous() for window in windows)

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 
 # of the library that was built from the header of these definitions, and of no other: a digest of the header's text
-ABI = 1263763672
+ABI = 1667980019
 MOST_WIDE = 2  # widths of codes in front of those of the other channels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
 DOUBLES = ("softmax_scale", "softcap", "clip", "share")  # all other fields are int64_t

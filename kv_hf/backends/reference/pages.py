@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...quant.codec import decode, encode
+from ...quant.codec import decode, encode, order_of
 from ...spec import PageWrite, SideSpec
 from ..base import PagedKV
 
@@ -20,21 +20,31 @@ def seal_pages(
 
     Args:
         tokens: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
-        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once; a job with a
-            negative page id is skipped.
+        jobs: [n, 4], int32, as of PageWrite.
         fields: the storage to write to, in place: tensors of spec.fields with a leading [pages].
         spec: the side to encode for.
     Returns: bool scalar tensor, True when some number had to be made finite (see quant/codec.py).
     """
     damaged = torch.zeros((), dtype=torch.bool, device=tokens.device)
     for some in jobs[jobs[:, 2] >= 0].long().split(SEAL_PAGES):
-        row, first, page = some.unbind(1)
-        slots = first[:, None] + torch.arange(spec.page_size, device=tokens.device)
-        encoded, bad = encode(tokens[row[:, None], :, slots].transpose(1, 2), spec)
+        row, first, page, like = some.unbind(1)
+        order = order_of(_taken(tokens, row, (-1 - like).clamp(min=0), spec), spec)
+        if order is not None:
+            theirs = fields["order"][like.clamp(min=0)].long()
+            order = order.where((like < 0)[:, None, None], theirs)
+        encoded, bad = encode(_taken(tokens, row, first, spec), spec, order)
         for name, new in encoded.items():
             fields[name][page] = new
         damaged = damaged | bad
     return damaged
+
+
+def _taken(
+    tokens: torch.Tensor, row: torch.Tensor, first: torch.Tensor, spec: SideSpec
+) -> torch.Tensor:
+    """Return page_size tokens from slots `first` [n] of rows [n] on: [n, num_kv_heads, page_size, head_dim]."""
+    slots = first[:, None] + torch.arange(spec.page_size, device=tokens.device)
+    return tokens[row[:, None], :, slots].transpose(1, 2)
 
 
 def append_tokens(

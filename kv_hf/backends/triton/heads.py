@@ -3,8 +3,8 @@
 docs/kernels.md has the algebra. Tokens (of keys) or channels (of values) lie on the rows of the matrix products, query columns on
 their columns, which costs half the products of the usual order for 8 columns or fewer. A meta_params.Cut says what is loaded
 and multiplied at once: chunks of a token's bytes, and parts of its channels. Sizes are powers of two; what does not
-exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of several widths lie in an order of their page, the
-widest first: the query is gathered anew for each tile. Knows nothing of rows and splits.
+exist is masked. KEYS and VALUES are a meta_params.Operand each. Keys of several widths lie in an order of their row, the
+widest first, into which the query is brought once. Knows nothing of rows and splits.
 """
 
 from typing import Any, NamedTuple
@@ -100,16 +100,19 @@ def attend_heads(
         offsets = offsets + (tl.zeros([SUMS, COLUMNS], tl.float32),)
     queries, real, head = columns.queries, columns.real, columns.head
     shrink, factor = query_units(queries, real, visible.softmax_scale, KEYS.side.dim)
-    q = ()
-    whole_q = ()
-    if not KEYS.side.ordered:
-        q = load_query(queries, real, shrink, (), K_CUT, K_DTYPE)
-        whole_q = load_query(queries, real, shrink, (), O_CUT, K_DTYPE)
     lane = tl.arange(0, TILE)
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the codes' loads.
     last = end - 1
     block = tl.load(table + begin // TILES_PER_PAGE).to(tl.int64) * QUERIES.heads + head
+    channels = ()
+    whole_channels = ()
+    if KEYS.side.ordered:  # that of all pages of the row
+        order = keys.order + block * KEYS.side.dim
+        channels = load_parts(order, K_CUT)
+        whole_channels = load_parts(order, O_CUT)
+    q = load_query(queries, real, shrink, channels, K_CUT, K_DTYPE)
+    whole_q = load_query(queries, real, shrink, whole_channels, O_CUT, K_DTYPE)
     page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE)
     token = (begin % TILES_PER_PAGE) * TILE
     key_factors = load_key_factors(keys, block, token, KEYS)
@@ -122,12 +125,9 @@ def attend_heads(
         next_block = page.to(tl.int64) * QUERIES.heads + head
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
-        tile_q = q
-        if KEYS.side.ordered:
-            tile_q = load_query(queries, real, shrink, k_factors[2], K_CUT, K_DTYPE)
         key_factors = load_key_factors(keys, next_block, next_token, KEYS)
         value_factors = load_value_factors(values, next_block * PAGE + next_token + lane, VALUES)
-        scores = score_keys(keys, k_factors, block, token, tile_q, whole_q, KEYS)
+        scores = score_keys(keys, k_factors, block, token, q, whole_q, KEYS)
         at = visible.sink_tokens + tile * TILE + lane
         scores = bend(scores, factor, at, tl.full(lane.shape, True, tl.int1), visible, QUERIES)
         weights, keep, best = weigh(scores, factor, best, QUERIES.bent, QUERIES.hides)
@@ -247,7 +247,7 @@ def query_units(queries, real, softmax_scale, DIM: tl.constexpr):
 def load_query(pointers, held, scale, channels, CUT: tl.constexpr, DTYPE: tl.constexpr):
     """Load the query columns part by part, times `scale` [columns], as [size, columns] in DTYPE.
 
-    channels: part by part, in the order of a page, or () for their own order.
+    channels: part by part, in the order of a row, or () for the model's.
     """
     parts = ()
     for p in tl.static_range(len(CUT.parts)):
@@ -357,19 +357,18 @@ def store_parts(pointers, acc, held, CUT: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def load_key_factors(keys, block, token, KEYS: tl.constexpr):
-    """Load a tile's offsets, scales and order of keys, to be used one tile later.
+    """Load a tile's offsets and scales of keys, to be used one tile later.
 
     Args:
         keys: Fields; FOLD "page": one scale and DIM offsets per block; else DIM of each per token group.
         block: page * heads + head; token: first token of the tile in its page.
-    Returns: group by group offsets (each part of KEYS.offsets) and scales (fold "page": one; "tile": each part), channels (each part, of
-        keys of several widths); empty tuples where there are none.
+    Returns: group by group offsets (each part of KEYS.offsets) and scales (fold "page": one; "tile": each part); empty tuples where
+        there are none.
     """
     CUT: tl.constexpr = KEYS.cut
     OFFSETS: tl.constexpr = KEYS.offsets
     offsets = ()
     scales = ()
-    channels = ()
     if KEYS.fold == "page" or KEYS.fold == "tile":
         GROUP: tl.constexpr = KEYS.side.scale_tokens
         GROUPS: tl.constexpr = KEYS.groups
@@ -380,9 +379,7 @@ def load_key_factors(keys, block, token, KEYS: tl.constexpr):
                 scales = scales + load_parts(keys.scale + (group + g) * KEYS.side.dim, CUT)
         if KEYS.fold == "page":
             scales = (tl.load(keys.scale + block).to(tl.float32),)
-    if KEYS.side.ordered:
-        channels = load_parts(keys.order + block * KEYS.side.dim, CUT)
-    return offsets, scales, channels
+    return offsets, scales
 
 
 @triton.jit
@@ -432,32 +429,18 @@ def _score_codes(rows, factors, query, whole_query, KEYS: tl.constexpr, GROUP: t
     CUT: tl.constexpr = KEYS.cut
     FIRST: tl.constexpr = GROUP * len(CUT.parts)
     DTYPE: tl.constexpr = query[0].dtype
-    offsets, scales, _ = factors
-    shape: tl.constexpr = [rows.shape[0], query[0].shape[1]]
-    scores = tl.zeros(shape, tl.float32)
-    added = tl.zeros([query[0].shape[1]], tl.float32)
-    products = tl.zeros(query[0].shape, tl.float32)
+    offsets, scales = factors
+    scores = tl.zeros([rows.shape[0], query[0].shape[1]], tl.float32)
     for c in tl.static_range(len(CUT.chunks)):
         lane = tl.arange(0, CUT.chunks[c].size)
         runs = load_runs(rows[:, None], lane[None, :], CUT, c, 1, KEYS, DTYPE)
         for r in tl.static_range(len(runs)):
             q = query[CUT.chunks[c].first + r]
-            if KEYS.side.ordered:
-                # summed across threads, parts of equal size together: as a product of equal rows, gathered queries
-                # would go through shared memory twice
-                o = offsets[FIRST + CUT.chunks[c].first + r].to(tl.float32)
-                product = q.to(tl.float32) * o[:, None]
-                if product.shape[0] == products.shape[0]:
-                    products += product
-                else:
-                    added += tl.sum(product, 0)
             if KEYS.fold == "tile":
                 factor = scales[FIRST + CUT.chunks[c].first + r].to(DTYPE)
                 q = (q * (1.0 / run_unit(r, CUT.chunks[c].bits, KEYS.isa))) * factor[:, None]
             scores = tl.dot(runs[r], q, scores, input_precision="ieee")
-    if KEYS.side.ordered:
-        added += tl.sum(products, 0)
-    bias = tl.broadcast_to(added[None, :], shape)
+    bias = tl.zeros(scores.shape, tl.float32)
     for p in tl.static_range(len(whole_query)):
         # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
         o = offsets[GROUP * len(whole_query) + p].to(DTYPE)

@@ -60,7 +60,7 @@ class SideLayout(NamedTuple):
         size: bytes, words or numbers of a token's codes.
         rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         clip: part of a range that codes of the last run span, but all of it in front.
-        ordered: whether the channels of each page have an order of their own; a field, because triton 3.9 hands on no properties.
+        ordered: whether channels lie in an order that a row's pages share; a field, because triton 3.9 hands on no properties.
         runs: the widest first.
         planes: of codes, in a token's bytes.
     """
@@ -172,7 +172,7 @@ class Cut(NamedTuple):
         for bits, channels in runs:
             each = codes_of_bytes(bits)
             width = channels // each
-            # each part of keys in an order has numbers of its own to gather: fewer parts there
+            # of keys of several widths there are many parts already: more would not fit into registers
             pieces = groups * (1 if len(runs) > 1 else cuts_of_plane(bits, channels))
             share = width // pieces
             cuts = [cut for number in range(pieces) for cut in chunks(share, number * share)]
@@ -277,8 +277,8 @@ def column_block(spec: PageSpec, group: int, chunk: bool, isa: int) -> int:
     """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape) or 16.
 
     More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
-    read the same pages from the second-level cache issue no more instructions altogether, and fewer where the query is gathered
-    for each page. Chunks of every length share one variant.
+    read the same pages from the second-level cache issue no more instructions altogether, and of keys of several
+    widths fewer. Chunks of every length share one variant.
     """
     if isa == HIP or spec.is_latent:
         return MAX_COLUMNS
@@ -375,7 +375,7 @@ def _keys_of(spec: PageSpec, queries: Queries) -> Operand:
         dtype=product_type(side, queries.full),
         isa=queries.isa,
         cut=cut,
-        offsets=cut if side.scheme.wide else whole(side),
+        offsets=whole(side),
     )
 
 
@@ -700,7 +700,7 @@ def launch_parameters(spec: PageSpec, queries: Queries) -> tuple[int, int]:
         num_warps = 2
     # one warp hides more behind its own instructions: two stages were up to 8 % faster on an H100 (results/gpu/tuning.jsonl)
     two = num_warps == 1 or queries.isa == HIP
-    # gathered queries, two bits at 256 channels: the third stage costs registers that are not there
+    # keys of several widths, two bits at 256 channels: the third stage costs registers that are not there
     two = two or bool(spec.keys.scheme.wide) or (dim > 128 and two_bits)
     num_stages = 2 if two else 3
     return num_warps, num_stages

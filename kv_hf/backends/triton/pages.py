@@ -94,10 +94,14 @@ def _extremes(source, slot_stride, channel, inside, TOKENS: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, TALL: tl.constexpr):
-    """Write which channel lies at which place: the widest in front, those of a run in the order of the model's channels."""
+def _find_order(source, slot_stride, lane, SIDE: tl.constexpr):
+    """Return which channel lies at which place, [lanes]: the widest in front, those of a run in the order of the model's channels.
+
+    source: pointer to the page's first token.
+    """
     DIM: tl.constexpr = SIDE.dim
     PAGE: tl.constexpr = SIDE.page
+    TALL: tl.constexpr = min(PAGE, max(16, SEALED_NUMBERS // lane.shape[0]))
     low, high = _extremes(source, slot_stride, lane, lane < DIM, PAGE, TALL)
     partner = (lane + DIM // 2) % DIM  # RoPE rotates both into each other
     size = tl.maximum(high - low, tl.gather(high - low, partner, 0))
@@ -109,9 +113,7 @@ def _write_order(source, slot_stride, fields, lane, SIDE: tl.constexpr, TALL: tl
     for at in tl.static_range(1, len(SIDE.runs)):
         first = tl.sum(tl.where(lane == SIDE.runs[at].place, ranks, 0), 0)
         run += (rank <= first).to(tl.int32)
-    channel = tl.sort(run * lane.shape[0] + lane) % lane.shape[0]
-    order = fields.order + lane
-    tl.store(order, channel.to(order.dtype.element_ty), mask=lane < DIM)
+    return tl.sort(run * lane.shape[0] + lane) % lane.shape[0]
 
 
 @triton.jit
@@ -252,8 +254,6 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
     top = top_codes(place, SIDE)
     channel = place
     if SIDE.ordered:
-        _write_order(source, slot_stride, fields, lane, SIDE, TALL)
-        tl.debug_barrier()  # other threads read it than wrote it
         channel = tl.load(fields.order + place, mask=real, other=0).to(tl.int32)
     if BY_CHANNEL:
         _write_ranges(source, slot_stride, channel, place, real, top, fields, SIDE, TALL)
@@ -301,12 +301,26 @@ def _seal_page(source, slot_stride, fields, damaged, SIDE: tl.constexpr):
 @triton.jit
 def _seal_side(tokens, jobs, fields, damaged, SIDE: tl.constexpr):
     """Encode the page of one (job, head) of one side."""
-    job = jobs + tl.program_id(0) * 3
+    job = jobs + tl.program_id(0) * 4
     head = tl.program_id(1).to(tl.int64)
     row, first, page = tl.load(job).to(tl.int64), tl.load(job + 1).to(tl.int64), tl.load(job + 2)
     if page >= 0:
-        source = row_of(tokens, row, head) + first * tokens.token
+        start = row_of(tokens, row, head)
+        source = start + first * tokens.token
+        orders = fields.order
         fields = move_to_block(fields, page.to(tl.int64) * SIDE.heads + head, SIDE)
+        if SIDE.ordered:
+            DIM: tl.constexpr = SIDE.dim
+            lane = tl.arange(0, triton.next_power_of_2(DIM))
+            like = tl.load(job + 3).to(tl.int64)
+            if like >= 0:
+                theirs = orders + (like * SIDE.heads + head) * DIM + lane
+                channel = tl.load(theirs, mask=lane < DIM, other=0).to(tl.int32)
+            else:
+                channel = _find_order(start + (-1 - like) * tokens.token, tokens.token, lane, SIDE)
+            order = fields.order + lane
+            tl.store(order, channel.to(order.dtype.element_ty), mask=lane < DIM)
+            tl.debug_barrier()  # other threads read it than wrote it
         _seal_page(source, tokens.token, fields, damaged, SIDE)
 
 
@@ -316,7 +330,7 @@ def seal_pair_kernel(
     key_fields,  # Fields
     values,  # Strided: [rows, heads, slots, value dim]
     value_fields,  # Fields
-    jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
+    jobs,  # [n, 4]: row, first slot, page, whose order of channels (PageWrite.jobs); a negative page: nothing to do
     damaged,  # [] uint8, only ever set
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,

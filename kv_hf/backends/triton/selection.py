@@ -150,25 +150,24 @@ def _is_read(words, channel, KEYS: tl.constexpr):
 
 @triton.jit
 def _gather(queries, real, shrink, channel, inside, order, KEYS: tl.constexpr):
-    """Load channels [channels], where `inside`, of query columns: [1 or units, channels, columns], times `shrink` [columns].
+    """Load channels [channels], where `inside`, of query columns: [channels, columns], times `shrink` [columns].
 
-    order: [1], or [units] pointers to the pages' channels by place, where KEYS has an order.
+    order: pointer to the row's channels by place, where KEYS has an order.
     """
     DTYPE: tl.constexpr = dtype_of(KEYS.dtype)
-    channel = tl.broadcast_to(channel[None, :], [order.shape[0], channel.shape[0]])
     if KEYS.side.ordered:
-        channel = tl.load(order[:, None] + channel, mask=inside[None, :], other=0).to(tl.int32)
-    held = inside[None, :, None] & real[None, None, :]
-    x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
-    return (x.to(tl.float32) * shrink[None, None, :]).to(DTYPE)
+        channel = tl.load(order + channel, mask=inside, other=0).to(tl.int32)
+    held = inside[:, None] & real[None, :]
+    x = tl.load(queries[None, :] + channel[:, None], mask=held, other=0.0)
+    return (x.to(tl.float32) * shrink[None, :]).to(DTYPE)
 
 
 @triton.jit
 def _page_query(queries, real, shrink, words, order, KEYS: tl.constexpr):
     """Load the query columns as scores of a tile of pages take them; arguments as `_gather`'s.
 
-    Returns: for every run [1 or units, slots * part, columns], the channels that are read; and [1 or units, channels,
-        columns], all, or where KEYS has exact numbers the others.
+    Returns: for every run [slots * part, columns], the channels that are read; and [channels, columns], all, or where KEYS has
+        exact numbers the others.
     """
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
     RUNS: tl.constexpr = KEYS.runs
@@ -195,9 +194,9 @@ def _bias(keys, unit, query, words, KEYS: tl.constexpr):
     """
     SIDE: tl.constexpr = KEYS.side
     UNITS: tl.constexpr = unit.shape[0]
-    CHANNELS: tl.constexpr = query.shape[1]
+    CHANNELS: tl.constexpr = query.shape[0]
     DTYPE: tl.constexpr = query.dtype
-    query = tl.broadcast_to(query, [UNITS, CHANNELS, query.shape[2]])
+    query = tl.broadcast_to(query[None, :, :], [UNITS, CHANNELS, query.shape[1]])
     channel = tl.arange(0, CHANNELS)
     inside = channel < SIDE.dim
     if SIDE.code == "none" and not KEYS.indexed:
@@ -229,7 +228,7 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
     TOKENS: tl.constexpr = KEYS.group
     UNITS: tl.constexpr = unit.shape[0]
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
-    COLUMNS: tl.constexpr = whole_query.shape[2]
+    COLUMNS: tl.constexpr = whole_query.shape[1]
     DTYPE: tl.constexpr = whole_query.dtype
     CODE: tl.constexpr = KEYS.side.code
     place, _ = _places(words, KEYS)
@@ -249,7 +248,7 @@ def _page_sums(keys, unit, query, whole_query, words, factor, softcap, KEYS: tl.
     elif CODE != "none":
         by = tl.load(keys.scale + unit).to(tl.float32)
     for r in tl.static_range(len(runs)):
-        q = query[r]
+        q = query[r][None, :, :]
         if CODE == "unsigned":
             at = (r * KEYS.width + place)[None, :, :]
             at = (unit * KEYS.side.dim)[:, None, None] + at
@@ -297,17 +296,16 @@ def _score_pages(
     if begin < end:
         number = tl.arange(0, PAGES * GROUPS)
         words = _choose_words(keys, held_words, table, pages, head, KEYS)
-        if not KEYS.side.ordered:
-            order = keys.order + tl.zeros([1], tl.int32)
-            read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
+        order = keys.order
+        if KEYS.side.ordered:  # that of all pages of the row
+            first = tl.load(table + begin * PAGES).to(tl.int64)
+            order += (first * KEYS.side.heads + head) * KEYS.side.dim
+        read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
         for tile in tl.range(begin, end, num_stages=STAGES):
             at = tile * PAGES + number // GROUPS
             # what is not there is read from page 0, and hidden afterwards
             block = tl.load(table + at, mask=at < pages, other=0)
             block = block.to(tl.int64) * KEYS.side.heads + head
-            if KEYS.side.ordered:
-                order = keys.order + block * KEYS.side.dim
-                read, all_channels = _page_query(queries, real, shrink, words, order, KEYS)
             unit = block * GROUPS + number % GROUPS
             of_page = _page_sums(
                 keys, unit, read, all_channels, words, factor, visible.softcap, KEYS, QUERIES

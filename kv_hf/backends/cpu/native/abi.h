@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 1263763672
+#define KV_HF_ABI 1667980019
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, UINT6 = 9, NUM_FORMATS = 10 };
 
@@ -29,6 +29,7 @@ enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8
 #define RANGED_PAGES 8
 #define MIDDLE_TOKENS 4
 #define NEWEST_PAGES 1
+#define JOB 4 /* numbers of a page to seal */
 #define MOST_WIDE 2 /* widths of codes in front of those of the other channels */
 
 enum MaskKind { MASK_NONE = 0, MASK_BOOL = 1, MASK_FLOAT = 2 };
@@ -98,7 +99,7 @@ typedef struct {
     int64_t isa;
     int64_t keys_from, values_from; /* the new tokens; 0: seal alone */
     int64_t starts, skips; /* int32 [rows] */
-    int64_t jobs, num_jobs; /* int32 [num_jobs, 3]: row, first slot, page id */
+    int64_t jobs, num_jobs; /* int32 [num_jobs, JOB]: row, first slot, page id, whose order of channels: see PageWrite.jobs */
     int64_t capacity;
     int64_t damaged; /* uint8, set to 1 where a number had to be made finite */
     int64_t threads;

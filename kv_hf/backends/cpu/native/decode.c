@@ -201,7 +201,7 @@ static int64_t size_scratch(const Decode *a, Sizes *z, int64_t taken) {
     z->lanes = padded(largest_of(page, WINDOW_TILE));
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
     z->taken = taken;
-    return (z->queries + 2 * ((z->queries + 3) / 4 * 4)) * z->row + 2 * z->queries + z->queries * z->lanes + 3 * z->scales +
+    return 2 * z->queries * z->row + 2 * z->queries + z->queries * z->lanes + 3 * z->scales +
            z->taken + 4 * (largest_of(a->keys.dim, page) + 16 * RUNS) + 64;
 }
 

@@ -15,7 +15,7 @@
 typedef struct {
     Side side; /* window: the tokens to seal */
     int64_t is_keys, heads, page_size;
-    int64_t jobs; /* int32 [.., 3]: row, first slot, page id */
+    int64_t jobs; /* as of Write */
     double clip;
     atomic_int *damaged, *failed; /* of the call */
 } Seal;
@@ -102,10 +102,11 @@ static int64_t check(const Write *a) {
     for (int64_t row = 0; a->keys_from && row < a->rows; row++)
         if (skips[row] < 0 || skips[row] > a->q_len || starts[row] < 0 || starts[row] + a->q_len - skips[row] > a->slots)
             return NO_SUCH_SLOT;
-    for (int64_t i = 0; i < a->num_jobs; i++, job += 3) {
+    for (int64_t i = 0; i < a->num_jobs; i++, job += JOB) {
         if (job[2] < 0) continue; /* a place without work */
-        if (job[2] >= a->capacity) return NO_SUCH_PAGE;
-        if (job[0] < 0 || job[0] >= a->rows || job[1] < 0 || job[1] + a->page_size > a->slots) return NO_SUCH_SLOT;
+        if (job[2] >= a->capacity || job[3] >= a->capacity) return NO_SUCH_PAGE;
+        int64_t most = job[1] > -1 - job[3] ? job[1] : -1 - (int64_t)job[3]; /* the last slot that a page begins with */
+        if (job[0] < 0 || job[0] >= a->rows || job[1] < 0 || most + a->page_size > a->slots) return NO_SUCH_SLOT;
     }
     return 0;
 }

@@ -1,7 +1,9 @@
 """Bytes and steps: what a cache reports equals its tensors, a decode step stays small, and a cache says what it is."""
 
+import gc
 import os
 import sys
+import weakref
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +16,7 @@ from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, token
 import kv_hf
 from kv_hf.backends.reference.pages import TILE_TOKENS
 from kv_hf.bridge.masks import within_generate
+from kv_hf.cache.store import Residual
 from kv_hf.pages.step import block_table
 
 
@@ -62,6 +65,24 @@ def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
     dense = heads * length * dim * 4
     assert made.largest <= max(tile, *(p.nbytes for p in model.parameters()))
     assert made.largest < dense / 4
+
+
+@torch.no_grad()
+def test_a_chunk_leaves_no_exact_tokens_behind(monkeypatch):
+    """The packed arguments of the C kernel kept those of the last chunk, in every layer, until the next forward."""
+    model, runs, run = shared_model("llama"), [], Residual.run
+
+    def noted(*args):
+        found = run(*args)
+        runs.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Residual, "run", noted)
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
+    for count in (40, 100, 100):
+        model(tokens(1, count), past_key_values=cache)
+    gc.collect()
+    assert runs and not any(one() is not None for one in runs)
 
 
 # -- what a decode step launches, and how often Python calls --------------------------------------------------

@@ -153,7 +153,7 @@ INLINE int64_t steps_over(int format, int64_t codes) {
 }
 
 /* The largest code of a format without a sign, and the one in the middle, page_summary.middle_codes: 0 where there are no offsets. */
-INLINE float top_code(int format) { return (float)((1u << bits_of(format)) - 1); }
+INLINE float top_code(int format) { return (float)((1ll << bits_of(format)) - 1); }
 INLINE float middle_code(int format) { return 0.5f * top_code(format); }
 
 #define RUNS (MOST_WIDE + 1)

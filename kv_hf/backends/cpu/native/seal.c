@@ -73,6 +73,7 @@ typedef struct {
 
 /* One side's new tokens of one row and head. */
 static void append(const Write *a, const Side *side, const New *new, int64_t from, int64_t row, int64_t head) {
+    if (!side->dim) return; /* nothing, which has no address */
     int64_t bytes = bytes_of(side->window_dtype), skip = ((const int32_t *)a->skips)[row], start = ((const int32_t *)a->starts)[row];
     int64_t count = a->q_len - skip, token = side->dim * bytes;
     const char *source = (const char *)from + (row * new->row + head * new->head + skip * new->at) * bytes;

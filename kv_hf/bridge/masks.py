@@ -146,7 +146,10 @@ class MaskLength(int):
             return known[cache]
         stored = self.stored()
         if stored is not None and mask is not None and mask.ndim == 2:
-            _check_end(mask.shape[1], min(stored.seen + new, stored.offset + int(self)), new)
+            end = min(stored.seen + new, stored.offset + int(self))
+            if mask.shape[1] < end:
+                cache.forward.check()  # behind one that was stopped its columns count, too
+            _check_end(mask.shape[1], end, new)
         same = None if stored is None else hides_padding(stored, mask, new)
         if known is not None and same is not None:
             known[cache] = same

@@ -146,6 +146,19 @@ def test_a_mask_that_shows_padding_is_refused_before_anything_changes(options, n
     cache.check_integrity()
 
 
+def test_a_forward_behind_one_that_was_stopped_is_refused_for_that_whatever_its_mask(monkeypatch):
+    """The mask of the call that was stopped seemed too short, and the message asked for a longer one."""
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config)
+    run(model, cache, [])
+    monkeypatch.setattr(model.model.layers[1], "forward", None)
+    with torch.no_grad(), pytest.raises(TypeError):
+        model(tokens(2, 3), attention_mask=whole_mask(63), past_key_values=cache)
+    for mask in (whole_mask(63), whole_mask(61)):
+        with torch.no_grad(), pytest.raises(kv_hf.InterruptedForwardError, match="half-way"):
+            model(tokens(2, 1), attention_mask=mask, past_key_values=cache)
+
+
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("new", [1, 4])
 def test_masks_with_a_function_of_the_model_are_read(options, new):

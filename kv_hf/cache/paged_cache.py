@@ -326,7 +326,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
         self.forward.check()  # or a mask might not fit the rows that a change has left
         if rows := len(self._group):
-            self._select_rows(torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist())
+            chosen = torch.as_tensor(indices, device="cpu")
+            self._select_rows(torch.arange(rows, device="cpu")[chosen].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; sealed pages are shared, not copied."""
@@ -338,7 +339,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         self.forward.check()
         for group in self.groups:
             group.check_rows(sources)
-        indices: Any = torch.tensor(sources)
+        indices: Any = torch.tensor(sources, device="cpu")
         with self.forward.change():
             for group in self.groups:
                 if len(group):

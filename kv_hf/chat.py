@@ -42,7 +42,7 @@ class Chat:
     Attributes:
         messages: dicts of "role" and "content", as chat templates take them. They may be changed between turns.
         cache: holds the tokens of the last turn.
-    Raises: CacheOptionError for an encoder-decoder, a tokenizer without a template, an unknown cache and bad options.
+    Raises: CacheOptionError for the name of a model, an encoder-decoder, a tokenizer without a template, an unknown cache and bad options.
     """
 
     _running = False  # a turn computes now
@@ -57,6 +57,10 @@ class Chat:
         store: PrefixStore | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(model, str):
+            raise CacheOptionError(
+                f"model must be a model, got {model!r}; load it with AutoModelForCausalLM.from_pretrained"
+            )
         if getattr(tokenizer, "chat_template", None) is None:
             raise CacheOptionError(
                 f"tokenizer must have a chat template, and {type(tokenizer).__name__} has none; set tokenizer.chat_template, "

@@ -98,8 +98,9 @@ def _most_in_use(sizes: RowPages, rows: Counter[int], new: int) -> int:
         rows: tokens at the end -> how many rows have so many.
         new: steps behind the prompt, of one token each.
     """
-    counts = torch.tensor(list(rows.values()), dtype=torch.int64)
-    starts = torch.tensor(list(rows), dtype=torch.int64) - new  # below 0: its padding goes on
+    counts = torch.tensor(list(rows.values()), dtype=torch.int64, device="cpu")
+    ends = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
+    starts = ends - new  # below 0: its padding goes on
     begun = sum(sizes.held(max(0, tokens - new)) * count for tokens, count in rows.items())
     grown = (starts + _sealing_steps(sizes, starts, new)[:, None]).clamp(min=0)
     in_use = (sizes.in_use(grown) * counts).sum(1)
@@ -117,6 +118,6 @@ def _sealing_steps(sizes: RowPages, starts: torch.Tensor, new: int) -> torch.Ten
         last = min(new, max(0, full - int(starts.min())) + 2 * size)
     due = (sizes.kept - starts) % size
     offsets = due.unique()
-    steps = offsets[:, None] + torch.arange(last // size + 1) * size
+    steps = offsets[:, None] + torch.arange(last // size + 1, device="cpu") * size
     steps = steps.flatten().sort().values
     return steps[(steps >= 1) & (steps <= last)]

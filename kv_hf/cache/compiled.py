@@ -53,7 +53,7 @@ class CompiledSteps:
         number = next(_numbers)
         _caches[number] = cache
         with torch.inference_mode(False):
-            self.number = torch.tensor(number)
+            self.number = torch.tensor(number, device="cpu")
         self.holds_latents = any(isinstance(layer, LatentLayer) for layer in cache.layers)
         self.clear()
 
@@ -166,7 +166,7 @@ def _needed(steps: CompiledSteps, view: KVView, mask: torch.Tensor) -> torch.Ten
         first = torch.from_numpy(group.batch.padding)[:, None]
         if view.sliding_window is not None:
             first = first.clamp(min=group.seen - view.sliding_window)
-        columns = torch.arange(mask.shape[-1])
+        columns = torch.arange(mask.shape[-1], device="cpu")
         visible = (columns >= first) & (columns < group.seen)
         # the mask is held, so that no other one comes to lie at its place
         steps.compared = (*key, bool((mask[:, 0, 0] == visible).all()), mask)

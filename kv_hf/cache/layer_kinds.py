@@ -183,7 +183,7 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
         """Do to the tensors what another order of rows, or a crop, has done to the rows."""
         super().follow(step)
         if step.seen_after == step.seen_before:
-            rows: Any = torch.tensor(step.sources)
+            rows: Any = torch.tensor(step.sources, device="cpu")
             LinearAttentionLayer.reorder_cache(self, rows)
 
     def crop_state(self, tokens_to_remove: int) -> None:

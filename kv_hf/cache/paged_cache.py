@@ -109,7 +109,6 @@ class PagedCache(MadeOfOptions, DynamicCache):
         DynamicCache.__init__(self, config=decoder)
         self.options = options
         self._config = decoder
-        self._attention_config = attention_config(config)
         self.origin = Origin(signature(decoder))
         self._prefill = PrefillWatch()
         self._kept = kept_layers(decoder)
@@ -125,7 +124,15 @@ class PagedCache(MadeOfOptions, DynamicCache):
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
             for layer, linear in zip(self.layers, self.is_linear, strict=True)
         )
+        self.read_by(config)
         self._number()
+
+    def read_by(self, config: Any) -> None:
+        """Note by which attention keys and values are read: that of the model whose config this is, never a copy of it."""
+        self._attention_config = attention_config(config)
+        for layer in self.layers:
+            if isinstance(layer, HandleLayer):
+                layer.attention_of = self._attention_config
 
     def _number(self) -> None:
         """Let operators of compiled steps find this cache, where it has a max_length."""
@@ -244,7 +251,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         else:
             filled = filled_layer(self.layers, layer_idx)
             length, offset = super().get_mask_sizes(query_length, filled)
-        if self._attention_config._attn_implementation in takes_length:
+        name = self._attention_config._attn_implementation
+        if name is None or name in takes_length:  # None: no model has this very config
             return MaskLength(length, self), offset
         return length, offset
 
@@ -318,7 +326,8 @@ class PagedCache(MadeOfOptions, DynamicCache):
         """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
         self.forward.check()  # or a mask might not fit the rows that a change has left
         if rows := len(self._group):
-            self._select_rows(torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist())
+            chosen = torch.as_tensor(indices, device="cpu")
+            self._select_rows(torch.arange(rows, device="cpu")[chosen].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; sealed pages are shared, not copied."""
@@ -330,7 +339,7 @@ class PagedCache(MadeOfOptions, DynamicCache):
         self.forward.check()
         for group in self.groups:
             group.check_rows(sources)
-        indices: Any = torch.tensor(sources)
+        indices: Any = torch.tensor(sources, device="cpu")
         with self.forward.change():
             for group in self.groups:
                 if len(group):
@@ -513,7 +522,4 @@ class CrossCache(PagedCache):
     def _build(self, config: Any, options: CacheConfig) -> None:
         exact = replace(options, read=None, recent_tokens=0)
         super()._build(cross_config(config), exact)
-        self._attention_config = attention_config(config)
-        for layer in self.layers:
-            if isinstance(layer, HandleLayer):
-                layer.attention_of = self._attention_config
+        self.read_by(config)

@@ -308,7 +308,7 @@ def page_of(page: Any, storages: Sequence[PageStorage]) -> Tensors:
     """Return a page of all layers as {"page": [bytes]}, uint8, on the CPU."""
     specs = [in_rows(one.spec) for one in storages]
     sizes = [carved_bytes(spec, 1) for spec in specs]
-    raw = torch.zeros(sum(sizes), dtype=torch.uint8)
+    raw = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
     for part, spec, storage in zip(raw.split(sizes), specs, storages, strict=True):
         for side, fields in zip(storage.sides, carve(part, spec, 1), strict=True):
             for name, held in taken(side, [page]).items():

@@ -35,7 +35,8 @@ def states_of(layer: Any) -> dict[str, torch.Tensor]:
     held = {f"{kind}.{i}": one for kind in STATES for i, one in getattr(layer, kind).items()}
     found = {name: state for name, state in held.items() if state is not None}
     if layer.record_past:
-        found[KERNELS] = torch.tensor([size or 0 for size in layer.conv_kernel_size.values()])
+        sizes = [size or 0 for size in layer.conv_kernel_size.values()]
+        found[KERNELS] = torch.tensor(sizes, device="cpu")
     return found
 
 

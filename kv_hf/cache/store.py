@@ -59,7 +59,7 @@ class Residual:
 
         def place() -> torch.Tensor:
             before, skip, added = (torch.from_numpy(count)[:, None] for count in counts)
-            slot = torch.arange(int((before + added).max()))[None]
+            slot = torch.arange(int((before + added).max()), device="cpu")[None]
             found = torch.where(slot < before, slot, slots + slot + skip - before)
             return _once(found.clamp(max=slots + new.shape[2] - 1))
 
@@ -77,7 +77,7 @@ class Residual:
 
         def place() -> torch.Tensor:
             """Return [rows, slots]: where each slot's token lies in `run`."""
-            slot = torch.arange(slots)[None]
+            slot = torch.arange(slots, device="cpu")[None]
             gone = torch.from_numpy(getattr(step, leaving))[:, None]
             return _once(torch.where(slot < sinks, slot, slot + gone).clamp(max=run.shape[2] - 1))
 
@@ -94,7 +94,8 @@ class Residual:
             pairs = [
                 pair for pair in enumerate(step.sources) if not same_size or pair[0] != pair[1]
             ]
-            return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+            moves = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+            return moves.reshape(-1, 2).T.contiguous()
 
         targets, sources = step.tensor("moves", self.tokens.device, moving)
         if not same_size:

@@ -128,11 +128,11 @@ def make_case(spec: PageSpec) -> Case:
         kv: the pages that the reference encoded, with windows.
         query: [rows, heads, QUERIES, query_dim], the model's dtype.
     """
-    random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     size, heads, dtype = spec.keys.page_size, spec.keys.num_kv_heads, spec.keys.dtype
-    counts, exact = torch.tensor(PAGES).int(), torch.tensor(EXACT).int()
+    counts, exact = torch.tensor(PAGES, device="cpu").int(), torch.tensor(EXACT, device="cpu").int()
     rows, pages, slots = len(PAGES), sum(PAGES) + 1, max(EXACT) + 2
-    unused = (torch.arange(slots) >= exact[:, None])[:, None, :, None]
+    unused = (torch.arange(slots, device="cpu") >= exact[:, None])[:, None, :, None]
     tokens, windows, fields = [], [], []
     for side in spec.sides:
         channels = random(side.head_dim).abs().clamp(0.5, 2)
@@ -142,10 +142,12 @@ def make_case(spec: PageSpec) -> Case:
         window = random(rows, heads, slots, side.head_dim).to(dtype)
         windows.append(window.masked_fill(unused, math.nan))
     # all in the order of the first one
-    jobs = torch.tensor([(0, page * size, page, -1) for page in reversed(range(pages))])
+    jobs = torch.tensor(
+        [(0, page * size, page, -1) for page in reversed(range(pages))], device="cpu"
+    )
     order = random(pages).argsort()
     # behind a row's last page the table holds pages of others, and one that nobody holds
-    places = torch.arange(max(PAGES)) + (counts.cumsum(0) - counts)[:, None]
+    places = torch.arange(max(PAGES), device="cpu") + (counts.cumsum(0) - counts)[:, None]
     lengths = counts * size + exact
     seen = int(lengths.max())
     table = order[places % pages].int()
@@ -228,5 +230,5 @@ def tiny_model(device: torch.device) -> tuple[Any, Tensor]:
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model: Any = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
-        ids = torch.randint(3, 97, (2, PROMPT))
+        ids = torch.randint(3, 97, (2, PROMPT), device="cpu")
     return model.eval().to(device), ids.to(device)

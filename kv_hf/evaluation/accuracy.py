@@ -329,11 +329,11 @@ def block_interval(
     block = max(1, min(block, tokens // LEAST_BLOCKS))
     blocks = [part for text in texts for part in text.double().split(block)]
     sums = torch.stack([part.sum() for part in blocks])
-    counts = torch.tensor([float(len(part)) for part in blocks], dtype=torch.float64)
+    counts = torch.tensor([float(len(part)) for part in blocks], dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(blocks), (resamples, len(blocks)), generator=generator)
+    drawn = torch.randint(len(blocks), (resamples, len(blocks)), generator=generator, device="cpu")
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = (means.quantile(place).item() for place in (0.025, 0.975))
     return low, high
 
 
@@ -364,7 +364,8 @@ def measure_held(
         for count in (prompt_tokens, *itertools.repeat(1, tokens - prompt_tokens)):
             for index, (heads, *dims) in layers:
                 sides = ((1, heads, count, dim) for dim in dims)
-                states = [torch.randn(side, generator=numbers).bfloat16() for side in sides]
+                drawn = (torch.randn(side, generator=numbers, device="cpu") for side in sides)
+                states = [one.bfloat16() for one in drawn]
                 cache.update(*states, index)
         return held_bytes(cache)
 

@@ -92,7 +92,7 @@ def kernel_of(cache: Any) -> str | None:
 def random_prompt(vocab: int, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Return random token ids [batch, tokens], the same on every device."""
     numbers = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocab, (batch, tokens), generator=numbers).to(device)
+    return torch.randint(3, vocab, (batch, tokens), generator=numbers, device="cpu").to(device)
 
 
 def measure_footprint(

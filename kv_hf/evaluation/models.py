@@ -141,9 +141,9 @@ class Measured:
             self._given = "" if isinstance(text, Path) or is_source(text) else text
             return GIVEN if self._given else str(text)
         try:
-            ids = torch.as_tensor(text)
+            ids = torch.as_tensor(text, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            ids = torch.zeros(0)
+            ids = torch.zeros(0, device="cpu")
         if not ids.ndim or not ids.numel() or ids.dtype == torch.bool or ids.is_floating_point():
             raise ValueError(
                 f"text must be a file, a bundled text, a dataset, a text itself, or token ids [tokens] or [texts, tokens], got {short(text)}"

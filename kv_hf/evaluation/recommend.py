@@ -102,6 +102,10 @@ def evaluate(
         raise ValueError(
             f"caches must be a list of names of caches, at least one, got {short(caches)}"
         )
+    if isinstance(model, str | Path):
+        raise ValueError(
+            f"model must be a model in eval mode, got {short(model)}; load it with AutoModelForCausalLM.from_pretrained"
+        )
     if isinstance(tokenizer, str | Path):
         raise ValueError(
             f"tokenizer must be a tokenizer or None, got {short(tokenizer)}; a text is given as text="

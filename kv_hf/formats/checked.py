@@ -84,7 +84,7 @@ def _try(made: Format, scheme: Scheme, side: str) -> None:
     channels = math.lcm(scheme.codes_per_byte, *(max(1, group[1]) for group in groups))
     shape = torch.Size((2, 2, tokens, channels * max(1, _DIM // channels)))
     scheme = scheme.resolve(tokens, shape[3], side)
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     given = numbers.clone()
     together = made.encode(given, scheme)
     check_encoded(together, shape, scheme)

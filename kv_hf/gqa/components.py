@@ -35,7 +35,7 @@ def best_common(gram: Tensor, readers: Tensor) -> tuple[Tensor, Tensor]:
     vectors = vectors[:, -dim:]
     largest = values[-1]
     if not largest > 0:  # heads that are zero, or that nobody reads: their mean
-        eye = torch.eye(dim, dtype=gram.dtype)
+        eye = torch.eye(dim, dtype=gram.dtype, device="cpu")
         mean = eye.expand(m, dim, dim)
         return mean / m, mean
     inverse = torch.where(values > FLOOR * largest, 1 / values, 0.0)
@@ -59,8 +59,8 @@ def merge_heads(gram: Tensor, readers: Tensor, partner: Tensor) -> tuple[Tensor,
     """
     m, dim = readers.shape[:2]
     gram = gram.reshape(m, dim, m, dim)
-    maps = torch.zeros(2, m, dim, dim, dtype=gram.dtype)
-    channels = torch.arange(dim)
+    maps = torch.zeros(2, m, dim, dim, dtype=gram.dtype, device="cpu")
+    channels = torch.arange(dim, device="cpu")
     free = channels[partner == channels]
     if len(free):
         square = gram[:, free][..., free]
@@ -84,12 +84,12 @@ def merge_heads(gram: Tensor, readers: Tensor, partner: Tensor) -> tuple[Tensor,
 
 def random_turns(heads: int, partner: Tensor) -> Tensor:
     """Return rotations [heads, dim, dim], float64, of each plane and of the channels that positions leave alone."""
-    channels = torch.arange(len(partner))
+    channels = torch.arange(len(partner), device="cpu")
     free = partner == channels
     mixed = free[:, None] & free
     mixed[channels, partner] = True
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(heads, *mixed.shape, generator=generator)
+    noise = torch.randn(heads, *mixed.shape, generator=generator, device="cpu")
     skew = (noise - noise.mT).double()
     return torch.matrix_exp(mixed * skew)
 
@@ -103,7 +103,7 @@ def find_partners(key: Tensor, rows: Tensor, first: int) -> Tensor | None:
     Returns: None where more than two channels are mixed: by a norm, for one.
     """
     heads, _, dim = key.shape
-    mixed = torch.zeros(dim, dim)
+    mixed = torch.zeros(dim, dim, device="cpu")
     for channel in range(dim):
         asked = key[..., channel].sum()
         (slope,) = torch.autograd.grad(asked, rows, retain_graph=True)
@@ -115,7 +115,7 @@ def find_partners(key: Tensor, rows: Tensor, first: int) -> Tensor | None:
     linked.fill_diagonal_(False)
     if (linked.sum(1) > 1).any():
         return None
-    partner = torch.arange(dim)
+    partner = torch.arange(dim, device="cpu")
     one, other = linked.nonzero().T
     partner[one] = other
     return partner
@@ -132,7 +132,7 @@ def choose_groups(gram: Tensor, readers: Tensor, groups: int) -> Tensor:
     pairs = [list(pair) for pair in combinations(range(heads), 2)]
     blocks = gram.reshape(heads, dim, heads, dim)
     roots = root(readers)
-    cost = torch.zeros(heads, heads, dtype=gram.dtype)
+    cost = torch.zeros(heads, heads, dtype=gram.dtype, device="cpu")
     for pair in pairs:
         both = blocks[pair][:, :, pair]
         weight = torch.block_diag(*roots[pair])
@@ -148,7 +148,7 @@ def choose_groups(gram: Tensor, readers: Tensor, groups: int) -> Tensor:
         found[pair] = group[pair[::-1]]
         return found
 
-    group = torch.arange(heads) * groups // heads
+    group = torch.arange(heads, device="cpu") * groups // heads
     while True:
         better = min((swapped(group, pair) for pair in pairs), key=lost)
         if lost(better) >= lost(group) * (1 - 1e-9):

@@ -90,7 +90,7 @@ class Source:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, [shape and dtype of the file]. Raises OSError or SafetensorError where it cannot be read."""
-        return torch.as_tensor(self.files[self.places[name]].get_tensor(name))
+        return torch.as_tensor(self.files[self.places[name]].get_tensor(name), device="cpu")
 
     def others(self) -> list[Path]:
         """Return the files that go with the weights. Raises ConversionError for links out of the folder."""

@@ -119,7 +119,7 @@ def _read_text(source: Source, structure: Structure, text: str | Path) -> Tensor
     length, load = min(WINDOW, longest_context(structure.config)), transformers.AutoTokenizer
     try:
         tokenizer = load.from_pretrained(source.folder, trust_remote_code=False)
-        return torch.tensor(text_windows(tokenizer, text, length, TOKENS // length))
+        return torch.tensor(text_windows(tokenizer, text, length, TOKENS // length), device="cpu")
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConversionError(
             f"calibration {str(text)!r} cannot be read with the tokenizer of {source.folder}: {first_line(error)}"
@@ -214,7 +214,7 @@ class _Stub(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.__dict__["layer"] = layer  # no submodule: it must not be found twice
-        self.hidden = torch.empty(0)
+        self.hidden = torch.empty(0, device="cpu")
         self.call: Call | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:

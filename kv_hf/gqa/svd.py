@@ -57,7 +57,7 @@ class Attention:
         self.old, self.new = modules
         self.tensors, self.parts, self.calls = tensors, parts, calls
         self.groups, self.kv_heads = structure.new_kv_heads, structure.num_kv_heads
-        heads = torch.arange(structure.num_heads)
+        heads = torch.arange(structure.num_heads, device="cpu")
         self.kv_of = heads * self.kv_heads // structure.num_heads
         self.places: dict[str, str] = {}
         for name, own in parts.items():
@@ -70,7 +70,7 @@ class Attention:
         queries = [part for part in parts[name] if part.kind == "query"]
         first = sum(part.heads * part.rows for part in queries)
         weight = tensors[name].clone().requires_grad_()
-        values = torch.arange(structure.head_dim)
+        values = torch.arange(structure.head_dim, device="cpu")
         self.partner = {"value": values}
         with torch.enable_grad(), observed(self.old, linears) as seen:
             before = run(self.old, {**tensors, name: weight}, calls[0])
@@ -155,7 +155,7 @@ class Attention:
         inputs = self.inputs(self.old, self.tensors)
         grams = {kind: inputs[self.places[kind]] for kind in ("query", "key", "value")}
         outputs = heads["output"].shape[-1]
-        grams["output"] = torch.eye(outputs, dtype=torch.float64)
+        grams["output"] = torch.eye(outputs, dtype=torch.float64, device="cpu")
         free = [kind for kind in READERS if self.may_turn(heads, kind)]
         if "value" in free and self.groups > 1:
             heads = self.regroup(heads, grams)
@@ -189,7 +189,7 @@ class Attention:
         square = flat @ grams["value"] @ flat.T
         reads = self.readers(heads["output"], grams["output"])
         order = choose_groups(square, reads, self.groups)
-        queries = torch.arange(len(self.kv_of)).unflatten(0, (self.kv_heads, -1))
+        queries = torch.arange(len(self.kv_of), device="cpu").unflatten(0, (self.kv_heads, -1))
         queries = queries[order].flatten()
         moved = dict(heads)
         for kind, rows in heads.items():
@@ -234,7 +234,7 @@ class Attention:
             used = {name: weight.detach() for name, weight in made.items()}
             for weight in used.values():
                 weight.requires_grad_()
-            total = torch.zeros(())
+            total = torch.zeros((), device="cpu")
             for call, target in zip(self.calls, targets, strict=True):
                 off = run(self.new, {**start, **used}, call) - target
                 loss = off.square().sum() / size
@@ -361,4 +361,4 @@ def calibrate(source: Source, structure: Structure, windows: Tensor, scratch: Pa
 
 def _read(file: Path, name: str, old: Tensor) -> Tensor:
     """Return a tensor of a file, in place of the old one."""
-    return torch.as_tensor(safe_open(file, "pt").get_tensor(name))
+    return torch.as_tensor(safe_open(file, "pt").get_tensor(name), device="cpu")

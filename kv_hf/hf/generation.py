@@ -41,12 +41,12 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
     Args:
         generation_config: of this call.
         given: the cache that the user passes (`past_key_values`, from 5.24 on `cache`), or None.
-    Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged, and a name in place of a cache.
+    Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged, and a name, options or a class in place of a cache.
     """
-    if isinstance(given, str):
+    if isinstance(given, str | CacheConfig | type):
         raise CacheOptionError(
-            f"{CACHE} must be a cache, as kv_hf.PagedCache(model.config, ..) makes one, got {given!r}: a name goes into "
-            "cache_implementation"
+            f"{CACHE} must be a cache, as kv_hf.PagedCache(model.config, ..) makes one, got {short(given)}: a name goes into "
+            "cache_implementation, and options into cache_config"
         )
     name: str | None = generation_config.cache_implementation
     options = generation_config.cache_config

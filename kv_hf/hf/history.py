@@ -143,8 +143,8 @@ class Text:
 
     def _real(self, known: torch.Tensor) -> torch.Tensor:
         """Return which columns of `known` the cache holds as tokens, not as left padding."""
-        padding = torch.tensor([row.padding for row in self.cache._group.rows])
-        columns = torch.arange(known.shape[1])
+        padding = torch.tensor([row.padding for row in self.cache._group.rows], device="cpu")
+        columns = torch.arange(known.shape[1], device="cpu")
         return (columns >= padding[:, None]).to(self.ids.device)
 
     def _check_same(self, known: torch.Tensor) -> None:

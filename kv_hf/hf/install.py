@@ -133,6 +133,7 @@ def _check_given(given: Any, asked: Generation) -> None:
     for half in (own, cross):
         if half is not None:
             half.origin.check_model(model.config)
+            half.read_by(model.config)
             for group in half.groups:
                 group.end_recording()  # assisted decoding, if it is that, turns it on again
     if cross is not None:

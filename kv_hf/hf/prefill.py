@@ -64,7 +64,7 @@ def read_prompt(
         return f"the attention_mask has shape {tuple(attention_mask.shape)}, the tokens {tuple(input_ids.shape)}"
     real = attention_mask.to("cpu", torch.bool)
     padding = columns - real.sum(-1)
-    if not torch.equal(real, torch.arange(columns) >= padding[:, None]):
+    if not torch.equal(real, torch.arange(columns, device="cpu") >= padding[:, None]):
         return "the attention_mask hides more than left padding"
     positions = inputs.get("position_ids")
     if positions is not None:

@@ -107,7 +107,7 @@ class HostMemory:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory [nbytes], uint8. Raises: OffloadError when there is no room."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned, device="cpu")
 
     def drop(self, piece: torch.Tensor) -> None:
         """Take a contiguous piece [any shape] out of resident memory where that is possible; its contents stay."""
@@ -132,7 +132,8 @@ class HostMemory:
 
     def _gather(self, fields: Tensors, runs: Sequence[Run], targets: Tensors) -> None:
         """Copy runs without places between them; one by one, most of the time would go to the calls."""
-        ids = torch.tensor([page + at for _, page, count in runs for at in range(count)])
+        pages = [page + at for _, page, count in runs for at in range(count)]
+        ids = torch.tensor(pages, device="cpu")
         for name, target in targets.items():
             field, first = fields[name], runs[0][0]
             for at, _, count in self._pieces(field, [(0, 0, len(ids))]):

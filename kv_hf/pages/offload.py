@@ -266,7 +266,7 @@ class OffloadedStorage(PageStorage):
         pages, count = jobs[:, 2].tolist(), min(SEAL_PAGES, len(jobs))
         like = jobs[:, 3]
         here = jobs.clone()
-        here[:, 2] = torch.arange(len(pages)) % count
+        here[:, 2] = torch.arange(len(pages), device="cpu") % count
         before = like[like >= 0].unique().tolist()
         for place, page in enumerate(before, count):  # behind the new ones
             here[like == page, 3] = place

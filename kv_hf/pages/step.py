@@ -42,7 +42,7 @@ def block_table(pages: Sequence[PageIds]) -> torch.Tensor:
     """Return the page ids of rows as [rows, most pages of a row], int32, filled up with 0."""
     width = max(map(len, pages), default=0)
     table = [[*row, *(0,) * (width - len(row))] for row in pages]
-    return torch.tensor(table, dtype=TABLE_DTYPE).reshape(len(pages), width)
+    return torch.tensor(table, dtype=TABLE_DTYPE, device="cpu").reshape(len(pages), width)
 
 
 class Tables:
@@ -86,7 +86,7 @@ def _appended(table: torch.Tensor, pairs: Sequence[tuple[PageIds, PageIds]]) -> 
     table = torch.nn.functional.pad(table, (0, lacking)) if lacking > 0 else table[:]
     for row, (before, now) in enumerate(pairs):
         if before is not now:
-            table[row, len(before) : len(now)] = torch.tensor(now[len(before) :])
+            table[row, len(before) : len(now)] = torch.tensor(now[len(before) :], device="cpu")
     return table
 
 
@@ -192,7 +192,7 @@ def seal_jobs(
         for place, page in enumerate(ids, int(passed[row])):
             start = page_start(place, page_size=sizes.page_size, sink_tokens=sizes.sink_tokens)
             jobs.append((row, start, page, like))
-    return torch.tensor(jobs, dtype=torch.int32) if jobs else None
+    return torch.tensor(jobs, dtype=torch.int32, device="cpu") if jobs else None
 
 
 @dataclass(eq=False)
@@ -304,7 +304,7 @@ class FixedStep:
             self.view.block_table[:, : table.shape[1]].copy_(moved(table, device))
             self._last_table = table
         if step.seal is not None or self._sealed:
-            jobs = torch.full(self._jobs.shape, -1, dtype=torch.int32)
+            jobs = torch.full(self._jobs.shape, -1, dtype=torch.int32, device="cpu")
             if step.seal is not None:
                 jobs[: len(step.seal)] = step.seal
             self._jobs.copy_(moved(jobs, device))

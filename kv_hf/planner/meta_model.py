@@ -116,7 +116,7 @@ def _run(config: Any, name: str) -> tuple[Any, Any]:
     cache: Any = DynamicCache(config=model.config)
     try:
         with torch.device("meta"), torch.no_grad(), _NoNumbers():
-            ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+            ids = torch.zeros(ROWS, TOKENS, dtype=torch.long, device="meta")
             try:
                 model(input_ids=ids, use_cache=True, **{argument: cache})
             except ValueError as error:

@@ -93,10 +93,10 @@ def usual_damage(side: SideSpec) -> float:
 
 @lru_cache(maxsize=256)
 def _usual_damage(name: str, scheme: Scheme, head_dim: int, page_size: int) -> float:
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         sizes = (NORMAL_PAGES, 1, page_size, head_dim)
-        numbers = torch.randn(sizes, generator=generator, dtype=torch.float32)
+        numbers = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
         side = SideSpec(name, scheme, 1, head_dim, page_size, torch.float32, ROWS)
         noise = _noise(quantize(numbers, side)[0], numbers, side)
         return _of_channels(noise, numbers, side).mean().item()

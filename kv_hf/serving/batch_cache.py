@@ -444,7 +444,8 @@ class BatchCache(PagedAttentionCache):
         first, count = places[0], len(places)
         if places == list(range(first, first + count)):
             return slice(first, first + count)
-        return torch.tensor(places, dtype=torch.int64).to(self.device, non_blocking=True)
+        found = torch.tensor(places, dtype=torch.int64, device="cpu")
+        return found.to(self.device, non_blocking=True)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -189,6 +189,8 @@ def test_bad_arguments_are_named():
     model = make_model("llama")
     with pytest.raises(CacheOptionError, match="tokenizer must have a chat template"):
         kv_hf.Chat(model, make_tokenizer(1000))
+    with pytest.raises(CacheOptionError, match="got 'org/name'; load it with"):
+        kv_hf.Chat("org/name", make_tokenizer(1000, chat=True))
     with pytest.raises(CacheOptionError, match="paged_int4"):
         make_chat(model, "paged_int44")
     with pytest.raises(CacheOptionError, match="page_sizes"):

@@ -119,6 +119,28 @@ def test_a_named_kernel_is_refused_if_one_device_of_several_cannot_run_it():
         )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recent_tokens": 40}, {"max_length": 128}, {"read": 128}, {"offload": "disk"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["paged_exact", "paged_k8v4"])
+def test_a_default_device_that_is_not_the_model_s_changes_nothing(name, options):
+    """Tables of pages were made there: with the model on it as well, each call ended in an error."""
+    model, given = shared_model("llama"), left_padded([90, 33])
+    options = {"cache_config": {"page_size": 16, **options}, "cache_implementation": name}
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            out = model.generate(
+                **given, **options, max_new_tokens=30, return_dict_in_generate=True
+            )
+        out.past_key_values.batch_select_indices([1])
+        out.past_key_values.crop(-40)
+        found.append(out.sequences)
+    assert torch.equal(*found)
+
+
 # -- moved caches ------------------------------------------------------------------------------------------
 
 

@@ -126,6 +126,21 @@ def test_on_a_device_masks_are_compared_once_per_generate_and_in_every_direct_fo
     assert len(compared) == len(HIDING)
 
 
+@pytest.mark.parametrize(("named", "call"), [(None, "forward"), (None, "generate"), ("flex_attention", "generate")])  # fmt: skip
+def test_a_cache_of_a_config_that_is_not_the_model_s_own_stores_no_padding(named, call):
+    """Such as AutoConfig gives: it says nothing of the model's attention, and padding was quantized with the tokens beside it."""
+    model = make_model("llama")
+    config = type(model.config).from_dict(model.config.to_dict())
+    config._attn_implementation = named
+    cache = kv_hf.PagedCache(config, keys="int4", page_size=16)
+    with torch.no_grad():
+        if call == "forward":
+            model(**left_padded(LENGTHS), past_key_values=cache)
+        else:
+            model.generate(**left_padded(LENGTHS), past_key_values=cache, max_new_tokens=1)
+    assert cache._group.lengths().tolist() == LENGTHS
+
+
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("new", [1, 5])
 def test_a_mask_that_shows_padding_is_refused_before_anything_changes(options, new):

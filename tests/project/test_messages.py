@@ -51,6 +51,14 @@ def generate(**options):
         ({"cache_implementation": "Paged_INT4"}, "'Paged_INT4' .did you mean 'paged_int4'"),
         ({"cache_implementation": "statc"}, "got 'statc' .did you mean 'static'"),
         ({"past_key_values": "paged_int4"}, "a name goes into cache_implementation"),
+        (
+            {"past_key_values": kv_hf.CacheConfig()},
+            "must be a cache.*and options into cache_config",
+        ),
+        (
+            {"past_key_values": kv_hf.PagedCache},
+            "must be a cache, as kv_hf.PagedCache.model.config",
+        ),
     ],
     ids=str,
 )

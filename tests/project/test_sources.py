@@ -122,3 +122,16 @@ def test_files_import_each_other_in_no_circle():
         modules = {one if one in known else one.rpartition(".")[0] for one in imports(name)}
         graph[module_of(name)] = modules & known - {module_of(name)}
     TopologicalSorter(graph).prepare()  # names the circle that it finds
+
+
+def test_tensors_are_made_on_a_device_that_is_named():
+    """Else it is that of `torch.set_default_device`, where nobody looks for the tables of pages."""
+    made = r"torch\.(arange|as_tensor|asarray|empty|eye|full|ones|randn?|randint|randperm|tensor|zeros)"
+    assert not [
+        f"{name}:{node.lineno}"
+        for name in FILES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Call)
+        and re.fullmatch(made, ast.unparse(node.func))
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]

@@ -75,8 +75,8 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         _INDEX.pack_into(block.memory, _INDEX.at, *pointers)
     rows, columns = kv.block_table.shape
     width = budget.width(columns, kv.page_size)
-    chosen = torch.empty((rows, width), dtype=torch.int32)
-    counts = torch.empty(rows, dtype=torch.int32)
+    chosen = torch.empty((rows, width), dtype=torch.int32, device="cpu")
+    counts = torch.empty(rows, dtype=torch.int32, device="cpu")
     _CHOICE.pack_into(block.memory, _CHOICE.at, chosen.data_ptr(), width, counts.data_ptr())
     _run(block, call, query, pages, None, None)
     kv.launches[name] = block

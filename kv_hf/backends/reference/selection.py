@@ -58,7 +58,7 @@ def choose_by_mass(mass: torch.Tensor, kv: PagedKV) -> Choice:
     assert budget is not None
     columns = kv.block_table.shape[1]
     width = budget.width(columns, kv.page_size)
-    table = torch.zeros(kv.rows, width, dtype=torch.int32)
+    table = torch.zeros(kv.rows, width, dtype=torch.int32, device="cpu")
     counts = kv.num_pages.tolist()
     chosen = []
     for row, (pages, exact) in enumerate(zip(counts, kv.exact_lens.tolist(), strict=True)):

@@ -402,8 +402,10 @@ class Rows:
             step.columns = self.max_length or step.seen_after
             return step, after, ()
         size = self.sizes.page_size
-        found, kept, leaving = list(before.pages), list(before.pages), []
-        first, last = {}, {}
+        found, kept = list(before.pages), list(before.pages)
+        leaving = []
+        first = {}
+        last = {}
         gone = after.dropped - before.dropped - plan.passed
         given = iter(ids)
         for row in np.flatnonzero(plan.first + plan.last + gone).tolist():

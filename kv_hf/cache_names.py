@@ -48,13 +48,13 @@ def register_cache(
         kv_hf.register_cache("paged_k8v4_short", keys="int8", values="int4", page_size=32)
         model.generate(**inputs, cache_implementation="paged_k8v4_short")
 
-    Options given beside the name (`cache_config`) win over those that it stands for.
+    Options given beside the name (`cache_config`) win over those that it stands for. The same call again changes nothing.
 
     Args:
         name: "paged_" and lower-case letters, digits or underscores.
         keys, values: formats; `values` defaults to the format of `keys`, and `keys` to exact.
         **options: the other fields of `kv_hf.CacheConfig`.
-    Raises: CacheOptionError for a bad name, one that is taken, and options that CacheConfig refuses.
+    Raises: CacheOptionError for a bad name, one that stands for other options, and options that CacheConfig refuses.
     """
     checked = CacheConfig.from_arguments(keys, values, options)
     named.add(name, {"keys": checked.keys, "values": checked.values, **options})

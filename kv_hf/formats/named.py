@@ -54,15 +54,18 @@ def ship(name: str, options: Mapping[str, Any]) -> None:
 
 
 def add(name: str, options: Mapping[str, Any]) -> None:
-    """Add a name. Raises CacheOptionError for a name that is taken or that no cache can have."""
+    """Add a name; the same again changes nothing. Raises CacheOptionError for a name that is taken or that no cache can have."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CacheOptionError(
             f"name must be paged_ and lower-case letters, digits or underscores, as in 'paged_k8v4', got {name!r}"
         )
     with _lock:
         if name in _caches:
+            if _caches[name] == options:
+                return  # a cell of a notebook runs twice
+            back = "" if name in _shipped else ", or call kv_hf.unregister_cache before"
             raise CacheOptionError(
-                f"cache name {name!r} is registered already, for {_words(_caches[name])}; take another name"
+                f"cache name {name!r} is registered already, for {_words(_caches[name])}; take another name{back}"
             )
         _caches[name] = copy.deepcopy(dict(options))
     _changed()

@@ -23,9 +23,9 @@ from .layer_kinds import LatentLayer
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)  # Python plans each step: inductor must not replay it
 for _schema in (
-    # the number counts as written, so that steps stay in order and none is left out
+    # the number counts as written, so that these stay in order (inductor moves what only reads it) and none is left out
     "append(Tensor(a!) number, Tensor keys, Tensor values, int layer) -> Tensor",
-    "columns(Tensor number, Device device) -> Tensor",
+    "columns(Tensor(a!) number, Device device) -> Tensor",
     "attend(Tensor number, Tensor handle, int layer, int out_dim, Tensor query, Tensor? mask, float softmax_scale, "
     "float? softcap, Tensor? sink_logits) -> Tensor",
 ):

@@ -142,9 +142,8 @@ def make_case(spec: PageSpec) -> Case:
         window = random(rows, heads, slots, side.head_dim).to(dtype)
         windows.append(window.masked_fill(unused, math.nan))
     # all in the order of the first one
-    jobs = torch.tensor(
-        [(0, page * size, page, -1) for page in reversed(range(pages))], device="cpu"
-    )
+    pages_to_seal = [(0, page * size, page, -1) for page in reversed(range(pages))]
+    jobs = torch.tensor(pages_to_seal, device="cpu")
     order = random(pages).argsort()
     # behind a row's last page the table holds pages of others, and one that nobody holds
     places = torch.arange(max(PAGES), device="cpu") + (counts.cumsum(0) - counts)[:, None]

@@ -124,9 +124,8 @@ def queries_in_float64(layout):
 
 def head_dims(layout):
     for dim, page in ((16, 32), (24, 64), (48, 32), (80, 32), (96, 32), (192, 32), (256, 32)):
-        some = [
-            pair for pair in PAIRS if dim != 24 or pair[0] not in ("int2", "int6")
-        ]  # 24 are no whole words
+        # 24 are no whole words
+        some = [pair for pair in PAIRS if dim != 24 or pair[0] not in ("plain2", "int6")]
         group = dim if dim % 16 else 16
         dtypes = [BF16 if dim % 64 else FP32]
         yield from pairs(layout, some, dtypes, key_dim=dim, page=page, value_group=group)

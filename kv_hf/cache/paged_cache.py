@@ -55,7 +55,8 @@ def filled_layer(layers: Sequence[Any], layer_idx: int) -> int:
         return layer_idx
     kind = _kind(layers[layer_idx])
     filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
-    return min(filled, key=lambda index: _kind(layers[index]) != kind, default=layer_idx)
+    # no min() with a key, of which torch.compile knows nothing
+    return ([i for i in filled if _kind(layers[i]) == kind] or filled or [layer_idx])[0]
 
 
 def _kind(layer: Any) -> tuple[type, int | None]:

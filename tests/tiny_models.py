@@ -128,7 +128,7 @@ def shared_model(family: str) -> Any:
     return make_model(family)
 
 
-def make_sliding(name: str, window: int) -> Any:
+def make_sliding(name: str, window: int | None) -> Any:
     """Return a fresh model of four layers, some or all of them with this window."""
     torch.manual_seed(0)
     config = make_layers(name, sliding_window=window)

@@ -13,7 +13,15 @@ import pytest
 import rounding
 import torch
 from harness import slow_but
-from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
+from tiny_models import (
+    FAMILIES,
+    NO_INTERFACE,
+    left_padded,
+    make_model,
+    make_sliding,
+    shared_model,
+    tokens,
+)
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -209,8 +217,10 @@ def test_a_step_never_waits_and_moves_no_tensor():
     assert addresses(cache) == places
     assert len(targets) == 1
     ran = " ".join(targets[0])
-    for name in ("kv_hf.append", "kv_hf.attend"):
+    for name in ("kv_hf.append", "kv_hf.attend", "kv_hf.seen"):
         assert name in ran
+    # or inductor would ask for the columns, from which masks are made, behind an append
+    assert not any(one.startswith("kv_hf.seen") for one in targets[0])
     for name in ("local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy.device"):
         assert name not in ran
 
@@ -364,3 +374,17 @@ def test_inductor_gives_the_eager_logits(name):
     assert graphs() == 1
     most = float((wanted - exact).abs().max()) + rounding.allowed(wanted)
     torch.testing.assert_close(got, wanted, rtol=0, atol=most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "count"), [(None, 14), (20, 1)])
+@torch.no_grad()
+def test_inductor_makes_masks_before_tokens_are_appended(window, count):
+    """It asked for the columns behind the append: masks of several tokens, and of windows, were those of later tokens."""
+    model = make_sliding("mistral", window)
+    cache, stock = preallocated(model, "exact"), DynamicCache(config=model.config)
+    step = torch.compile(model.forward, fullgraph=True)
+    for one in (cache, stock):
+        model(tokens(2, 40), past_key_values=one)
+    found = step(tokens(2, count), past_key_values=cache).logits
+    rounding.assert_close(found, model(tokens(2, count), past_key_values=stock).logits)

@@ -23,9 +23,10 @@ from .layer_kinds import LatentLayer
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)  # Python plans each step: inductor must not replay it
 for _schema in (
-    # the number counts as written, so that these stay in order (inductor moves what only reads it) and none is left out
+    # the number counts as written, so that these stay in order (inductor moves what only reads it) and none is left out; torch
+    # keeps compiled graphs by the names of their operators: one that writes to other arguments than before needs another name
     "append(Tensor(a!) number, Tensor keys, Tensor values, int layer) -> Tensor",
-    "columns(Tensor(a!) number, Device device) -> Tensor",
+    "seen(Tensor(a!) number, Device device) -> Tensor",
     "attend(Tensor number, Tensor handle, int layer, int out_dim, Tensor query, Tensor? mask, float softmax_scale, "
     "float? softcap, Tensor? sink_logits) -> Tensor",
 ):
@@ -65,7 +66,7 @@ class CompiledSteps:
 
 def columns(cache: Any) -> torch.Tensor:
     """Return the columns that a cache has seen when the compiled step runs: [], int64."""
-    return torch.ops.kv_hf.columns(cache._compiled.number, cache._tokens_on)
+    return torch.ops.kv_hf.seen(cache._compiled.number, cache._tokens_on)
 
 
 def update(
@@ -128,7 +129,7 @@ def _append(
     return keys.new_full((), float("nan"))
 
 
-def _columns(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _seen(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.tensor(_caches[int(number)].get_seq_length(), device=device)
 
 
@@ -173,7 +174,7 @@ def _needed(steps: CompiledSteps, view: KVView, mask: torch.Tensor) -> torch.Ten
     return None if steps.compared[3] else mask
 
 
-for _name, _function in (("append", _append), ("columns", _columns), ("attend", _attend)):
+for _name, _function in (("append", _append), ("seen", _seen), ("attend", _attend)):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
 
@@ -182,8 +183,8 @@ def _fake_append(number, keys, values, layer):  # type: ignore[no-untyped-def]
     return keys.new_empty(())
 
 
-@register_fake("kv_hf::columns", lib=_LIBRARY)
-def _fake_columns(number, device):  # type: ignore[no-untyped-def]
+@register_fake("kv_hf::seen", lib=_LIBRARY)
+def _fake_seen(number, device):  # type: ignore[no-untyped-def]
     return number.new_empty((), device=device)
 
 

@@ -59,7 +59,7 @@ class Chat:
     ) -> None:
         if isinstance(model, str):
             raise CacheOptionError(
-                f"model must be a model, got {model!r}; load it with AutoModelForCausalLM.from_pretrained"
+                f"model must be a loaded model, got {model!r}; load it with AutoModelForCausalLM.from_pretrained"
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise CacheOptionError(

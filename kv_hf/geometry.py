@@ -91,7 +91,8 @@ class Geometry:
     def dropped(self, tokens: Count, sealed: Count) -> Count:
         """Return how many of a row's `sealed` pages are given back, or never sealed, at `tokens` tokens: not the newest."""
         hidden, others = self.out_of_sight(tokens), full_pages(sealed - 1, 1)
-        return hidden - full_pages(hidden - others, 1)  # the smaller number
+        # the smaller of both, for every kind of number
+        return hidden - full_pages(hidden - others, 1)
 
     def out_of_sight(self, tokens: Count) -> Count:
         """Return how many pages, from the first on, no query at token `tokens` or behind it can see."""

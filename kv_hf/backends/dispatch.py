@@ -147,8 +147,6 @@ def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, seen: int) -> torch.
 
 def _attend_in_slices(kernel: Backend, call: AttentionCall) -> torch.Tensor:
     """Attend MAX_DECODE_QUERIES queries at a time."""
-    # a chunk's window is its own: what is kept for the next call of the layer would hold it until then
-    call = replace(call, kv=replace(call.kv, launches={}))
     query, kv, mask = call.query, call.kv, call.mask
     q_len = query.shape[2]
     parts = []

@@ -104,7 +104,7 @@ def evaluate(
         )
     if isinstance(model, str | Path):
         raise ValueError(
-            f"model must be a model in eval mode, got {short(model)}; load it with AutoModelForCausalLM.from_pretrained"
+            f"model must be a loaded model in eval mode, got {short(model)}; load it with AutoModelForCausalLM.from_pretrained"
         )
     if isinstance(tokenizer, str | Path):
         raise ValueError(

@@ -54,9 +54,10 @@ def quantize(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return what `encode` returns, with codes as numbers [pages, num_kv_heads, page_size, head_dim] that are not packed.
 
+    The scheme is not exact.
+
     Args:
         order: [pages or 1, num_kv_heads, head_dim], integers, of the channels where the scheme has wide ones; None: each page's own.
-    The scheme is not exact.
     """
     scheme = spec.scheme
     finite, damaged = finite_of(tokens)

@@ -283,7 +283,9 @@ def test_evaluate_takes_sources_texts_and_ids(folder):
             kv_hf.evaluate(loaded.model, loaded.tokenizer, ids, caches)
     with pytest.raises(ValueError, match="a text is given as text="):
         kv_hf.evaluate(loaded.model, "my.txt")
-    with pytest.raises(ValueError, match="model must be a model in eval mode, got 'org/name'"):
+    with pytest.raises(
+        ValueError, match="model must be a loaded model in eval mode, got 'org/name'"
+    ):
         kv_hf.evaluate("org/name", loaded.tokenizer)
     with pytest.raises(ValueError, match="tokenizer must be given: none lies beside model ''"):
         kv_hf.evaluate(make_model("llama"), text="novel")

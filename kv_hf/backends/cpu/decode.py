@@ -5,6 +5,7 @@
 
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -124,10 +125,11 @@ def _pack(
     """
     kv = call.kv
     windows = kv.residual_keys, kv.residual_values
-    kept = pages[0].mark, pages[1].mark, *windows, kv.spec, kv.words
+    held = pages[0].mark, pages[1].mark, kv.spec, kv.words
     asked = query.shape, query.stride(), query.dtype, call.softmax_scale, call.softcap, options
-    key = (*map(id, kept), *asked)
-    if block.key == key:
+    key = (*map(id, windows), *map(id, held), *asked)
+    # a chunk's windows are its own, and go with it
+    if block.key == key and block.kept[0]() is windows[0] and block.kept[1]() is windows[1]:
         return False
     block.key = ()
     block.call = getattr(library(), function)
@@ -146,7 +148,7 @@ def _pack(
         "softmax_scale": call.softmax_scale, "softcap": call.softcap or 0.0,
     }  # fmt: skip
     _SHAPES.pack_names(block.memory, {**numbers, **_mask_fields(mask)})
-    block.key, block.kept = key, kept
+    block.key, block.kept = key, (ref(windows[0]), ref(windows[1]), *held)
     return True
 
 

@@ -147,7 +147,7 @@ class Block:
     Attributes:
         memory, address: the block itself.
         key: what the fields depend on that are not packed at every call: sizes, options, and tensors by id; empty at first.
-        kept: these tensors, so that no others get their ids.
+        kept: these tensors, or weak references to them, which tell whether another one has got an id.
         call: the compiled function that the block is for.
     """
 
